@@ -1,0 +1,274 @@
+"""The command line: plan a model for a memory budget, prove it by real steps, list the models.
+
+Exit codes: 0 fits, 1 failed, 2 wrong usage, 3 no plan fits, 4 the model cannot be captured.
+Results go to standard output, progress and errors to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+# Nothing slow is imported up here: --help must answer at once.
+from planner.errors import PlannerError, UsageError
+from planner.options import DTYPES, Parser, budget_options, model_options, solving_options
+
+if TYPE_CHECKING:
+    from planner.planning import Plan
+    from planner.problem import Progress
+    from planner.zoo import ZooModel
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Those of the process by default.
+
+    Returns
+    -------
+    int
+        Exit code.
+    """
+    debug = False
+    try:
+        args = _parser().parse_args(arguments)
+        debug = args.debug
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader has seen enough; Python must not complain at exit that it could not write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        _complain("interrupted", debug)
+        return _INTERRUPTED
+    except PlannerError as error:
+        _complain(str(error), debug)
+        return error.exit_code
+    except Exception as error:
+        _complain(f"{type(error).__name__}: {error}; this should not happen: run with --debug and report it", debug)
+        return PlannerError.exit_code
+
+
+def _complain(message: str, debug: bool) -> None:
+    if debug:
+        traceback.print_exc()
+    print("error:", " ".join(message.split()), file=sys.stderr)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="checkpoint-planner", description=(__doc__ or "").split("\n\n")[0])
+    common = Parser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks")
+    model = model_options()
+    solving = solving_options()
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", parents=[common, model, solving], help="plan a model; nothing is run")
+    budget_options(plan)
+    plan.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
+    plan.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
+    plan.set_defaults(run=_run_plan, plan=None)
+
+    verify = commands.add_parser("verify", parents=[common, model, solving], help="plan, and run real steps")
+    budget_options(verify).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
+    verify.set_defaults(run=_run_plan, save=None, verify=True)
+
+    models = commands.add_parser("models", parents=[common], help="list the models that can be named")
+    models.set_defaults(run=_run_models)
+    return parser
+
+
+# What is done.
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    _check(args)
+    from planner.planning import NoPlanFitsError
+
+    try:
+        with _quiet(args), _progress(args) as progress:
+            plan = _make(args, progress)
+    except NoPlanFitsError as error:
+        report = error.report
+        _write_json(report, args)
+        if args.json != "-":
+            from planner.report import render_infeasible
+
+            _show(lambda console: render_infeasible(report, console))
+        raise
+    if args.save:
+        plan.save(args.save)
+    _write_json(plan.report(operations=args.operations), args)
+    if args.json != "-":
+        from planner.report import render
+
+        _show(lambda console: render(plan, console, show_operations=args.operations))
+    _hold_to_measured(plan)
+    return 0
+
+
+def _run_models(args: argparse.Namespace) -> int:
+    from planner import zoo
+
+    width = max(map(len, zoo.names()))
+    for name in zoo.names():
+        print(f"{name:{width}}  {zoo.describe(name)}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse at once what would fail only after minutes of work."""
+    import cost_models
+    from planner import solvers, zoo
+    from planner.atomic import check_writable
+    from planner.units import parse_size
+
+    if (args.name is None) == (args.model is None):
+        raise UsageError("name one model: a name that 'checkpoint-planner models' lists, or --model file.py:factory")
+    if ":" not in (args.model or args.name):
+        zoo.describe(args.model or args.name)
+    if budget := args.budget or args.activation_budget:
+        parse_size(budget, whole_bytes=2**60)
+    for path in (args.save, args.json if args.json != "-" else None):
+        if path is not None:
+            check_writable(path)
+    solvers.get(args.solver)
+    try:
+        cost_models.device(args.device)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+
+
+def _load(args: argparse.Namespace, *, real: bool) -> ZooModel:
+    """Build the model that is named: for real, or without memory."""
+    from planner import zoo
+    from planner.capture import fake_mode
+
+    mode = None if real else fake_mode()
+    sizes = {size: getattr(args, size) for size in ("batch_size", "seq_len", "image_size", "layers")}
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    specification = args.model or args.name
+    if ":" not in specification:
+        return zoo.build(specification, **sizes, dtype=dtype, fake_mode=mode)
+    if given := [name for name, value in {**sizes, "dtype": dtype}.items() if value is not None]:
+        option = given[0].replace("_", "-")
+        raise UsageError(f"--{option} is for models of the zoo: a factory of your own chooses its sizes itself")
+    return zoo.load_user_model(specification, fake_mode=mode)
+
+
+def _make(args: argparse.Namespace, progress: Progress) -> Plan:
+    """Load the model, make or read the plan, and verify it where that is asked for."""
+    from planner import api
+    from planner.planning import Plan
+
+    saved = Plan.load(args.plan) if args.plan else None
+    progress("building the model")
+    loaded = _load(args, real=args.verify)
+    plan = saved or api.plan(
+        loaded.model,
+        loaded.example_args,
+        example_kwargs=loaded.example_kwargs,
+        budget=args.budget,
+        activation_budget=args.activation_budget,
+        loss_fn=loaded.loss_fn,
+        solver=args.solver,
+        time_limit_seconds=args.time_limit,
+        device=args.device,
+        optimizer=args.optimizer,
+        name=loaded.name,
+        progress=progress,
+    )
+    if not args.verify:
+        return plan
+    progress("running real steps")
+    verification = api.verify(
+        loaded.model, loaded.example_args, plan, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn
+    )
+    return dataclasses.replace(plan, verification=verification)
+
+
+def _hold_to_measured(plan: Plan) -> None:
+    """Fail if real steps broke what the plan promises."""
+    measured = plan.verification
+    if measured is None:
+        return
+    if not measured.exact:
+        first = measured.differences[0] if measured.differences else "see the report"
+        raise PlannerError(f"the planned step does not give the same bits as the step without recompute: {first}")
+    if measured.peak_bytes > plan.budget_bytes:
+        raise PlannerError(
+            f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"
+        )
+
+
+# How it is shown.
+
+
+def _show(draw: Callable[[Any], None]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        draw(console)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(capture.get().encode(encoding, "replace").decode(encoding))
+
+
+def _write_json(report: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.json is None:
+        return
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    if args.json == "-":
+        sys.stdout.write(text)
+    else:
+        from planner.atomic import write_text
+
+        write_text(args.json, text)
+
+
+@contextmanager
+def _quiet(args: argparse.Namespace) -> Iterator[None]:
+    """Keep what torch logs and warns on the way out of sight: errors of ours say what matters."""
+    if args.debug:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _progress(args: argparse.Namespace) -> Iterator[Progress]:
+    """Show on standard error, if that is a terminal, how the work stands."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    quiet = args.debug or not console.is_terminal
+    with nullcontext() if quiet else console.status("starting") as status:
+        yield lambda line: status.update(Text(line)) if status else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What a cost model is, and what it is asked about.
+
+A cost model says what one run of each operation of a training step costs on one device. It is
+found by its file: a module of this package that defines ``COST_MODEL``, a class that can be built
+from a :class:`~cost_models.devices.DeviceSpec` alone (further options have defaults).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from cost_models.devices import DeviceSpec
+
+
+class CostedOperation(Protocol):
+    """What a cost model reads of an operation; any object with these attributes will do."""
+
+    @property
+    def name(self) -> str:
+        """Unique name in the graph."""
+
+    @property
+    def target(self) -> str:
+        """The operator, for example ``"aten.mm.default"``."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, a multiply-add as two; elements made, where there is no arithmetic to count."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes read and written, each storage once."""
+
+    @property
+    def dtype(self) -> str:
+        """Element type that it computes in, for example ``"float32"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationCost:
+    """What one run of an operation costs.
+
+    Parameters
+    ----------
+    seconds : float
+        Time of one run.
+    workspace_bytes : int
+        What the kernel allocates beyond its outputs and frees before it returns.
+    """
+
+    seconds: float
+    workspace_bytes: int = 0
+
+
+class CostModel(Protocol):
+    """Costs of operations on one device."""
+
+    name: ClassVar[str]
+
+    @property
+    def device(self) -> DeviceSpec:
+        """Device that the costs hold for."""
+
+    def costs(self, operations: Sequence[CostedOperation]) -> tuple[OperationCost, ...]:
+        """Give the cost of one run of each operation, in their order."""
+
+
+class CostModelFactory(Protocol):
+    """What builds a cost model: the class itself, as a rule."""
+
+    name: ClassVar[str]
+
+    def __call__(self, device: DeviceSpec) -> CostModel:
+        """Build the model for a device."""

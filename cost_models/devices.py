@@ -1,0 +1,230 @@
+"""Devices as numbers: what they hold, how fast they move and multiply.
+
+Peak figures are the vendor's published ones, dense (no sparsity), matrix units included where
+PyTorch uses them: float32 is the plain float32 rate, ``"tf32"`` the one that
+``torch.set_float32_matmul_precision("high")`` turns on. ``memory_bytes`` is what a process is
+told it can have (``torch.cuda.mem_get_info``), which is 1 to 8% less than what is on the box.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+_GIB = 2**30
+_GB = 10**9
+_TERA = 10**12
+
+
+class UnknownNameError(ValueError):
+    """No device or cost model has this name; the message lists the nearest."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+        known = tuple(known)
+        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
+        super().__init__(f"unknown {what} {name!r}: {hint}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One device.
+
+    Parameters
+    ----------
+    name : str
+        Lower case, as :func:`device` finds it.
+    kind : str
+        What PyTorch calls it: ``"cpu"`` or ``"cuda"`` (AMD's too).
+    memory_bytes : int
+        What a process can allocate.
+    bandwidth_bytes_per_second : float
+        Peak memory bandwidth.
+    flops_per_second : mapping of str to float
+        Peak dense rate by element type; see :meth:`peak_flops_per_second`.
+    launch_seconds : float
+        Least time between two kernels.
+    alignment_bytes : int
+        What PyTorch's allocator rounds sizes up to.
+    host_link_bytes_per_second : float
+        Bandwidth to the host's memory, one direction.
+    source : str
+        Where the figures come from.
+    compute_efficiency, bandwidth_efficiency : float
+        Fraction of the peaks that large operations reach.
+    cores : int
+        Threads that share one kernel; what rates per core are scaled by. 1 except on a CPU.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    memory_bytes: int
+    bandwidth_bytes_per_second: float
+    flops_per_second: Mapping[str, float] = field(hash=False)
+    launch_seconds: float
+    alignment_bytes: int
+    host_link_bytes_per_second: float
+    source: str
+    compute_efficiency: float = 0.7
+    bandwidth_efficiency: float = 0.8
+    cores: int = 1
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Peak rate for an element type; the float32 rate for a type without one of its own.
+
+        Examples
+        --------
+        >>> device("h100").peak_flops_per_second("bfloat16") / 1e12
+        989.4
+        """
+        return self.flops_per_second.get(dtype, self.flops_per_second["float32"])
+
+
+def cpu(cores: int | None = None, *, memory_bytes: int | None = None) -> DeviceSpec:
+    """Describe a CPU, crudely: so much per core of a server with AVX-512.
+
+    Parameters
+    ----------
+    cores : int, optional
+        Threads that PyTorch uses; by default what this process may run on.
+    memory_bytes : int, optional
+        By default what this machine has.
+
+    Returns
+    -------
+    DeviceSpec
+    """
+    cores = cores or _available_cores()
+    return DeviceSpec(
+        name="cpu",
+        kind="cpu",
+        memory_bytes=memory_bytes or _physical_memory_bytes(),
+        # Bandwidth of a core is what torch 2.13 reached adding tensors of 25 MB, single-threaded;
+        # the flops are a 2,048 x 768 by 768 x 3,072 product. float16 has no fast kernel.
+        bandwidth_bytes_per_second=20 * _GB * cores,
+        flops_per_second={
+            "float32": 100e9 * cores,
+            "bfloat16": 200e9 * cores,
+            "float16": 1e9,
+            "float64": 50e9 * cores,
+        },
+        launch_seconds=2e-6,
+        alignment_bytes=64,
+        host_link_bytes_per_second=20 * _GB,
+        source="crude per-core figures of an x86 server with AVX-512; measure instead",
+        compute_efficiency=0.9,
+        bandwidth_efficiency=0.75,
+        cores=cores,
+    )
+
+
+def _available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux: what this process was given, not what the machine has
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _physical_memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
+        return 16 * _GIB
+
+
+# Which card, from which document; rates in TFLOP/s, bandwidth and host link (PCIe x16, one
+# direction) in GB/s, memory in GiB. "half" is float16 and bfloat16, accumulated in float32.
+# fmt: off
+_GPU_COLUMNS = ("memory", "bandwidth", "half", "tf32", "float32", "link", "compute_efficiency", "source")
+_GPU_FIGURES = {
+    "rtx-3090": ( 23.6,  936,   71.0,   35.6,  35.6, 32, 0.8, "NVIDIA Ampere GA102 GPU Architecture whitepaper"),
+    "rtx-4090": ( 23.5, 1008,  165.2,   82.6,  82.6, 32, 0.8, "NVIDIA Ada GPU Architecture whitepaper"),
+    "rtx-5090": ( 31.3, 1792,  209.5,  104.8, 104.8, 64, 0.8, "NVIDIA RTX Blackwell GPU Architecture whitepaper"),
+    "a10g":     ( 22.1,  600,   70.0,   35.0,  35.0, 32, 0.7, "NVIDIA A10G datasheet"),
+    "a100-40":  ( 39.4, 1555,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 Tensor Core GPU datasheet"),
+    "a100-80":  ( 79.2, 2039,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 80GB Tensor Core GPU datasheet, SXM"),
+    "l40s":     ( 44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
+    "h100":     ( 79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 GPU Architecture whitepaper, SXM5"),
+    "h200":     (139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
+    "b200":     (178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one GPU of eight"),
+    "mi300x":   (191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X accelerator data sheet"),
+}
+# fmt: on
+
+
+def _gpu(name: str) -> DeviceSpec:
+    figures: dict[str, Any] = dict(zip(_GPU_COLUMNS, _GPU_FIGURES[name], strict=True))
+    rates = {dtype: figures[dtype] for dtype in ("tf32", "float32")}
+    rates |= dict.fromkeys(("float16", "bfloat16"), figures["half"])
+    return DeviceSpec(
+        name=name,
+        kind="cuda",
+        memory_bytes=int(figures["memory"] * _GIB),
+        bandwidth_bytes_per_second=figures["bandwidth"] * _GB,
+        flops_per_second={dtype: rate * _TERA for dtype, rate in rates.items()},
+        # Kernels that are queued back to back start about this far apart, whatever the card.
+        launch_seconds=4e-6,
+        alignment_bytes=512,
+        host_link_bytes_per_second=figures["link"] * _GB,
+        source=figures["source"],
+        compute_efficiency=figures["compute_efficiency"],
+    )
+
+
+def device_names() -> tuple[str, ...]:
+    """Names that :func:`device` knows, the CPU first, then as they came to market."""
+    return ("cpu", *_GPU_FIGURES)
+
+
+def device(name: str) -> DeviceSpec:
+    """Find a device by name, in any case, with or without dashes, blanks and ``rtx``.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`device_names`.
+
+    Returns
+    -------
+    DeviceSpec
+
+    Raises
+    ------
+    UnknownNameError
+        If there is none; the message lists the nearest.
+
+    Examples
+    --------
+    >>> device("RTX 4090").name, device("A100-80GB").name
+    ('rtx-4090', 'a100-80')
+    """
+    key = _normalised(name)
+    if key == "cpu":
+        return cpu()
+    for known in _GPU_FIGURES:
+        if key == _normalised(known):
+            return _gpu(known)
+    raise UnknownNameError("device", name, device_names())
+
+
+def with_tf32(spec: DeviceSpec) -> DeviceSpec:
+    """Give the device with float32 products in TF32; itself where there is no such rate.
+
+    Examples
+    --------
+    >>> with_tf32(device("a100-80")).peak_flops_per_second("float32") / 1e12
+    156.0
+    """
+    if "tf32" not in spec.flops_per_second:
+        return spec
+    rates = {**spec.flops_per_second, "float32": spec.flops_per_second["tf32"]}
+    return replace(spec, flops_per_second=rates)
+
+
+def _normalised(name: str) -> str:
+    key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
+    for noise in ("nvidia", "amd", "geforce", "rtx", "instinct", "sxm"):
+        key = key.replace(noise, "")
+    return key.removesuffix("gb")

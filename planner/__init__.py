@@ -1,0 +1,38 @@
+"""Automatic activation-checkpoint placement: one number in, a model that fits out.
+
+``import planner`` is quick: torch and the solvers are imported when first needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.api import auto_wrap as auto_wrap
+    from planner.api import plan as plan
+    from planner.api import plan_of as plan_of
+    from planner.api import unwrap as unwrap
+    from planner.api import verify as verify
+    from planner.plan_types import Plan as Plan
+    from planner.plan_types import Verification as Verification
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Plan": "planner.plan_types",
+    "Verification": "planner.plan_types",
+    "auto_wrap": "planner.api",
+    "plan": "planner.api",
+    "plan_of": "planner.api",
+    "unwrap": "planner.api",
+    "verify": "planner.api",
+}
+
+__all__ = ["Plan", "Verification", "__version__", "auto_wrap", "plan", "plan_of", "unwrap", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'planner' has no attribute {name!r}")

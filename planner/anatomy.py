@@ -1,0 +1,156 @@
+"""What is alive at the peak and what happens to each layer, read off a schedule's lifetimes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from planner.graph import OperationCost, Phase, TrainingGraph
+from planner.layers import Layers
+from planner.plan_parts import LayerPlacement, PeakLocation
+from planner.schedule import Schedule
+from planner.simulate import Evaluation, lifetimes
+
+_RETAINED_KINDS = {"gradient": "gradients", "output": "outputs", "tangent": "tangents"}
+
+
+def anatomy_of_peak(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, evaluation: Evaluation
+) -> dict[str, int]:
+    """Say what is alive at the peak, by kind.
+
+    Returns
+    -------
+    dict of str to int
+        Adds up to the peak on the whole device exactly. Kinds: those of ``graph.static_bytes``;
+        ``gradients``, ``outputs`` and ``tangents``; ``saved activations`` (the forward's copies
+        that the backward waits for), ``forward temporaries`` (its other copies), ``recomputed
+        values``, ``gradient temporaries``, ``workspace`` and ``random state``.
+    """
+    alive: Counter[str] = Counter(graph.static_bytes)
+    if not schedule.order:
+        return dict(alive)
+    peak, order = evaluation.peak_position, schedule.order
+    backward_position = _backward_position(graph, schedule)
+    made: set[int] = set()
+    for copy in lifetimes(graph, schedule):
+        first = copy.value not in made
+        made.add(copy.value)
+        if copy.born <= peak <= copy.died:
+            value = graph.values[copy.value]
+            producer = graph.operations[graph.producer[copy.value]]
+            if not first:
+                kind = "recomputed values"
+            elif value.kind in _RETAINED_KINDS:
+                kind = _RETAINED_KINDS[value.kind]
+            elif producer.phase is Phase.BACKWARD:
+                kind = "gradient temporaries"
+            elif copy.died >= backward_position:
+                kind = "saved activations"
+            else:
+                kind = "forward temporaries"
+            alive[kind] += value.size_bytes
+    alive["workspace"] += costs[order[peak]].workspace_bytes
+    alive["random state"] += _random_state_bytes(graph, schedule, peak)
+    return {kind: size for kind, size in alive.items() if size}
+
+
+def _backward_position(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Give the position where the backward begins, its recomputations included; past the end if there is none."""
+    for position, index in enumerate(schedule.order):
+        if graph.operations[index].phase is Phase.BACKWARD:
+            return position
+    return len(schedule.order)
+
+
+def _random_state_bytes(graph: TrainingGraph, schedule: Schedule, position: int) -> int:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for at, index in enumerate(schedule.order):
+        first.setdefault(index, at)
+        last[index] = at
+    return sum(
+        graph.operations[index].state_bytes for index in first if first[index] <= position <= last[index] > first[index]
+    )
+
+
+def locate_peak(graph: TrainingGraph, schedule: Schedule, evaluation: Evaluation) -> PeakLocation:
+    """Say which operation is under way at the peak."""
+    if not schedule.order:
+        return PeakLocation(operation="")
+    position = evaluation.peak_position
+    index = schedule.order[position]
+    again = index in schedule.order[:position]
+    place = locate_operation(graph, graph.operations[index].name)
+    return replace(place, phase="recompute") if again else place
+
+
+def locate_operation(graph: TrainingGraph, name: str) -> PeakLocation:
+    """Say where the operation of a name is; one that the graph does not have stands for itself."""
+    for operation in graph.operations:
+        if operation.name == name:
+            return PeakLocation(
+                operation=operation.target,
+                module=operation.module,
+                source=operation.source,
+                phase=operation.phase.value,
+            )
+    return PeakLocation(operation=name)
+
+
+def saved_bytes_by_layer(graph: TrainingGraph, layers: Layers, schedule: Schedule) -> Counter[str]:
+    """Give the bytes of each layer's forward activations whose first copy lives into the backward."""
+    saved: Counter[str] = Counter()
+    backward_position = _backward_position(graph, schedule)
+    made: set[int] = set()
+    for copy in lifetimes(graph, schedule):
+        producer = graph.producer[copy.value]
+        if copy.value in made or graph.operations[producer].phase is not Phase.FORWARD:
+            continue
+        made.add(copy.value)
+        if copy.died >= backward_position and not graph.values[copy.value].retained:
+            saved[layers.of[producer]] += graph.values[copy.value].size_bytes
+    return saved
+
+
+def placement(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, layers: Layers
+) -> tuple[LayerPlacement, ...]:
+    """Say for each layer what is saved, what is freed, and what that adds to the step.
+
+    Returns
+    -------
+    tuple of LayerPlacement
+        In forward order. Freed bytes are those that the step without recompute saves and this
+        schedule does not; they are negative where a boundary is held only to recompute from it.
+    """
+    before = saved_bytes_by_layer(graph, layers, Schedule.keep_all(graph))
+    after = saved_bytes_by_layer(graph, layers, schedule)
+    targets: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    seconds: defaultdict[str, float] = defaultdict(float)
+    forward_seconds: defaultdict[str, float] = defaultdict(float)
+    for index, operation in enumerate(graph.operations):
+        if operation.phase is Phase.FORWARD:
+            forward_seconds[layers.of[index]] += costs[index].seconds
+    ran: set[int] = set()
+    for index in schedule.order:
+        if index in ran:
+            targets[layers.of[index]][graph.operations[index].target] += 1
+            seconds[layers.of[index]] += costs[index].seconds
+        ran.add(index)
+    blocks = set(layers.blocks)
+    return tuple(
+        LayerPlacement(
+            module=name,
+            block=name in blocks,
+            saved_bytes=after[name],
+            freed_bytes=before[name] - after[name],
+            recomputed=targets[name].total(),
+            added_seconds=seconds[name],
+            forward_seconds=forward_seconds[name],
+            targets=dict(sorted(targets[name].items())),
+        )
+        for name in dict.fromkeys(layers.of)
+        if name in blocks or before[name] or after[name] or targets[name]
+    )

@@ -1,0 +1,268 @@
+"""What people call: :func:`plan`, :func:`auto_wrap`, :func:`verify`, :func:`plan_of`, :func:`unwrap`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from planner import loss
+from planner.capture import Inputs, capture, is_fake
+from planner.errors import UsageError
+from planner.planning import Plan, Size, Verification
+from planner.problem import Progress
+from planner.runtimes.graph import GraphRuntime
+from planner.session import Options, plan_step
+from planner.torch_internals import install_call, uninstall_call
+from planner.verification import LossFunction
+from planner.verification import verify as _verify
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    solver: str = "auto",
+    time_limit_seconds: float = 30.0,
+    device: str | None = None,
+    cost_model: str = "roofline",
+    optimizer: str = "none",
+    gradient_accumulation: bool = False,
+    name: str = "",
+    compare: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plan one training step of a model under a memory budget; the model is left alone.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Real, or built under ``planner.capture.fake_mode()`` to need no memory.
+    example_inputs : tensor, tuple or dict
+        What one step passes to the model: one tensor, a tuple of arguments, or a dict of keywords.
+    budget : int, float or str, optional
+        What the device may hold at any moment, everything included: bytes, ``"8GiB"``, ``"8GB"``, or
+        ``"60%"`` of the unplanned peak.
+    activation_budget : int, float or str, optional
+        Instead of ``budget``: what the step may allocate on top of what is resident before it.
+    example_kwargs : mapping, optional
+        Keyword arguments beside positional example inputs.
+    loss_fn : callable, optional
+        From the model's output to a scalar, if the model does not return its loss.
+    solver : str
+        Name of a solver; ``"auto"`` picks.
+    time_limit_seconds : float
+        Roughly when the solver stops improving.
+    device : str, optional
+        Accelerator to plan for; by default the one that the model is on.
+    cost_model : str
+        Name of a cost model.
+    optimizer : str
+        ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state counts as resident.
+    gradient_accumulation : bool
+        Whether gradients of earlier backwards count as resident.
+    name : str
+        Name of the model in the report.
+    compare : bool
+        Whether to simulate the usual ways of checkpointing beside the plan.
+    progress : callable, optional
+        Told in short lines how it stands.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    CaptureError
+        If the model cannot be captured as one graph.
+    InfeasibleBudgetError
+        If no plan fits, with the smallest budget for which there is one.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> planner.plan(model, torch.randn(256, 64), budget="80%").status
+    'optimal'
+    """
+    _check_model(model)
+    inputs = Inputs.of(example_inputs, example_kwargs)
+    options = Options(
+        budget=budget,
+        activation_budget=activation_budget,
+        solver=solver,
+        time_limit_seconds=time_limit_seconds,
+        device=device,
+        cost_model=cost_model,
+        optimizer=optimizer,
+        gradient_accumulation=gradient_accumulation,
+        name=name,
+        compare=compare,
+        progress=progress,
+    )
+    _check_budget(options)
+    begun = time.perf_counter()
+    if progress is not None:
+        progress("capturing forward and backward")
+    options = _with_loss(model, options, loss_fn, inputs)
+    joint = capture(model, inputs)
+    captured = time.perf_counter() - begun
+    made = plan_step(model, joint, options).plan
+    return replace(made, capture_seconds=made.capture_seconds + captured)
+
+
+def auto_wrap(
+    model: ModelT,
+    example_inputs: Any = None,
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+    plan: Plan | None = None,
+    replan: bool = False,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    solver: str = "auto",
+    time_limit_seconds: float = 30.0,
+    cost_model: str = "roofline",
+    optimizer: str = "none",
+    gradient_accumulation: bool = False,
+) -> ModelT:
+    """Make a model keep a memory budget while it trains: the same object, class, parameters and numbers.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    example_inputs : tensor, tuple or dict, optional
+        Plan at once for these; otherwise the first training call is planned from what it is given.
+    budget, activation_budget : int, float or str, optional
+        See :func:`plan`. With ``plan`` the budget is the plan's unless another is given.
+    plan : Plan, optional
+        A plan made before. One that belongs to another model or other shapes is refused at the first
+        call, or replaced if ``replan``.
+    replan : bool
+        Whether a plan that does not match may be replaced.
+    example_kwargs, loss_fn, solver, time_limit_seconds, cost_model, optimizer, gradient_accumulation
+        See :func:`plan`.
+
+    Returns
+    -------
+    torch.nn.Module
+        The same object. Calls without gradients run as before; other input sizes are planned when
+        they come, and the plan is kept if it fits them. Wrapping again replaces the plan.
+
+    Raises
+    ------
+    UsageError, CaptureError, InfeasibleBudgetError, PlanMismatchError
+        At once if example inputs are given, else at the first call.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> x = torch.randn(256, 64)
+    >>> planner.auto_wrap(model, x, budget="80%") is model
+    True
+    >>> model(x).sum().backward()
+    """
+    _check_model(model)
+    if is_fake(model):
+        raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
+    if plan is not None and budget is None and activation_budget is None:
+        budget = plan.budget_bytes
+    options = Options(
+        budget=budget,
+        activation_budget=activation_budget,
+        solver=solver,
+        time_limit_seconds=time_limit_seconds,
+        cost_model=cost_model,
+        optimizer=optimizer,
+        gradient_accumulation=gradient_accumulation,
+        compare=False,
+    )
+    _check_budget(options)
+    if example_inputs is not None or example_kwargs:
+        inputs = Inputs.of(example_inputs, example_kwargs)
+        options = _with_loss(model, options, loss_fn, inputs)
+        plan = plan_step(model, capture(model, inputs), options, reuse=plan, must_match=plan is not None and not replan).plan
+    prepare: Callable[[Inputs], Options] | None = None
+    if loss_fn is not None:
+        prepare = lambda seen: _with_loss(model, options, loss_fn, seen)  # noqa: E731
+    install_call(model, GraphRuntime(model, options, plan=plan, replan=replan, prepare=prepare))
+    return model
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Give the plan in force: the one of the input sizes planned last.
+
+    Raises
+    ------
+    UsageError
+        If the model is not wrapped, or has not been planned yet.
+    """
+    runtime = _runtime(model)
+    if runtime is None:
+        raise UsageError(f"{type(model).__name__} is not wrapped: call planner.auto_wrap(model, budget=...) first")
+    if runtime.plan is None:
+        raise UsageError(f"{type(model).__name__} is not planned yet: that happens at its first training call")
+    return runtime.plan
+
+
+def unwrap(model: ModelT) -> ModelT:
+    """Undo :func:`auto_wrap`; a model that is not wrapped is left as it is."""
+    if _runtime(model) is not None:
+        uninstall_call(model)
+    return model
+
+
+def verify(
+    model: nn.Module,
+    example_inputs: Any,
+    plan: Plan,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    timed_steps: int = 5,
+) -> Verification:
+    """Run real steps with and without a plan and say what differs; see :func:`planner.verification.verify`."""
+    _check_model(model)
+    if is_fake(model):
+        raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
+    return _verify(
+        model, Inputs.of(example_inputs, example_kwargs), plan, loss_fn=loss_fn, timed_steps=timed_steps
+    )
+
+
+def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
+    if loss_fn is None:
+        return options
+    return replace(options, loss_bytes=loss.workspace_bytes(model, inputs, loss_fn))
+
+
+def _runtime(model: nn.Module) -> GraphRuntime | None:
+    runtime = getattr(model, "_compiled_call_impl", None)
+    return runtime if isinstance(runtime, GraphRuntime) else None
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
+
+
+def _check_budget(options: Options) -> None:
+    if (options.budget is None) == (options.activation_budget is None):
+        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")

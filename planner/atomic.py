@@ -1,0 +1,89 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from planner.errors import UsageError
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file through a temporary one beside it, so that nobody ever sees half of it.
+
+    Parameters
+    ----------
+    path : str or Path
+    text : str
+
+    Raises
+    ------
+    UsageError
+        If the file cannot be written there. What was there before is untouched then.
+    """
+    target = Path(path)
+    temporary = None
+    try:
+        if target.exists() and not target.is_file():
+            if target.is_dir():
+                raise UsageError(f"cannot write {target}: it is a directory; name a file")
+            target.write_text(text, encoding="utf-8")  # a pipe or a device cannot be replaced
+            return
+        target = target.resolve()  # a link stays a link, what it points at is replaced
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+        os.replace(temporary, target)
+        temporary = None
+    except UsageError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot write {path}: {reason}; name a file in a directory that can be written") from error
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                os.unlink(temporary)
+
+
+def check_writable(path: str | Path) -> None:
+    """Say now, before long work, that a file could not be written; what cannot be told now shows later.
+
+    Raises
+    ------
+    UsageError
+        If the path is a directory, or in one that is missing or closed.
+    """
+    target = Path(path)
+    try:
+        folder = target.resolve().parent
+        wrong = None
+        if target.is_dir():
+            wrong = "it is a directory; name a file"
+        elif not folder.is_dir():
+            wrong = f"there is no directory {folder}; make it first"
+        elif not all(os.access(place, os.W_OK) for place in _written(target, folder)):
+            wrong = "permission denied; name a file in a directory that can be written"
+    except (OSError, ValueError, RuntimeError) as error:
+        wrong = getattr(error, "strerror", None) or str(error)
+    if wrong:
+        raise UsageError(f"cannot write {path}: {wrong}")
+
+
+def _written(target: Path, folder: Path) -> tuple[Path, ...]:
+    """Give what must be open to writing: a new file changes its directory, a pipe or a device does not."""
+    if not target.exists():
+        return (folder,)
+    return (target, folder) if target.is_file() else (target,)
+
+
+def _umask() -> int:
+    """Give the process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,72 @@
+"""Every error this project raises on purpose, under one root.
+
+Catch :class:`PlannerError` to catch them all. The message is one line that says what is
+wrong, where, and what to do; ``exit_code`` is what the command line ends with.
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """Root of the hierarchy."""
+
+    exit_code = 1
+
+
+class UsageError(PlannerError, ValueError):
+    """What the caller passed is wrong: a size, a name, an option, example inputs."""
+
+    exit_code = 2
+
+
+class PlanFileError(UsageError):
+    """A plan file is damaged, of an unknown schema, or not a plan at all."""
+
+
+class PlanMismatchError(UsageError):
+    """A plan belongs to another model, other shapes or other versions."""
+
+
+class InfeasibleBudgetError(PlannerError):
+    """No plan keeps the budget.
+
+    Attributes
+    ----------
+    minimum_feasible_peak_bytes : int
+        Smallest peak for which a plan is known, everything on the device included.
+    operation : str
+        Operation at which that peak stands.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, minimum_feasible_peak_bytes: int, operation: str) -> None:
+        super().__init__(message)
+        self.minimum_feasible_peak_bytes = minimum_feasible_peak_bytes
+        self.operation = operation
+
+
+class CaptureError(PlannerError):
+    """The model cannot be captured as one forward and backward graph."""
+
+    exit_code = 4
+
+
+class UnsupportedModelError(CaptureError):
+    """The model was captured, but holds something that cannot be planned without risk."""
+
+
+class RuntimeUnsupportedError(PlannerError):
+    """The wrapped model was asked for something planned graphs cannot do."""
+
+
+class ScheduleError(PlannerError):
+    """A schedule reads a value that is not there: a bug in whatever proposed it."""
+
+
+class ClaimMismatchError(PlannerError):
+    """A solver's claim and the simulation of its schedule differ: a bug in the solver."""
+
+
+class SolverUnavailableError(UsageError):
+    """A solver, or the library it stands on, is not installed."""

@@ -1,0 +1,90 @@
+"""The smallest peak: what no plan goes below, and what a plan was found for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.graph import OperationCost, TrainingGraph
+from planner.problem import Problem
+from planner.simulate import simulate
+from planner.solvers.sqrt import segmentations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinimumPeak:
+    """Bounds on the peak of any plan, above what is resident before the step.
+
+    Parameters
+    ----------
+    proven_peak_bytes : int
+        No plan has a lower peak.
+    proven_operation : str
+        The operation that needs it.
+    found_peak_bytes : int
+        The lowest peak for which a plan was found.
+    found_operation : str
+        The operation at which that plan has its peak.
+    """
+
+    proven_peak_bytes: int
+    proven_operation: str
+    found_peak_bytes: int
+    found_operation: str
+
+
+def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
+    """Give a lower bound on the peak of any plan and the operation that binds.
+
+    While an operation has its first run, its inputs, outputs and workspace are there, with every
+    retained value made so far, and every value made before that is read later and cannot be made
+    again.
+
+    Notes
+    -----
+    O(values + inputs).
+    """
+    operations, values = graph.operations, graph.values
+    change = [0] * (len(operations) + 1)
+    throughout: list[tuple[int, int]] = []
+    for u, maker in enumerate(graph.producer):
+        last = graph.readers[u][-1] if graph.readers[u] else maker
+        if values[u].retained:
+            last = len(operations) - 1
+        elif operations[maker].recomputable:
+            last = maker - 1
+        throughout.append((maker, last))
+        if last >= maker:
+            change[maker] += values[u].size_bytes
+            change[last + 1] -= values[u].size_bytes
+    best = (0, 0)
+    standing = 0
+    for index, operation in enumerate(operations):
+        standing += change[index]
+        own = sum(
+            values[u].size_bytes
+            for u in {*operation.inputs, *operation.outputs}
+            if not throughout[u][0] <= index <= throughout[u][1]
+        )
+        total = standing + own + costs[index].workspace_bytes
+        if total > best[0]:
+            best = (total, index)
+    return best
+
+
+def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
+    """Bound the smallest possible peak from both sides."""
+    proven, binding = proven_floor(graph, costs)
+    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven)
+    lowest, operation = problem.baseline.peak_bytes, 0
+    for schedule in segmentations(graph):
+        evaluation = simulate(graph, costs, schedule)
+        if evaluation.peak_bytes <= lowest:
+            lowest, operation = evaluation.peak_bytes, schedule.order[evaluation.peak_position]
+    names = [op.name for op in graph.operations] or [""]
+    return MinimumPeak(
+        proven_peak_bytes=proven,
+        proven_operation=names[binding],
+        found_peak_bytes=lowest,
+        found_operation=names[operation],
+    )

@@ -1,0 +1,436 @@
+"""From a joint fx graph to a :class:`~planner.graph.TrainingGraph`; alone in reading fx metadata.
+
+Views are merged into the storage that they look at, a multi-output operation and its
+``getitem`` nodes become one operation, and what is resident (parameters, buffers, inputs) is left
+out. The tables that lead back from operations and values to fx nodes go to ``planner.rewrite``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_models.flops import count_flops, moved_bytes
+from planner import provenance
+from planner.errors import UnsupportedModelError
+from planner.graph import Operation, Phase, TrainingGraph, Value
+from planner.torch_internals import (
+    GradAOTOutput,
+    HigherOrderOperator,
+    InputMutationAOTOutput,
+    OpOverload,
+    TangentAOTInput,
+    storage_id,
+)
+
+aten = torch.ops.aten
+
+LOSS_NAME = "loss"
+LOSS_TARGET = "the loss and what runs outside the captured graph"
+
+CPU_RANDOM_STATE_BYTES = 5056
+"""Size of ``torch.get_rng_state()``: what a recomputed random operation keeps on a CPU. On CUDA the
+state is a host tensor, so it costs nothing on the device."""
+
+_ATTENTION_DROPOUT_ARGUMENT = {
+    "_scaled_dot_product_flash_attention_for_cpu": (3, "dropout_p"),
+    "_scaled_dot_product_flash_attention": (3, "dropout_p"),
+    "_scaled_dot_product_efficient_attention": (5, "dropout_p"),
+    "_scaled_dot_product_cudnn_attention": (5, "dropout_p"),
+    "_scaled_dot_product_fused_attention_overrideable": (4, "dropout_p"),
+}
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph as AOTAutograd hands it to a partition function.
+
+    Parameters
+    ----------
+    module : torch.fx.GraphModule
+        Root for the attributes that the graph reads.
+    graph : torch.fx.Graph
+        Forward and backward nodes after common-subexpression elimination.
+    num_forward_outputs : int
+        How many outputs belong to the forward.
+    inputs : list of torch.Tensor
+        What the graph was captured with, parameters and buffers included.
+    """
+
+    module: fx.GraphModule
+    graph: fx.Graph
+    num_forward_outputs: int
+    inputs: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def outputs(self) -> tuple[list[Any], list[Any]]:
+        """Forward and backward outputs: nodes, or None where there is no gradient."""
+        flat = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
+
+    @property
+    def output_descriptors(self) -> tuple[list[Any], list[Any]]:
+        """AOTAutograd's descriptors of forward and backward outputs."""
+        flat = list(self.graph.output_node().meta.get("desc") or [None] * len(self.graph.output_node().args[0]))  # type: ignore[arg-type]
+        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
+
+
+@dataclass(frozen=True)
+class LoweredGraph:
+    """A training graph and the way back to the fx nodes that it came from.
+
+    Parameters
+    ----------
+    joint : JointGraph
+    graph : TrainingGraph
+    operation_nodes : list of torch.fx.Node or None
+        For each operation its node; None for the loss.
+    value_nodes : list of torch.fx.Node
+        For each value the node whose output owns the storage.
+    storage_of : dict of torch.fx.Node to tuple of int
+        For each node the values that its output looks at; resident storages are left out.
+    alias_nodes : set of torch.fx.Node
+        Nodes that cost nothing: views and ``getitem``.
+    """
+
+    joint: JointGraph
+    graph: TrainingGraph
+    operation_nodes: list[fx.Node | None]
+    value_nodes: list[fx.Node]
+    storage_of: dict[fx.Node, tuple[int, ...]]
+    alias_nodes: set[fx.Node] = field(default_factory=set)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Tell a placeholder that the backward receives from one that the forward receives."""
+    descriptor = node.meta.get("desc")
+    if descriptor is not None:
+        return isinstance(descriptor, TangentAOTInput)
+    return "tangents" in str(node.target)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Give the tensors that a node's recorded output holds."""
+    val = node.meta.get("val")
+    leaves = val if isinstance(val, (list, tuple)) else [val]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers: attention carries the tag even without dropout."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    place = _ATTENTION_DROPOUT_ARGUMENT.get(node.target.overloadpacket.__name__)
+    if place is not None:
+        position, keyword = place
+        probability = node.kwargs.get(keyword, node.args[position] if len(node.args) > position else 0.0)
+        return probability != 0.0
+    if node.target is aten.native_dropout.default:
+        return node.args[1] != 0.0 and node.args[2] is not False
+    return True
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node writes into one of its inputs."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def lower(
+    joint: JointGraph,
+    *,
+    alignment_bytes: int,
+    static_bytes: dict[str, int],
+    name: str = "",
+    loss_workspace_bytes: int = 0,
+) -> LoweredGraph:
+    """Lower a joint graph.
+
+    Parameters
+    ----------
+    joint : JointGraph
+    alignment_bytes : int
+        What the allocator rounds sizes up to.
+    static_bytes : dict of str to int
+        What is resident before the step, by kind.
+    name : str
+        Name of the model.
+    loss_workspace_bytes : int
+        What a loss outside the graph needs on top of outputs and their gradients.
+
+    Returns
+    -------
+    LoweredGraph
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the graph holds symbolic sizes, or the backward needs an input that the forward overwrites.
+
+    Notes
+    -----
+    O(nodes + edges).
+    """
+    return _Lowering(joint, alignment_bytes).run(static_bytes, name, loss_workspace_bytes)
+
+
+class _Lowering:
+    def __init__(self, joint: JointGraph, alignment_bytes: int) -> None:
+        self.joint = joint
+        self.alignment_bytes = alignment_bytes
+        self.values: list[Value] = []
+        self.value_nodes: list[fx.Node] = []
+        self.operations: list[Operation] = []
+        self.operation_nodes: list[fx.Node | None] = []
+        self.value_of_storage: dict[int, int | None] = {}
+        """Storage to value; None marks a resident storage."""
+        self.storage_of: dict[fx.Node, tuple[int, ...]] = {}
+        self.alias_nodes: set[fx.Node] = set()
+        self.places = provenance.Places(joint.graph)
+        self.keys = provenance.Keys()
+
+    def run(self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int) -> LoweredGraph:
+        forward_outputs, backward_outputs = self.joint.outputs
+        forward = _needed_by_forward(self.joint)
+        self.unavailable = _overwritten_inputs(self.joint)
+        self.retained = self._retained_storages(forward_outputs, backward_outputs)
+        tangents = []
+        _drop_unused_statistics(self.joint.graph)
+        for node in self.joint.graph.nodes:
+            for tensor in tensors_of(node):
+                if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+                    raise UnsupportedModelError(
+                        f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
+                        "remove mark_dynamic from the inputs"
+                    )
+            if node.op == "placeholder" and is_tangent(node):
+                tangents.append(node)
+            elif node.op in ("placeholder", "get_attr"):
+                self._resident(node)
+        nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
+        for node in nodes:
+            if node in forward:
+                self._add(node, Phase.FORWARD)
+        self._add_loss(forward_outputs, tangents, loss_workspace_bytes)
+        for node in _ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
+            if node not in forward:
+                self._add(node, Phase.BACKWARD)
+        graph = TrainingGraph(
+            operations=tuple(self.operations),
+            values=tuple(self.values),
+            static_bytes=static_bytes,
+            alignment_bytes=self.alignment_bytes,
+            name=name,
+        )
+        return LoweredGraph(
+            self.joint, graph, self.operation_nodes, self.value_nodes, self.storage_of, self.alias_nodes
+        )
+
+    def _retained_storages(self, forward_outputs: list[Any], backward_outputs: list[Any]) -> dict[int, str]:
+        kinds: dict[int, str] = {}
+        for outputs, kind in ((backward_outputs, "gradient"), (forward_outputs, "output")):
+            for node in outputs:
+                if isinstance(node, fx.Node):
+                    kinds.update({storage_id(t): kind for t in tensors_of(node)})
+        return kinds
+
+    def _resident(self, node: fx.Node) -> None:
+        for tensor in tensors_of(node):
+            self.value_of_storage[storage_id(tensor)] = None
+        self.storage_of[node] = ()
+
+    def _add(self, node: fx.Node, phase: Phase) -> None:
+        tensors = tensors_of(node)
+        reads = _distinct(v for source in node.all_input_nodes for v in self.storage_of[source])
+        if node.target is operator.getitem or (tensors and not mutates(node) and self._aliases_only(tensors)):
+            self._add_alias(node, tensors)
+            return
+        outputs = []
+        for position, tensor in enumerate(tensors):
+            storage = storage_id(tensor)
+            if storage in self.value_of_storage:
+                continue  # an operation that writes into an input: no new storage
+            outputs.append(self._new_value(node, tensor, position, len(tensors)))
+        self.storage_of[node] = _distinct(
+            v for t in tensors if (v := self.value_of_storage[storage_id(t)]) is not None
+        )
+        if phase is Phase.BACKWARD and _reads_any(node, self.unavailable, self.alias_nodes):
+            raise UnsupportedModelError(
+                f"the backward of {node.target} ({self.places[node].source}) reads an input that the forward "
+                "overwrites: copy it before the in-place change"
+            )
+        random = is_random(node)
+        place = self.places[node]
+        key = self.keys.next(place.module, str(node.target), phase)
+        self.operations.append(
+            Operation(
+                name=node.name,
+                key=key,
+                target=str(node.target),
+                inputs=reads,
+                outputs=tuple(outputs),
+                phase=phase,
+                module=place.module,
+                source=place.source,
+                recomputable=self._recomputable(node),
+                state_bytes=self._round(CPU_RANDOM_STATE_BYTES) if random and _on_cpu(node) else 0,
+                flops=count_flops(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
+                moved_bytes=moved_bytes(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+            )
+        )
+        self.operation_nodes.append(node)
+
+    def _aliases_only(self, tensors: list[torch.Tensor]) -> bool:
+        return all(storage_id(tensor) in self.value_of_storage for tensor in tensors)
+
+    def _add_alias(self, node: fx.Node, tensors: list[torch.Tensor]) -> None:
+        self.alias_nodes.add(node)
+        looks_at = [self.value_of_storage[storage_id(tensor)] for tensor in tensors]
+        self.storage_of[node] = _distinct(v for v in looks_at if v is not None)
+        source = node.args[0]
+        if node.target is operator.getitem and isinstance(source, fx.Node) and source not in self.alias_nodes:
+            for value in self.storage_of[node]:
+                if self.value_nodes[value] is source:
+                    self.value_nodes[value] = node  # the element, not the tuple, is what can be saved
+
+    def _new_value(self, node: fx.Node, tensor: torch.Tensor, position: int, count: int) -> int:
+        storage = storage_id(tensor)
+        kind = self.retained.get(storage, "activation")
+        self.values.append(
+            Value(
+                name=f"{node.name}.{position}" if count > 1 else node.name,
+                size_bytes=self._round(tensor.untyped_storage().nbytes()),
+                retained=storage in self.retained,
+                kind=kind,
+            )
+        )
+        self.value_nodes.append(node)
+        self.value_of_storage[storage] = len(self.values) - 1
+        return len(self.values) - 1
+
+    def _add_loss(self, forward_outputs: list[Any], tangents: list[fx.Node], workspace_bytes: int) -> None:
+        reads = _distinct(v for n in forward_outputs if isinstance(n, fx.Node) for v in self.storage_of.get(n, ()))
+        outputs = []
+        for node in tangents:
+            made = []
+            for tensor in tensors_of(node):
+                self.retained[storage_id(tensor)] = "tangent"
+                made.append(self._new_value(node, tensor, 0, 1))
+            self.storage_of[node] = tuple(made)
+            outputs.extend(made)
+        if workspace_bytes:
+            # A value that nobody reads lives while the loss runs and no longer: workspace of the loss.
+            self.values.append(Value(name="loss workspace", size_bytes=workspace_bytes))
+            self.value_nodes.append(None)  # type: ignore[arg-type]
+            outputs.append(len(self.values) - 1)
+        self.operations.append(
+            Operation(
+                name=LOSS_NAME,
+                key=self.keys.next("", LOSS_NAME, Phase.LOSS),
+                target=LOSS_TARGET,
+                inputs=reads,
+                outputs=tuple(outputs),
+                phase=Phase.LOSS,
+                recomputable=False,
+                dtype="",
+            )
+        )
+        self.operation_nodes.append(None)
+
+    def _recomputable(self, node: fx.Node) -> bool:
+        if mutates(node) or _is_collective(node):
+            return False
+        if _reads_any(node, self.unavailable, self.alias_nodes):
+            return is_batch_norm(node)
+        return True
+
+    def _round(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+
+def is_batch_norm(node: fx.Node) -> bool:
+    """Whether a node is BatchNorm in training: recomputed, it takes the form without running statistics."""
+    return node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True
+
+
+def _drop_unused_statistics(graph: fx.Graph) -> None:
+    """Take running statistics out of BatchNorm's backward, which in training does not read them.
+
+    They are overwritten by the forward, so what the backward would be given is not what it names.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def _needed_by_forward(joint: JointGraph) -> set[fx.Node]:
+    forward_outputs, _ = joint.outputs
+    nodes = list(joint.graph.nodes)
+    roots = [n for n in forward_outputs if isinstance(n, fx.Node)]
+    for node in nodes:
+        if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
+            # Writes and random draws stay where eager has them, whoever reads the result.
+            if mutates(node) or (is_random(node) and node.meta.get("partitioner_tag") == "is_forward"):
+                roots.append(node)
+    needed = set(_ancestors(roots, nodes))
+    for node in nodes:
+        # Elements of a forward operation's output are there once it has run.
+        if node.target is operator.getitem and node.args[0] in needed:
+            needed.add(node)
+    return needed
+
+
+def _ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    needed: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in list(needed):
+        needed.update(user for user in node.users if user.target is operator.getitem)
+    return [node for node in nodes if node in needed]
+
+
+def _overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
+    overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
+    names = {
+        d.mutated_input
+        for d in joint.output_descriptors[0]
+        if isinstance(d, InputMutationAOTOutput)
+    }
+    overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}
+    return {n for n in overwritten if isinstance(n, fx.Node) and n.op == "placeholder"}
+
+
+def _reads_any(node: fx.Node, unavailable: set[fx.Node], alias_nodes: set[fx.Node]) -> bool:
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in unavailable:
+            return True
+        if source in alias_nodes:
+            stack.extend(source.all_input_nodes)
+    return False
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d_functional")
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(node))
+
+
+def _vals(arguments: Any) -> Any:
+    return fx.map_arg(arguments, lambda node: node.meta.get("val"))
+
+
+def _distinct(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))

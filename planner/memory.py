@@ -1,0 +1,97 @@
+"""Peak memory of running code, measured; and of code that is not run, by tracking fake storages."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
+    """Run a step and give the most bytes that it held above what was there when it began.
+
+    On a CPU every allocation and release that the profiler reports is added up; on CUDA the
+    allocator's own peak counter is read.
+
+    Parameters
+    ----------
+    step : callable
+        Run once.
+    device : torch.device
+
+    Returns
+    -------
+    tuple
+        Peak in bytes, and what the step returned.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before_bytes = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before_bytes, result
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = step()
+    live_bytes = peak_bytes = 0
+    for change_bytes in memory_events(profiler):
+        live_bytes += change_bytes
+        peak_bytes = max(peak_bytes, live_bytes)
+    return peak_bytes, result
+
+
+def memory_events(profiler: profile) -> list[int]:
+    """Give the allocations (positive) and releases (negative) on the CPU that a profile saw, in order."""
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_index() < 0]
+    changes.sort(key=lambda change: change[0])
+    return [nbytes for _, nbytes in changes]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Follows the storages that eager code makes under a fake mode: ``peak_bytes`` is what it would need.
+
+    Storages that were there before the tracker was entered do not count.
+    """
+
+    def __init__(self, alignment_bytes: int) -> None:
+        super().__init__()
+        self.alignment_bytes = alignment_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def ignore(self, tensors: Any) -> None:
+        """Take the tensors in a tree as resident."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, torch.Tensor):
+                self._known.add(leaf.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._follow(leaf.untyped_storage())
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        identity = storage._cdata
+        if identity in self._known:
+            return
+        size_bytes = -(-storage.nbytes() // self.alignment_bytes) * self.alignment_bytes
+        self._known.add(identity)
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._release, identity, size_bytes)
+
+    def _release(self, identity: int, size_bytes: int) -> None:
+        self._known.discard(identity)
+        self.live_bytes -= size_bytes

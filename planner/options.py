@@ -1,0 +1,79 @@
+"""What can be typed after the commands, and how it is checked before anything is done."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import NoReturn
+
+from planner.errors import UsageError
+
+DTYPES = {
+    "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16", "fp64": "float64", "float64": "float64",
+}  # fmt: skip
+"""Names of element types as people write them."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def model_options() -> Parser:
+    """Give the options that name a model and its sizes."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("model")
+    group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
+    group.add_argument(
+        "--model", metavar="SPEC", help="path/to/file.py:factory or package.module:factory, giving (model, inputs)"
+    )
+    for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
+        group.add_argument(option, type=_count, metavar="N")
+    group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
+    group.add_argument(
+        "--optimizer",
+        choices=("none", "sgd", "momentum", "adam", "adamw"),
+        default="none",
+        help="count its state as resident",
+    )
+    return parser
+
+
+def solving_options() -> Parser:
+    """Give the options on costs, solver and results."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("solving and results")
+    group.add_argument("--device", metavar="NAME", default="cpu", help="accelerator that the costs are for")
+    group.add_argument("--solver", metavar="NAME", default="auto")
+    group.add_argument("--time-limit", type=_seconds, metavar="S", default=30.0, help="seconds for the solver")
+    group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
+    group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
+    return parser
+
+
+def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the budgets to a command, of which exactly one is given."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
+    group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
+    return group
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+    return seconds

@@ -1,0 +1,201 @@
+"""The JSON of a plan, schema 1: a report, and with decisions and fingerprint a plan file.
+
+A plan file is data and nothing else. Reading one trusts nothing: each field's type and range is
+checked, and whatever is wrong ends in one :class:`~planner.errors.PlanFileError` that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from planner.atomic import write_text
+from planner.errors import PlanFileError
+from planner.plan_node import Node, parse
+from planner.plan_parts import SCHEMA, BaselineRow, LayerPlacement, PeakLocation, PlanWarning, Verification
+from planner.plan_types import Plan
+
+_LARGEST_FILE_BYTES = 256 * 2**20
+
+
+def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
+    """Give a plan's report as plain data; every key of it stays in later schemas."""
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "model": plan.model,
+        "torch": plan.torch,
+        "status": plan.status,
+        "budget_bytes": plan.budget_bytes,
+        "activation_budget_bytes": plan.activation_budget_bytes,
+        "static_bytes": dict(plan.static_bytes),
+        "baseline": {"peak_bytes": plan.baseline_peak_bytes, "step_seconds": plan.baseline_step_seconds},
+        "predicted": {
+            "peak_bytes": plan.peak_bytes,
+            "peak_at": asdict(plan.peak_at),
+            "overhead": plan.overhead,
+            "recompute_seconds": plan.recompute_seconds,
+            "anatomy_bytes": dict(plan.anatomy),
+        },
+        "lower_bound": {"overhead": plan.lower_bound_overhead, "recompute_seconds": plan.lower_bound_seconds},
+        "minimum_feasible_peak_bytes": plan.minimum_feasible_peak_bytes,
+        "solver": {"name": plan.solver, "seconds": plan.solve_seconds},
+        "capture_seconds": plan.capture_seconds,
+        "cost_model": plan.cost_model,
+        "device": plan.device,
+        "placement": [asdict(layer) for layer in plan.placement],
+        "baselines": [asdict(row) for row in plan.baselines],
+        "warnings": [asdict(warning) for warning in plan.warnings],
+    }
+    if plan.verification is not None:
+        measured = asdict(plan.verification)
+        data["measured"] = {**measured, "differences": list(plan.verification.differences)}
+    if operations:
+        data["operations"] = [asdict(row) for row in plan.operations]
+    return data
+
+
+def to_json(plan: Plan) -> str:
+    """Give the text of a plan file."""
+    data = report(plan)
+    data["fingerprint"] = dict(plan.fingerprint)
+    data["decisions"] = {key: list(before) for key, before in plan.recomputations.items()}
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan file, whole or not at all."""
+    write_text(path, to_json(plan))
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises
+    ------
+    PlanFileError
+        If it cannot be read, is damaged, of another schema, or not a plan.
+    """
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(_LARGEST_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PlanFileError(f"cannot read plan file {path}: {reason}") from error
+    try:
+        return from_json(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise PlanFileError(f"{path} is not a plan file: it is not UTF-8 text") from error
+    except PlanFileError as error:
+        raise PlanFileError(f"{path}: {error}") from error
+
+
+def from_json(text: str) -> Plan:
+    """Read the text of a plan file.
+
+    Raises
+    ------
+    PlanFileError
+        If it is damaged, of another schema, or not a plan.
+    """
+    if len(text) > _LARGEST_FILE_BYTES:
+        raise PlanFileError(f"the plan is over {_LARGEST_FILE_BYTES} bytes, which no real one is")
+    root = Node(parse(text), "the plan")
+    schema = root["schema"].integer()
+    if schema != SCHEMA:
+        raise PlanFileError(f"the plan is of schema {schema}, and schema {SCHEMA} is what can be read here")
+    if root["status"].text() == "infeasible":
+        raise PlanFileError("this is the report of a budget that no plan fits; it holds no plan")
+    plan = Plan(
+        model=root["model"].text(),
+        fingerprint={key: node.text_or_integer() for key, node in root["fingerprint"].fields()},
+        status=root["status"].one_of("optimal", "feasible"),
+        budget_bytes=root["budget_bytes"].integer(),
+        static_bytes={key: node.integer() for key, node in root["static_bytes"].fields()},
+        baseline_peak_bytes=root["baseline"]["peak_bytes"].integer(),
+        baseline_step_seconds=root["baseline"]["step_seconds"].number(),
+        peak_bytes=root["predicted"]["peak_bytes"].integer(),
+        peak_at=_peak_location(root["predicted"]["peak_at"]),
+        recompute_seconds=root["predicted"]["recompute_seconds"].number(),
+        lower_bound_seconds=root["lower_bound"]["recompute_seconds"].number(),
+        minimum_feasible_peak_bytes=root["minimum_feasible_peak_bytes"].integer(),
+        solver=root["solver"]["name"].text(),
+        solve_seconds=root["solver"]["seconds"].number(),
+        capture_seconds=root["capture_seconds"].number(),
+        cost_model=root["cost_model"].text(),
+        device=root["device"].text(),
+        torch=root["torch"].text(),
+        anatomy={key: node.integer() for key, node in root["predicted"]["anatomy_bytes"].fields()},
+        placement=tuple(_layer(node) for node in root["placement"].items()),
+        baselines=tuple(_baseline(node) for node in root["baselines"].items()),
+        recomputations={key: tuple(again.text() for again in node.items()) for key, node in root["decisions"].fields()},
+        warnings=tuple(_warning(node) for node in root["warnings"].items()),
+        verification=_verification(root["measured"]) if root.has("measured") else None,
+    )
+    _hold_together(plan)
+    return plan
+
+
+def _hold_together(plan: Plan) -> None:
+    """Refuse a plan whose own numbers contradict each other, as an edited or mixed-up file's do."""
+    alive_bytes = sum(plan.anatomy.values())
+    if alive_bytes != plan.peak_bytes:
+        raise PlanFileError(f"predicted.anatomy_bytes adds up to {alive_bytes}, not to the peak of {plan.peak_bytes}")
+    if not (math.isfinite(plan.overhead) and plan.lower_bound_seconds <= plan.recompute_seconds):
+        raise PlanFileError("predicted.recompute_seconds, lower_bound and baseline.step_seconds contradict each other")
+    if plan.peak_bytes > plan.budget_bytes:
+        raise PlanFileError(f"predicted.peak_bytes is {plan.peak_bytes}, above the budget of {plan.budget_bytes}")
+    if plan.total_static_bytes > plan.peak_bytes:
+        raise PlanFileError(f"static_bytes adds up to {plan.total_static_bytes}, above the peak of {plan.peak_bytes}")
+
+
+def _peak_location(node: Node) -> PeakLocation:
+    return PeakLocation(
+        operation=node["operation"].text(),
+        module=node["module"].text(),
+        source=node["source"].text(),
+        phase=node["phase"].text(),
+    )
+
+
+def _layer(node: Node) -> LayerPlacement:
+    return LayerPlacement(
+        module=node["module"].text(),
+        block=node["block"].boolean(),
+        saved_bytes=node["saved_bytes"].integer(),
+        freed_bytes=node["freed_bytes"].integer(negative=True),
+        recomputed=node["recomputed"].integer(),
+        added_seconds=node["added_seconds"].number(),
+        forward_seconds=node["forward_seconds"].number(),
+        targets={key: count.integer() for key, count in node["targets"].fields()},
+    )
+
+
+def _baseline(node: Node) -> BaselineRow:
+    return BaselineRow(
+        name=node["name"].text(),
+        peak_bytes=None if node["peak_bytes"].is_null() else node["peak_bytes"].integer(),
+        overhead=None if node["overhead"].is_null() else node["overhead"].number(),
+        seconds=node["seconds"].number(),
+        fits=node["fits"].boolean(),
+        reason=node["reason"].text(),
+    )
+
+
+def _warning(node: Node) -> PlanWarning:
+    return PlanWarning(rule=node["rule"].text(), cause=node["cause"].text(), fix=node["fix"].text())
+
+
+def _verification(node: Node) -> Verification:
+    return Verification(
+        peak_bytes=node["peak_bytes"].integer(),
+        baseline_peak_bytes=node["baseline_peak_bytes"].integer(),
+        overhead=node["overhead"].number(negative=True),
+        loss_equal=node["loss_equal"].boolean(),
+        gradients_bitwise_equal=node["gradients_bitwise_equal"].boolean(),
+        buffers_equal=node["buffers_equal"].boolean(),
+        differences=tuple(line.text() for line in node["differences"].items()),
+        steps=node["steps"].integer(),
+    )

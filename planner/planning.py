@@ -1,0 +1,261 @@
+"""From a graph, its costs and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from planner.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
+from planner.baselines import baseline_rows
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.floor import minimum_peak
+from planner.graph import OperationCost, TrainingGraph
+from planner.layers import find_layers
+from planner.plan_infeasible import infeasible_message, infeasible_report
+from planner.plan_parts import (
+    BaselineRow,
+    LayerPlacement,
+    OperationRow,
+    PeakLocation,
+    PlanOrigin,
+    PlanWarning,
+    Verification,
+)
+from planner.plan_types import NoPlanFitsError, Plan
+from planner.plan_warnings import plan_warnings
+from planner.problem import Problem, Progress, Solution, confirm
+from planner.schedule import Schedule
+from planner.solvers import solve
+from planner.units import format_bytes, parse_size
+
+__all__ = [
+    "BaselineRow",
+    "LayerPlacement",
+    "NoPlanFitsError",
+    "OperationRow",
+    "PeakLocation",
+    "Plan",
+    "PlanOrigin",
+    "PlanWarning",
+    "Size",
+    "Verification",
+    "make_plan",
+    "make_problem",
+    "plan_from_solution",
+]
+
+Size = int | float | str
+"""Bytes, ``"8GiB"``, ``"8GB"`` or ``"60%"`` of the unplanned peak."""
+
+
+def make_plan(
+    graph: TrainingGraph,
+    costs: Sequence[OperationCost],
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+    solver: str = "auto",
+    time_limit_seconds: float = 30.0,
+    fingerprint: Mapping[str, str | int] | None = None,
+    capture_seconds: float = 0.0,
+    cost_model: str = "roofline",
+    device: str = "cpu",
+    torch_version: str = "",
+    progress: Progress | None = None,
+    compare: bool = True,
+) -> Plan:
+    """Find the cheapest plan that keeps a budget.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+    budget : int, float or str, optional
+        What the whole device may hold; ``"60%"`` is of the unplanned peak.
+    activation_budget : int, float or str, optional
+        What the step may allocate on top of what is resident; ``"60%"`` is of what the unplanned
+        step allocates. Exactly one of the two is given.
+    solver : str
+        Name of a solver.
+    time_limit_seconds : float
+        Roughly when the solver stops improving.
+    fingerprint, capture_seconds, cost_model, device, torch_version
+        See :class:`PlanOrigin`.
+    progress : callable, optional
+        Told in short lines how it stands.
+    compare : bool
+        Whether to find the baselines that the report shows beside the plan.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    NoPlanFitsError
+        If no plan fits, with the smallest budget for which there is one.
+    UsageError
+        If the budget or the solver is not understood.
+    """
+    problem = make_problem(graph, costs, budget=budget, activation_budget=activation_budget)
+    origin = PlanOrigin(
+        fingerprint=fingerprint or {},
+        capture_seconds=capture_seconds,
+        cost_model=cost_model,
+        device=device,
+        torch_version=torch_version,
+    )
+    try:
+        if problem.budget_bytes <= 0:
+            raise _nothing_left(problem)
+        solution = solve(problem, solver, time_limit_seconds=time_limit_seconds, progress=progress)
+    except InfeasibleBudgetError as error:
+        raise _no_plan_fits(problem, error, solver, origin) from error
+    return plan_from_solution(problem, solution, origin=origin, compare=compare)
+
+
+def make_problem(
+    graph: TrainingGraph,
+    costs: Sequence[OperationCost],
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+) -> Problem:
+    """Give the problem that a budget poses: what is resident is subtracted here, and only here.
+
+    Raises
+    ------
+    UsageError
+        If not exactly one budget is given, or it cannot be read.
+    """
+    if (budget is None) == (activation_budget is None):
+        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
+    unbounded = Problem(graph=graph, costs=tuple(costs), budget_bytes=0)
+    step_bytes, static_bytes = unbounded.baseline.peak_bytes, graph.total_static_bytes
+    if budget is not None:
+        limit_bytes = parse_size(budget, whole_bytes=static_bytes + step_bytes) - static_bytes
+    else:
+        assert activation_budget is not None
+        limit_bytes = parse_size(activation_budget, whole_bytes=step_bytes)
+    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes)
+
+
+def plan_from_solution(
+    problem: Problem, solution: Solution, *, origin: PlanOrigin | None = None, compare: bool = True
+) -> Plan:
+    """Write out a solution as a plan.
+
+    Parameters
+    ----------
+    problem : Problem
+    solution : Solution
+        Its claim is held against the simulator once more.
+    origin : PlanOrigin, optional
+    compare : bool
+        Whether to find the baselines.
+
+    Raises
+    ------
+    ClaimMismatchError
+        If the solution is not what it claims to be.
+    """
+    origin = origin or PlanOrigin()
+    graph, costs, schedule = problem.graph, problem.costs, solution.schedule
+    evaluation = confirm(problem, solution)
+    static_bytes = graph.total_static_bytes
+    layers = find_layers(graph)
+    anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
+    minimum_peak_bytes = min(evaluation.peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
+    return Plan(
+        model=graph.name,
+        fingerprint=dict(origin.fingerprint),
+        status="optimal" if solution.is_optimal else "feasible",
+        budget_bytes=problem.budget_bytes + static_bytes,
+        static_bytes=dict(graph.static_bytes),
+        baseline_peak_bytes=problem.baseline.peak_bytes + static_bytes,
+        baseline_step_seconds=problem.baseline.seconds,
+        peak_bytes=evaluation.peak_bytes + static_bytes,
+        peak_at=locate_peak(graph, schedule, evaluation),
+        recompute_seconds=evaluation.recompute_seconds,
+        lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.recompute_seconds),
+        minimum_feasible_peak_bytes=minimum_peak_bytes + static_bytes,
+        solver=solution.solver,
+        solve_seconds=solution.solve_seconds,
+        capture_seconds=origin.capture_seconds,
+        cost_model=origin.cost_model,
+        device=origin.device,
+        torch=origin.torch_version,
+        anatomy=anatomy,
+        placement=placement(graph, costs, schedule, layers),
+        baselines=baseline_rows(problem, solution, layers) if compare else (),
+        recomputations={
+            graph.operations[index].key: tuple(graph.operations[again].key for again in before)
+            for index, before in schedule.recomputations().items()
+        },
+        warnings=plan_warnings(problem, evaluation, solution),
+        operations=_operation_rows(problem, schedule),
+    )
+
+
+def _nothing_left(problem: Problem) -> InfeasibleBudgetError:
+    floor = minimum_peak(problem.graph, problem.costs)
+    return InfeasibleBudgetError(
+        "what is resident alone breaks the budget",
+        minimum_feasible_peak_bytes=floor.found_peak_bytes + problem.graph.total_static_bytes,
+        operation=floor.found_operation,
+    )
+
+
+def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin) -> NoPlanFitsError:
+    """Say in whole-device bytes which budget would do and what stands in the way of a smaller one."""
+    graph, static_bytes = problem.graph, problem.graph.total_static_bytes
+    floor = minimum_peak(graph, problem.costs)
+    smallest_bytes = error.minimum_feasible_peak_bytes
+    where = locate_operation(graph, error.operation)
+    report = infeasible_report(
+        problem,
+        minimum_feasible_peak_bytes=smallest_bytes,
+        proven_minimum_peak_bytes=floor.proven_peak_bytes + static_bytes,
+        where=where,
+        origin=origin,
+    )
+    message = f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver)}"
+    return NoPlanFitsError(
+        message,
+        minimum_feasible_peak_bytes=smallest_bytes,
+        operation=where.operation,
+        report={**report, "message": message},
+    )
+
+
+def _way_out(problem: Problem, smallest_bytes: int, solver: str) -> str:
+    static_bytes = problem.graph.total_static_bytes
+    if smallest_bytes <= problem.budget_bytes + static_bytes:
+        return f"solver {solver!r} did not find that plan in time: give it more, or take another"
+    if problem.budget_bytes <= 0:
+        return f"{format_bytes(static_bytes)} are resident before the step begins"
+    retained_bytes = sum(value.size_bytes for value in problem.graph.values if value.retained)
+    if retained_bytes > problem.budget_bytes:
+        return f"{format_bytes(retained_bytes)} of gradients and outputs are left when the step ends"
+    return "raise the budget, or make the batch or the sequence smaller"
+
+
+def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow, ...]:
+    graph = problem.graph
+    runs = [0] * len(graph.operations)
+    for index in schedule.order:
+        runs[index] += 1
+    return tuple(
+        OperationRow(
+            operation=op.target,
+            module=op.module,
+            phase=op.phase.value,
+            flops=op.flops,
+            moved_bytes=op.moved_bytes,
+            seconds=cost.seconds,
+            workspace_bytes=cost.workspace_bytes,
+            output_bytes=sum(graph.values[value].size_bytes for value in op.outputs),
+            runs=count,
+        )
+        for op, cost, count in zip(graph.operations, problem.costs, runs, strict=True)
+    )

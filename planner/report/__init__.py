@@ -1,0 +1,44 @@
+"""The report on the terminal: one module for each part, in the order in which they are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from planner.plan_types import Plan
+from planner.report import anatomy, baselines, operations, origin, placement, verdict, verification, warnings
+
+__all__ = ["render", "render_infeasible"]
+
+
+def render(plan: Plan, console: Console, *, show_operations: bool = False) -> None:
+    """Print the report of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+    console : rich.console.Console
+    show_operations : bool
+        Add the table of all operations.
+    """
+    verdict.print_verdict(verdict.verdict(plan), console, style="bold green")
+    for part in (
+        anatomy.render(plan),
+        baselines.render(plan),
+        placement.render(plan),
+        warnings.render(plan),
+        verification.render(plan),
+        origin.render(plan),
+        operations.render(plan) if show_operations else None,
+    ):
+        if part is not None:
+            console.print()
+            console.print(part)
+
+
+def render_infeasible(report: dict[str, Any], console: Console) -> None:
+    """Print that no plan fits, from the report that the error carries."""
+    verdict.print_verdict(verdict.infeasible_verdict(report), console, style="bold red")
+    console.print()
+    console.print(anatomy.render_infeasible(report))

@@ -1,0 +1,54 @@
+"""What is alive at the peak, and where the peak is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from planner.plan_types import Plan
+from planner.report.style import cells, in_unit_of, table
+from planner.units import format_bytes, format_percent
+
+_ORDER = (
+    "parameters", "buffers", "inputs", "gradients", "optimizer", "optimizer state", "saved activations",
+    "forward temporaries", "recomputed values", "gradient temporaries", "outputs", "tangents", "workspace",
+    "random state", "reserve",
+)  # fmt: skip
+"""Kinds from what stays longest to what stays least; unknown kinds come last."""
+
+
+def render(plan: Plan) -> Group:
+    """Show what the peak is made of."""
+    at = plan.peak_at
+    place = f"{at.phase}: {at}" if at.phase else str(at)
+    less = 1 - plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
+    saving = f": the plan is {format_percent(less)} lower" if less else ""
+    return Group(
+        _sizes(plan.anatomy, f"Peak memory, {format_bytes(plan.peak_bytes)}", "peak"),
+        Text(f"The peak is in the {place}. Without recompute it is {format_bytes(plan.baseline_peak_bytes)}{saving}"),
+    )
+
+
+def render_infeasible(report: dict[str, Any]) -> Group:
+    """Show what is resident, which no plan can change, and the unplanned peak."""
+    baseline_bytes = report["baseline"]["peak_bytes"]
+    return Group(
+        _sizes(report["static_bytes"], "Resident before the step", "resident"),
+        Text(f"Without recompute the peak is {format_bytes(baseline_bytes)}"),
+    )
+
+
+def _sizes(sizes: dict[str, int], title: str, total: str) -> Table:
+    whole_bytes = sum(sizes.values())
+    shown = table("", "size", "bytes", "share", title=title)
+    rank = {kind: position for position, kind in enumerate(_ORDER)}
+    for kind in sorted(sizes, key=lambda kind: rank.get(kind, len(rank))):
+        size = sizes[kind]
+        if size:
+            share = format_percent(size / whole_bytes)
+            shown.add_row(*cells(kind, in_unit_of(size, whole_bytes), f"{size:,}", share))
+    shown.add_row(*cells(total, in_unit_of(whole_bytes, whole_bytes), f"{whole_bytes:,}", "100.0%", style="bold"))
+    return shown

@@ -1,0 +1,59 @@
+"""The first line: does it fit, what does it cost, how good is that."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from planner.plan_parts import PeakLocation
+from planner.plan_types import Plan
+from planner.report.style import in_unit_of, signed_percent
+from planner.units import format_bytes
+
+
+def verdict(plan: Plan) -> str:
+    """Give the verdict on a plan as one line."""
+    budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
+    peak = in_unit_of(plan.peak_bytes, plan.budget_bytes, digits=1).split()[0]
+    return f"FITS {peak} of {budget} · {_cost(plan)} · {_layers(plan)}"
+
+
+def _cost(plan: Plan) -> str:
+    cost = f"{signed_percent(plan.overhead)} step time"
+    if plan.recompute_seconds <= 0:
+        return cost
+    if plan.lower_bound_seconds <= 0:
+        return f"{cost} (no lower bound proven)"
+    # Rounded down: the sentence must stay true.
+    bound = math.floor(plan.lower_bound_overhead * 1000 + 1e-6) / 1000
+    return f"{cost} (no plan can pay less than {signed_percent(bound)})"
+
+
+def _layers(plan: Plan) -> str:
+    """Say how many layers recompute; blocks count if the model has any, other modules if not."""
+    blocks = [layer for layer in plan.placement if layer.block]
+    counted = blocks or [layer for layer in plan.placement if layer.module]
+    recomputed = sum(layer.recomputed > 0 for layer in counted)
+    if plan.recompute_seconds <= 0 and not plan.recomputations:
+        return "nothing recomputed"
+    beside = sum(layer.recomputed > 0 for layer in plan.placement) - recomputed
+    text = f"{recomputed} of {len(counted)} {'layers' if blocks else 'modules'} recomputed"
+    return text if recomputed or not beside else f"{text}, {beside} other modules"
+
+
+def infeasible_verdict(report: dict[str, Any]) -> str:
+    """Give the verdict on a budget that no plan fits as one line."""
+    where = PeakLocation(**report["peak_at"])
+    smallest_bytes = report["minimum_feasible_peak_bytes"]
+    return (
+        f"DOES NOT FIT {format_bytes(report['budget_bytes'])} · "
+        f"smallest feasible budget {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) · bound by {where}"
+    )
+
+
+def print_verdict(line: str, console: Console, *, style: str) -> None:
+    """Print a verdict: on a terminal wrapped between words, elsewhere always one line for other programs."""
+    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)

@@ -1,0 +1,236 @@
+"""Turn a schedule into the forward and the backward fx graph that carry it out.
+
+Nodes are emitted in the schedule's order. A view is made again from the current copy of its
+storage where it is first read, so it never holds a copy longer than the simulator says. What
+crosses from forward to backward is saved: one tensor for each storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.lowering import LoweredGraph, is_batch_norm, is_random, is_tangent
+from planner.schedule import Schedule
+from planner.torch_internals import SavedForBackwardsAOTOutput, run_and_save_rng_state, run_with_rng_state
+
+aten = torch.ops.aten
+
+_BATCH_NORM_OUTPUTS = 3
+"""Output, mean and inverse deviation: what BatchNorm gives without running statistics."""
+
+
+def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Write the forward and backward graph modules of a schedule.
+
+    Parameters
+    ----------
+    lowered : LoweredGraph
+    schedule : Schedule
+        A schedule that the simulator accepts.
+
+    Returns
+    -------
+    tuple of torch.fx.GraphModule
+        With the signatures that AOTAutograd expects of a partition: the forward gives its outputs and
+        then what it saves; the backward takes what was saved and then the tangents.
+
+    Notes
+    -----
+    O(runs x arguments).
+    """
+    boundary = schedule.order.index(lowered.graph.loss_index)
+    placeholders = lowered.joint.graph.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if is_tangent(node)]
+    forward_outputs, backward_outputs = lowered.joint.outputs
+    forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
+    replayed = _replayed(lowered, schedule)
+
+    forward = _Emitter(lowered, replayed, already_run=set())
+    forward.take(node for node in placeholders if not is_tangent(node))
+    forward.run(schedule.order[:boundary])
+
+    backward = _Emitter(lowered, replayed, already_run=forward.already_run)
+    backward.take(tangents)
+    backward.run(schedule.order[boundary + 1 :])
+    backward_results = tuple(backward.resolve_output(node) for node in backward_outputs)
+
+    saved = [node for node in backward.taken if not is_tangent(node)]
+    states = list(backward.taken_states)
+    forward.graph.output(
+        (
+            *(forward.resolve_output(node) for node in forward_outputs),
+            *(forward.resolve(node) for node in saved),
+            *(forward.states[index] for index in states),
+        )
+    )
+    forward.graph.output_node().meta["desc"] = [
+        *forward_descriptors,
+        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + len(states))),
+    ]
+    backward.graph.output(backward_results)
+    backward.graph.output_node().meta["desc"] = backward_descriptors
+    backward.order_placeholders(
+        [backward.taken[n] for n in saved]
+        + [backward.taken_states[index] for index in states]
+        + [backward.taken[n] for n in tangents]
+    )
+    root = lowered.joint.module
+    return (
+        fx.GraphModule(root, forward.graph, "PlannedForward"),
+        fx.GraphModule(root, backward.graph, "PlannedBackward"),
+    )
+
+
+def _replayed(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
+    """Give the random operations that run more than once."""
+    once: set[int] = set()
+    again: set[int] = set()
+    for index in schedule.order:
+        (again if index in once else once).add(index)
+    return {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
+
+
+class _Emitter:
+    """Writes one of the two graphs, keeping for each joint node its current copy."""
+
+    def __init__(self, lowered: LoweredGraph, replayed: set[int], already_run: set[int]) -> None:
+        self.lowered = lowered
+        self.replayed = replayed
+        self.already_run = set(already_run)
+        self.graph = fx.Graph()
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.taken: dict[fx.Node, fx.Node] = {}
+        """Joint node to the placeholder that brings it in."""
+        self.states: dict[int, fx.Node] = {}
+        self.taken_states: dict[int, fx.Node] = {}
+        self._views: dict[int, list[fx.Node]] = {}
+        self._elements = _elements(lowered)
+
+    def take(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self._take(node)
+
+    def run(self, order: Sequence[int]) -> None:
+        for index in order:
+            self._run(index)
+
+    def resolve_output(self, node: Any) -> Any:
+        return self.resolve(node) if isinstance(node, fx.Node) else node
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """Give the current copy of a joint node: made before, viewed now, or taken in as an input."""
+        found = self.current.get(node)
+        if found is not None:
+            return found
+        if node.op == "get_attr":
+            self.current[node] = self.graph.node_copy(node)
+        elif node in self.lowered.alias_nodes and node not in self._elements:
+            self.current[node] = self.graph.node_copy(node, self.resolve)
+            for value in self.lowered.storage_of[node]:
+                self._views.setdefault(value, []).append(node)
+        else:
+            self._take(node)
+        return self.current[node]
+
+    def order_placeholders(self, nodes: Sequence[fx.Node]) -> None:
+        first = next(iter(self.graph.nodes))
+        for node in nodes:
+            if node is not first:
+                first.prepend(node)
+            else:
+                first = node.next
+
+    def _take(self, node: fx.Node) -> None:
+        name = node.name if node.op == "placeholder" else f"saved_{node.name}"
+        self.current[node] = self.taken[node] = self._placeholder(name, node.meta)
+
+    def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        # Placeholders stand before everything else, in the order in which they were taken.
+        first_other = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        if first_other is None:
+            placeholder = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_before(first_other):
+                placeholder = self.graph.placeholder(name)
+        # fx renames a node whose name is taken, and then the generated code mixes up its arguments.
+        assert placeholder.name == placeholder.target, f"two nodes are called {name}"
+        placeholder.meta = dict(meta)
+        return placeholder
+
+    def _run(self, index: int) -> None:
+        node = self.lowered.operation_nodes[index]
+        assert node is not None, "the loss runs outside both graphs"
+        again = index in self.already_run
+        self.already_run.add(index)
+        if again and is_batch_norm(node):
+            new = self._batch_norm_without_statistics(node)
+        elif index in self.replayed:
+            new = self._replay(index, node) if again else self._run_and_save_state(index, node)
+        else:
+            new = self.graph.node_copy(node, self.resolve)
+        self._adopt(index, node, new, again)
+
+    def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
+        operation, values = self.lowered.graph.operations[index], self.lowered.graph.values
+        renewed = {v for v in operation.outputs if not (again and values[v].retained)}
+        new.meta = dict(node.meta)
+        for value in renewed:
+            for view in self._views.pop(value, ()):
+                self.current.pop(view, None)
+        elements = [user for user in node.users if user in self._elements]
+        if not elements and (renewed or not operation.outputs):
+            self.current[node] = new
+        without_statistics = again and is_batch_norm(node)
+        for element in elements:
+            looks_at = self.lowered.storage_of[element]
+            position: int = element.args[1]  # type: ignore[assignment]
+            if not element.users or (without_statistics and position >= _BATCH_NORM_OUTPUTS):
+                continue
+            if not looks_at or not renewed.isdisjoint(looks_at):
+                copied = self.graph.call_function(operator.getitem, (new, position))
+                copied.meta = dict(element.meta)
+                self.current[element] = copied
+
+    def _batch_norm_without_statistics(self, node: fx.Node) -> fx.Node:
+        # Running statistics were updated by the first run; a second update would be wrong.
+        x, weight, bias, _mean, _variance, training, momentum, epsilon = fx.map_arg(node.args, lambda n: n)
+        arguments = (x, weight, bias, training, momentum, epsilon)
+        return self.graph.call_function(aten._native_batch_norm_legit.no_stats, fx.map_arg(arguments, self.resolve))
+
+    def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
+        pair = self.graph.call_function(
+            run_and_save_rng_state,
+            (node.target, *fx.map_arg(node.args, self.resolve)),
+            fx.map_arg(node.kwargs, self.resolve),
+        )
+        state = self.graph.call_function(operator.getitem, (pair, 0))
+        state.meta = _state_meta(node)
+        self.states[index] = state
+        return self.graph.call_function(operator.getitem, (pair, 1))
+
+    def _replay(self, index: int, node: fx.Node) -> fx.Node:
+        if index not in self.states:
+            state = self._placeholder(f"random_state_{node.name}", _state_meta(node))
+            self.states[index] = self.taken_states[index] = state
+        return self.graph.call_function(
+            run_with_rng_state,
+            (self.states[index], node.target, *fx.map_arg(node.args, self.resolve)),
+            fx.map_arg(node.kwargs, self.resolve),
+        )
+
+
+def _elements(lowered: LoweredGraph) -> set[fx.Node]:
+    """Give the ``getitem`` nodes that take an operation's (not a view's) output apart."""
+    return {n for n in lowered.alias_nodes if n.target is operator.getitem and n.args[0] not in lowered.alias_nodes}
+
+
+def _state_meta(node: fx.Node) -> dict[str, Any]:
+    val = node.meta["val"]
+    like = val[0] if isinstance(val, (list, tuple)) else val
+    state = torch.cuda.get_rng_state() if like.device.type == "cuda" else torch.get_rng_state()
+    return {"val": like.fake_mode.from_tensor(state)}

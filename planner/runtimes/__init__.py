@@ -1,0 +1,1 @@
+"""Ways to run a plan: one file each."""

@@ -1,0 +1,210 @@
+"""What autograd must still get right around a planned graph.
+
+A planned backward is traced for the outputs that a loss is expected to reach. Here is what
+happens otherwise: an output whose gradient does not come leaves at ``None`` what only it reaches,
+as eager does; an output whose gradient comes unexpectedly gets it from a second, unplanned run of
+the captured program; a backward of the backward is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.errors import PlannerError, RuntimeUnsupportedError
+from planner.lowering import JointGraph, is_random, is_tangent, mutates
+from planner.torch_internals import TangentAOTInput
+
+Reach = tuple[list[int], list[frozenset[int]]]
+"""Raw output of each tangent, and for each gradient the tangents that it depends on."""
+
+
+def reach_of(joint: JointGraph) -> Reach | None:
+    """Find which gradients depend on which outputs; None if each depends on all."""
+    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and is_tangent(n)]
+    if len(tangents) < 2:
+        return None
+    forward_descriptors = joint.output_descriptors[0]
+    descriptors = [node.meta.get("desc") for node in tangents]
+    raw_outputs = [forward_descriptors.index(d.output) for d in descriptors if isinstance(d, TangentAOTInput)]
+    depends: dict[fx.Node, frozenset[int]] = {node: frozenset([i]) for i, node in enumerate(tangents)}
+    for node in joint.graph.nodes:
+        if node not in depends:
+            depends[node] = frozenset().union(*(depends[source] for source in node.all_input_nodes))
+    gradients = [depends[n] if isinstance(n, fx.Node) else frozenset() for n in joint.outputs[1]]
+    everything = frozenset(range(len(tangents)))
+    if all(not needed or needed == everything for needed in gradients):
+        return None
+    return raw_outputs, gradients
+
+
+def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None:
+    """Hook the backward of one call.
+
+    Parameters
+    ----------
+    outputs : sequence of torch.Tensor
+        What the planned forward returned, those that require gradients.
+    reach : tuple, optional
+        From :func:`reach_of`; without it every gradient is passed on as it is.
+    """
+    node = _planned_node(outputs)
+    if node is None:
+        return
+    node.register_prehook(_refuse_double_backward)
+    if reach is not None:
+        node.register_hook(_WithoutUnreached(reach))
+
+
+def _refuse_double_backward(_gradients: Any) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeUnsupportedError(
+            "a planned model cannot be differentiated twice: call backward() without create_graph=True, "
+            "or planner.unwrap(model) first"
+        )
+
+
+class _WithoutUnreached:
+    """Turns the zeros of gradients that no arriving gradient reaches into None."""
+
+    def __init__(self, reach: Reach) -> None:
+        self.reach = reach
+
+    def __call__(self, gradients: tuple[Any, ...], arrived: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        raw_outputs, depends = self.reach
+        present = {tangent for tangent, raw in enumerate(raw_outputs) if arrived[raw] is not None}
+        if len(present) == len(raw_outputs):
+            return None
+        if len(gradients) != len(depends):
+            raise PlannerError(f"{len(gradients)} gradients where the plan has {len(depends)}; please report this as a bug")
+        return tuple(
+            None if needed and needed.isdisjoint(present) else gradient
+            for gradient, needed in zip(gradients, depends, strict=True)
+        )
+
+
+def _planned_node(outputs: Sequence[torch.Tensor]) -> Any:
+    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    for _ in range(4):
+        for node in pending:
+            if node.name().startswith("CompiledFunction"):
+                return node
+        pending = [following for node in pending for following, _ in node.next_functions if following is not None]
+    return None
+
+
+class LateGradients:
+    """Gives outputs that the plan detached their gradient, should one arrive after all.
+
+    The captured program is run again from its inputs under the random state that it began with, and
+    differentiated: what a plain checkpoint around the whole model would do. It is right and slow,
+    so ``replan`` is told, and the next call is planned with these outputs.
+
+    Parameters
+    ----------
+    graph_module : torch.fx.GraphModule
+        The program as Dynamo captured it.
+    positions : sequence of int
+        Outputs that were detached.
+    replan : callable
+        Called when a gradient arrives.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, positions: Sequence[int], replan: Callable[[], None]) -> None:
+        self.graph_module = graph_module
+        self.positions = positions
+        self.replan = replan
+        self.repeatable = True
+        self.random = True
+
+    def learn(self, joint: JointGraph) -> None:
+        """Look at the traced graph: is it random, and does it overwrite what a second run would read?"""
+        nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
+        self.random = any(is_random(node) for node in nodes)
+        written = {n.args[0] for n in nodes if mutates(n)}
+        self.repeatable = not any(_reads_to_compute(node, written) for node in nodes)
+
+    def state(self) -> Any:
+        """Remember what a second run must start from."""
+        random_state = None
+        if self.random:
+            random_state = (torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return random_state, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Give the detached outputs of one call a way back to the inputs."""
+        attached: tuple[torch.Tensor, ...] = _Late.apply(
+            self, state, [outputs[p] for p in self.positions], *inputs
+        )
+        return attached
+
+    def gradients(self, state: Any, inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """Run the captured program once more and differentiate it."""
+        if not self.repeatable:
+            self.replan()
+            raise RuntimeUnsupportedError(
+                "a gradient arrived for an output that the plan took for unused, and the model overwrites a buffer "
+                "that a second run would need: run the step again; it is planned with this output now"
+            )
+        warnings.warn(
+            "a gradient arrived for an output that the plan took for unused: the model was run a second time, "
+            "outside the budget; from the next call on the plan includes this output",
+            stacklevel=2,
+        )
+        self.replan()
+        random_state, (kind, dtype, enabled) = state
+        copies = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) and x.requires_grad
+            else x.clone() if isinstance(x, torch.Tensor) else x
+            for x in inputs
+        ]  # fmt: skip
+        wanted = [x for x in copies if isinstance(x, torch.Tensor) and x.requires_grad]
+        arrived = [(p, g) for p, g in zip(self.positions, gradients, strict=True) if g is not None]
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+        with torch.enable_grad(), torch.random.fork_rng(devices), torch.autocast(kind, dtype=dtype, enabled=enabled):
+            if random_state is not None:
+                torch.set_rng_state(random_state[0])
+                for index, cuda_state in enumerate(random_state[1]):
+                    torch.cuda.set_rng_state(cuda_state, index)
+            again = self.graph_module(*copies)
+            found = torch.autograd.grad(
+                [again[p] for p, _ in arrived], wanted, [g for _, g in arrived], allow_unused=True
+            )
+        result = iter(found)
+        return [next(result) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in copies]
+
+
+class _Late(torch.autograd.Function):
+    """Identity on detached outputs; its backward is :meth:`LateGradients.gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, late: LateGradients, state: Any, outputs: list[torch.Tensor], *inputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.late, ctx.state = late, state
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        ctx.places = [isinstance(x, torch.Tensor) for x in inputs]
+        ctx.others = [x for x in inputs if not isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*tensors)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if all(gradient is None for gradient in gradients):
+            return (None, None, None, *(None for _ in ctx.places))
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        inputs = [next(tensors) if place else next(others) for place in ctx.places]
+        return (None, None, None, *ctx.late.gradients(ctx.state, inputs, gradients))
+
+
+def _reads_to_compute(node: fx.Node, written: set[Any]) -> bool:
+    """Whether a node computes with an input that is overwritten, other than to update it."""
+    if mutates(node) or "batch_norm" in str(node.target):
+        return False
+    if not any(source in written for source in node.all_input_nodes):
+        return False
+    return not all(mutates(user) for user in node.users)

@@ -1,0 +1,130 @@
+"""Runs the planned forward and backward graphs in place of a model's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner import rewrite
+from planner.capture import (
+    Inputs,
+    check_capturable,
+    differentiable_outputs,
+    dynamo_settings,
+    expected_losses,
+    explain_failures,
+    isolated_call,
+)
+from planner.lowering import JointGraph
+from planner.planning import Plan
+from planner.runtimes.gradients import LateGradients, reach_of, watch_backward
+from planner.session import Options, PlannedStep, plan_step
+from planner.torch_internals import call_implementation
+
+
+class GraphRuntime:
+    """What ``model(...)`` runs while a plan is in force.
+
+    The first call with gradients captures the model, plans, and writes the graphs; later calls with
+    the same input sizes run them. Other sizes are captured again, and the plan is carried over if
+    the simulator says that it fits. Calls without gradients run the model as it is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    options : Options
+    plan : Plan, optional
+        Decisions to carry out.
+    replan : bool
+        Whether a plan that does not match may be replaced; otherwise it is refused.
+    prepare : callable, optional
+        Completes the options from the inputs of the first call.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Callable[[Inputs], Options] | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.plan = plan
+        self.replan = replan
+        self.prepare = prepare
+        self._confirmed = False
+        self._joint: JointGraph | None = None
+        self._expected: list[int] | None = None
+        self._call = self._new_call()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call_implementation(self.model)(*args, **kwargs)
+        if not self._confirmed:
+            inputs = Inputs(args, kwargs)
+            check_capturable(self.model, inputs)
+            if self.prepare is not None:
+                self.options = self.prepare(inputs)
+                self.prepare = None
+        with dynamo_settings(), explain_failures(self.model):
+            return self._call(*args, **kwargs)
+
+    def _new_call(self) -> Callable[..., Any]:
+        return isolated_call(
+            self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish
+        )
+
+    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        step = self.planned(joint)
+        self.plan = step.plan
+        self._confirmed = True
+        self._joint = joint
+        return rewrite.split(step.lowered, step.schedule)
+
+    def planned(self, joint: JointGraph) -> PlannedStep:
+        """Plan one captured graph; a plan given by the user must match the first."""
+        must_match = self.plan is not None and not self._confirmed and not self.replan
+        return plan_step(self.model, joint, self.options, reuse=self.plan, must_match=must_match)
+
+    def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
+        possible = differentiable_outputs(graph_module)
+        if self._expected is None:
+            return expected_losses(graph_module)
+        return [position for position in self._expected if position in possible] or possible
+
+    def _finish(
+        self, run: Callable[..., Any], graph_module: fx.GraphModule, differentiable: Sequence[int]
+    ) -> Callable[..., Any]:
+        others = [p for p in differentiable_outputs(graph_module) if p not in differentiable]
+
+        def expect(positions: Sequence[int]) -> None:
+            """Plan for these outputs from the next call on."""
+            self._expected = sorted(positions)
+            self._call = self._new_call()
+
+        joint, self._joint = self._joint, None
+        late = None
+        if joint is None:
+            return run  # nothing of it requires gradients: AOTAutograd made no joint graph
+        reach = reach_of(joint)
+        if others:
+            late = LateGradients(graph_module, others, lambda: expect([*differentiable, *others]))
+            late.learn(joint)
+
+        def finished(*inputs: Any) -> Any:
+            before = late.state() if late else None
+            outputs = list(run(*inputs))
+            watch_backward([outputs[p] for p in differentiable], reach)
+            if late is not None:
+                for position, output in zip(others, late.attach(before, inputs, outputs), strict=True):
+                    outputs[position] = output
+            return outputs
+
+        return finished
+

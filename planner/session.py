@@ -1,0 +1,260 @@
+"""From a joint graph to a plan for it: lowering, costs, reuse of a plan that fits, solving.
+
+Planning without running (``planner.api.plan``) and running (``planner.runtimes``) both come
+through here, so both see the same graph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import cost_models
+from planner.capture import static_bytes
+from planner.errors import PlanMismatchError, UsageError
+from planner.graph import OperationCost, TrainingGraph
+from planner.lowering import JointGraph, LoweredGraph, lower
+from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
+from planner.problem import Progress, Solution
+from planner.schedule import Schedule
+from planner.simulate import simulate
+
+OPTIMIZER_STATE_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+"""How many tensors of each parameter's size an optimizer keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a person asks of a plan.
+
+    Parameters
+    ----------
+    budget, activation_budget : int, float or str, optional
+        One of the two: what the whole device may hold, or what the step may allocate.
+    solver : str
+        Name of a solver; ``"auto"`` picks.
+    time_limit_seconds : float
+        Roughly when the solver stops improving.
+    device : str, optional
+        Name in the table of devices; by default the kind of device that the model is on.
+    cost_model : str
+        Name of a cost model.
+    optimizer : str
+        ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state is resident.
+    gradient_accumulation : bool
+        Whether gradients of earlier backwards are resident when the step begins.
+    loss_bytes : int
+        What a loss outside the captured graph needs on top of the outputs and their gradients.
+    name : str
+        Name of the model in reports.
+    compare : bool
+        Whether to simulate the baselines for the report.
+    progress : callable, optional
+        Told in short lines how it stands.
+    """
+
+    budget: Size | None = None
+    activation_budget: Size | None = None
+    solver: str = "auto"
+    time_limit_seconds: float = 30.0
+    device: str | None = None
+    cost_model: str = "roofline"
+    optimizer: str = "none"
+    gradient_accumulation: bool = False
+    loss_bytes: int = 0
+    name: str = ""
+    compare: bool = True
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZER_STATE_COPIES:
+            raise UsageError(f"unknown optimizer {self.optimizer!r}: one of {', '.join(OPTIMIZER_STATE_COPIES)}")
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan together with the graph that it was made for."""
+
+    lowered: LoweredGraph
+    costs: tuple[OperationCost, ...]
+    plan: Plan
+    schedule: Schedule
+
+
+def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> tuple[LoweredGraph, cost_models.DeviceSpec]:
+    """Lower a captured step with everything that is resident around it."""
+    spec = device_spec(model, options.device)
+    alignment_bytes = spec.alignment_bytes
+    resident = static_bytes(model, joint.inputs, alignment_bytes=alignment_bytes)
+    trainable_bytes = sum(
+        -(-p.numel() * p.element_size() // alignment_bytes) * alignment_bytes
+        for p in model.parameters()
+        if p.requires_grad
+    )
+    if options.gradient_accumulation:
+        resident["gradients"] = trainable_bytes
+    if copies := OPTIMIZER_STATE_COPIES[options.optimizer]:
+        resident["optimizer"] = trainable_bytes * copies
+    lowered = lower(
+        joint,
+        alignment_bytes=alignment_bytes,
+        static_bytes=resident,
+        name=options.name or type(model).__name__,
+        loss_workspace_bytes=options.loss_bytes,
+    )
+    return lowered, spec
+
+
+def device_spec(model: nn.Module, name: str | None) -> cost_models.DeviceSpec:
+    """Give the figures of a named device, or of the one that the model is on."""
+    if name is None:
+        tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+        on_cuda = tensor is not None and tensor.device.type == "cuda"
+        name = torch.cuda.get_device_name(tensor.device) if on_cuda and tensor is not None else "cpu"
+    try:
+        return cost_models.device(name)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+
+
+def plan_step(
+    model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> PlannedStep:
+    """Plan a captured step.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    joint : JointGraph
+    options : Options
+    reuse : Plan, optional
+        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget.
+    must_match : bool
+        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
+
+    Raises
+    ------
+    PlanMismatchError
+        If ``must_match`` and the plan does not match, with what differs.
+    InfeasibleBudgetError
+        If no plan fits.
+    """
+    begun = time.perf_counter()
+    lowered, spec = lower_step(model, joint, options)
+    costs = operation_costs(lowered.graph, spec, options.cost_model)
+    origin = PlanOrigin(
+        fingerprint=fingerprint(model, lowered.graph, spec.name, joint.inputs),
+        capture_seconds=time.perf_counter() - begun,
+        cost_model=options.cost_model,
+        device=spec.name,
+        torch_version=torch.__version__,
+    )
+    if reuse is not None:
+        if must_match:
+            check_match(reuse, origin)
+        taken_over = _take_over(lowered, costs, options, origin, reuse)
+        if taken_over is not None:
+            return taken_over
+        if must_match:
+            raise PlanMismatchError(
+                "the plan's decisions break the budget on this graph: plan again, or pass replan=True"
+            )
+    plan = make_plan(
+        lowered.graph,
+        costs,
+        budget=options.budget,
+        activation_budget=options.activation_budget,
+        solver=options.solver,
+        time_limit_seconds=options.time_limit_seconds,
+        fingerprint=origin.fingerprint,
+        capture_seconds=origin.capture_seconds,
+        cost_model=origin.cost_model,
+        device=origin.device,
+        torch_version=origin.torch_version,
+        progress=options.progress,
+        compare=options.compare,
+    )
+    return PlannedStep(lowered, costs, plan, plan.schedule_for(lowered.graph))
+
+
+def operation_costs(graph: TrainingGraph, spec: cost_models.DeviceSpec, cost_model: str) -> tuple[OperationCost, ...]:
+    """Ask a cost model; the loss outside the graph costs nothing that a plan could change."""
+    try:
+        factory = cost_models.get(cost_model)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+    return tuple(
+        OperationCost(seconds=0.0) if index == graph.loss_index else cost
+        for index, cost in enumerate(factory(spec).costs(graph.operations))
+    )
+
+
+def fingerprint(
+    model: nn.Module, graph: TrainingGraph, device: str, inputs: Sequence[torch.Tensor]
+) -> dict[str, str | int]:
+    """Say what a plan is made for, so that it is not applied to something else."""
+    digest = hashlib.sha256()
+    for operation in graph.operations:
+        sizes = [graph.values[v].size_bytes for v in operation.outputs]
+        digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
+    parameters = {id(p) for p in [*model.parameters(), *model.buffers()]}
+    shapes = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs if id(t) not in parameters]
+    return {
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "inputs": "; ".join(shapes),
+        "device": device,
+        "torch": torch.__version__,
+        "operations": len(graph.operations),
+        "graph": digest.hexdigest()[:16],
+    }
+
+
+def check_match(plan: Plan, origin: PlanOrigin) -> None:
+    """Refuse a plan of another graph.
+
+    Raises
+    ------
+    PlanMismatchError
+        Naming what differs.
+    """
+    theirs, ours = plan.fingerprint, origin.fingerprint
+    if theirs.get("graph") == ours["graph"]:
+        return
+    differs = [f"{key} is {theirs.get(key)!r} in the plan and {ours[key]!r} here" for key in ours if theirs.get(key) != ours[key]]
+    raise PlanMismatchError(
+        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass replan=True"
+    )
+
+
+def _take_over(
+    lowered: LoweredGraph, costs: tuple[OperationCost, ...], options: Options, origin: PlanOrigin, plan: Plan
+) -> PlannedStep | None:
+    """Carry a plan over to a graph whose operations have the same keys, if it keeps the budget there."""
+    try:
+        schedule = plan.schedule_for(lowered.graph)
+    except PlanMismatchError:
+        return None
+    problem = make_problem(
+        lowered.graph, costs, budget=options.budget, activation_budget=options.activation_budget
+    )
+    evaluation = simulate(lowered.graph, costs, schedule)
+    unneeded = evaluation.recompute_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
+    if evaluation.peak_bytes > problem.budget_bytes or unneeded:
+        return None
+    same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
+    solution = Solution(
+        solver=plan.solver if same_graph else f"{plan.solver} (reused)",
+        schedule=schedule,
+        peak_bytes=evaluation.peak_bytes,
+        recompute_seconds=evaluation.recompute_seconds,
+        lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same_graph else 0.0,
+    )
+    return PlannedStep(
+        lowered, costs, plan_from_solution(problem, solution, origin=origin, compare=options.compare), schedule
+    )

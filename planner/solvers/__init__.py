@@ -1,0 +1,146 @@
+"""The solvers, found by their files.
+
+Every public module of this package defines one ``SOLVER``; dropping a file in is all it takes to
+add one. A solver only proposes: :func:`solve` holds each claim against the simulator.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+import time
+from dataclasses import replace
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.problem import Problem, Progress, Solution, confirm
+
+DEFAULT_TIME_LIMIT_SECONDS = 30.0
+
+
+@runtime_checkable
+class Solver(Protocol):
+    """What a solver module's ``SOLVER`` offers.
+
+    Attributes
+    ----------
+    name : str
+        What people type.
+    summary : str
+        One line on what it does.
+    proves_bound : bool
+        Whether ``lower_bound_seconds`` of its solutions can be above 0.
+    """
+
+    name: str
+    summary: str
+    proves_bound: bool
+
+    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+        """Propose a schedule within the budget.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan within the budget was found.
+        """
+        ...
+
+
+@cache
+def _solvers() -> dict[str, Solver]:
+    found: dict[str, Solver] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
+        solver = getattr(importlib.import_module(f"{__name__}.{module.name}"), "SOLVER", None)
+        if not isinstance(solver, Solver):
+            raise TypeError(f"planner/solvers/{module.name}.py defines no SOLVER with the attributes of Solver")
+        if solver.name in found:
+            raise TypeError(f"two solvers are called {solver.name!r}")
+        found[solver.name] = solver
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """Give the names of all solvers, sorted."""
+    return tuple(sorted(_solvers()))
+
+
+def get(name: str) -> Solver:
+    """Give a solver by its name.
+
+    Raises
+    ------
+    UsageError
+        If there is none of that name.
+    """
+    solvers = _solvers()
+    if name in solvers:
+        return solvers[name]
+    near = difflib.get_close_matches(name, solvers, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise UsageError(f"there is no solver {name!r}; {hint}there are {', '.join(names())}")
+
+
+def solve(
+    problem: Problem,
+    solver: str = "auto",
+    *,
+    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    progress: Progress | None = None,
+) -> Solution:
+    """Solve a problem and confirm the claim by simulation.
+
+    Parameters
+    ----------
+    problem : Problem
+    solver : str
+        One of :func:`names`.
+    time_limit_seconds : float
+        Roughly when to stop improving.
+    progress : callable, optional
+        Told in short lines how it stands.
+
+    Returns
+    -------
+    Solution
+        Its peak, time and budget agree with :func:`planner.simulate.simulate`.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If no plan within the budget was found, with the smallest peak known to be possible.
+    ClaimMismatchError
+        If the solver has a bug.
+    UsageError
+        If there is no such solver, or the time limit is not positive.
+    """
+    if not time_limit_seconds > 0:
+        raise UsageError(f"time limit must be above 0 s, not {time_limit_seconds}")
+    chosen = get(solver)
+    started = time.perf_counter()
+    try:
+        solution = chosen.solve(problem, time_limit_seconds=time_limit_seconds, progress=progress)
+    except InfeasibleBudgetError as error:
+        raise _with_known_minimum(problem, error) from None
+    solution = replace(solution, solve_seconds=time.perf_counter() - started)
+    confirm(problem, solution)
+    return solution
+
+
+def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
+    """Let the error name the smallest peak that any quick solver can reach, not only the one that gave up."""
+    from planner.floor import minimum_peak  # it calls solvers itself
+
+    floor = minimum_peak(problem.graph, problem.costs)
+    static_bytes = problem.graph.total_static_bytes
+    if floor.found_peak_bytes + static_bytes >= error.minimum_feasible_peak_bytes:
+        return error
+    return InfeasibleBudgetError(
+        str(error),
+        minimum_feasible_peak_bytes=floor.found_peak_bytes + static_bytes,
+        operation=floor.found_operation,
+    )

@@ -1,0 +1,148 @@
+"""Every touch of a private torch API, in one place.
+
+A new torch release that moves one of them breaks this file, with one message: see
+:func:`self_test`, which ``tests/test_torch_internals.py`` runs on each supported version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    SavedForBackwardsAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.graph import _BoxedCodeGen
+
+from planner.errors import PlannerError
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "GradAOTOutput",
+    "HigherOrderOperator",
+    "InputMutationAOTOutput",
+    "OpOverload",
+    "SavedForBackwardsAOTOutput",
+    "TangentAOTInput",
+    "TorchDynamoException",
+    "Unsupported",
+    "aot_backend",
+    "boxed",
+    "compile_isolated",
+    "eliminate_common_subexpressions",
+    "install_call",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "self_test",
+    "storage_id",
+    "uninstall_call",
+]
+
+PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable[[list[Any]], Any]:
+    """Make a graph module run with boxed code: every tensor is freed right after its last use."""
+    graph_module.graph.set_codegen(_BoxedCodeGen())
+    graph_module.recompile()
+    forward = graph_module.forward
+
+    def run(arguments: list[Any]) -> Any:
+        return forward(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
+    """Give a ``torch.compile`` backend that runs AOTAutograd with our partition and boxed code.
+
+    Mutations of buffers stay in the graph: without that BatchNorm's statistics would be
+    forward outputs, copied outside.
+    """
+    backend: Callable[..., Any] = aot_autograd(
+        fw_compiler=boxed,
+        bw_compiler=boxed,
+        inference_compiler=boxed,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend
+
+
+def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """Merge equal pure operations, as torch's own partitioner does before it partitions."""
+    return fx_graph_cse(graph)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identify a tensor's storage, fake or real, for as long as the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def compile_isolated(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function whole, with static shapes; ``function`` must own its code object.
+
+    Dynamo caches by code object, so two functions that share one would share graphs and plans.
+    """
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def install_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call``, as ``nn.Module.compile`` does."""
+    module._compiled_call_impl = call
+
+
+def uninstall_call(module: torch.nn.Module) -> None:
+    """Undo :func:`install_call`."""
+    module._compiled_call_impl = None
+
+
+def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
+    """Give the module's own call: its hooks and its ``forward``."""
+    implementation: Callable[..., Any] = module._call_impl
+    return implementation
+
+
+def self_test() -> None:
+    """Try every private API once on a tiny model.
+
+    Raises
+    ------
+    PlannerError
+        Naming what this torch version does differently.
+    """
+    seen: dict[str, Any] = {}
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        from torch._functorch.partitioners import default_partition
+
+        seen["descriptors"] = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
+        joint.graph = eliminate_common_subexpressions(joint.graph)
+        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 1))
+    x = torch.randn(2, 4)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    install_call(model, compile_isolated(lambda y: call_implementation(model)(y), aot_backend(partition)))
+    actual = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    uninstall_call(model)
+    problems = []
+    if not any(isinstance(d, TangentAOTInput) for d in seen.get("descriptors", ())):
+        problems.append("tangents of the joint graph carry no TangentAOTInput descriptor")
+    if not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):
+        problems.append("gradients of the partitioned graph differ from eager")
+    if problems:
+        raise PlannerError(f"torch {torch.__version__} is not supported: {'; '.join(problems)}")

@@ -1,0 +1,110 @@
+"""Sizes and durations as people write and read them; the only place that parses a size."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from planner.errors import UsageError
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
+_HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of the unplanned peak"
+
+
+def parse_size(size: int | float | str, *, whole_bytes: int | None = None) -> int:
+    """Turn a size into bytes.
+
+    Parameters
+    ----------
+    size : int, float or str
+        Bytes as a number, or text: ``"8GiB"`` (2**30), ``"8GB"`` (10**9), ``"60%"``.
+    whole_bytes : int, optional
+        What 100% is. Without it a percentage is refused.
+
+    Returns
+    -------
+    int
+        Bytes, rounded down.
+
+    Raises
+    ------
+    UsageError
+        If the size cannot be read, or is not above zero.
+
+    Examples
+    --------
+    >>> parse_size("1.5GiB"), parse_size("2 GB"), parse_size("50%", whole_bytes=1000)
+    (1610612736, 2000000000, 500)
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, float, str)):
+        raise UsageError(f"a size must be a number or text, not {type(size).__name__}: {_HINT}")
+    if isinstance(size, (int, float)):
+        value = int(size) if _is_finite(size) else -1
+    elif len(size) > 64:
+        raise UsageError(f"cannot read size {size[:16]!r}...: {_HINT}")
+    elif percent := _PERCENT.fullmatch(size):
+        if whole_bytes is None:
+            raise UsageError(f"size {size!r} is a percentage, and nothing is known here that it is of")
+        value = int(whole_bytes * float(percent[1]) / 100)
+    elif match := _SIZE.fullmatch(size):
+        factor = _FACTORS.get(match[2].lower())
+        if factor is None:
+            raise UsageError(f"unknown unit {match[2]!r} in size {size!r}: {_HINT}")
+        value = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    else:
+        raise UsageError(f"cannot read size {size!r}: {_HINT}")
+    if value <= 0:
+        raise UsageError(f"size {size!r} is not above zero: {_HINT}")
+    return value
+
+
+def _is_finite(number: int | float) -> bool:
+    return isinstance(number, int) or math.isfinite(number)
+
+
+def format_bytes(size_bytes: int | float) -> str:
+    """Give a size in the binary unit that suits it.
+
+    Examples
+    --------
+    >>> format_bytes(1536), format_bytes(3 * 2**30)
+    ('1.5 KiB', '3.00 GiB')
+    """
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes:.0f} B"
+    for unit, factor, digits in (("KiB", 2**10, 1), ("MiB", 2**20, 1), ("GiB", 2**30, 2)):
+        if abs(size_bytes) < factor * 1024:
+            break
+    return f"{size_bytes / factor:,.{digits}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Give a duration in the unit that suits it.
+
+    Examples
+    --------
+    >>> format_seconds(0.0000123), format_seconds(0.0456), format_seconds(2)
+    ('12 us', '45.6 ms', '2.00 s')
+    """
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def format_percent(ratio: float) -> str:
+    """Give a ratio as a percentage with one decimal.
+
+    Examples
+    --------
+    >>> format_percent(0.0844)
+    '8.4%'
+    """
+    return f"{ratio * 100:.1f}%"

@@ -1,0 +1,211 @@
+"""Real steps with and without a plan: what they hold, how long they take, and whether a bit differs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from planner.capture import Inputs
+from planner.errors import UsageError
+from planner.memory import measure_peak
+from planner.planning import Plan, Verification
+from planner.runtimes.graph import GraphRuntime
+from planner.session import Options
+from planner.torch_internals import install_call, uninstall_call
+
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step left behind: copies, so that later steps do not touch them."""
+
+    loss: tuple[torch.Tensor, ...]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    random_state: torch.Tensor
+
+
+def verify(
+    model: nn.Module,
+    inputs: Inputs,
+    plan: Plan,
+    *,
+    loss_fn: LossFunction | None = None,
+    timed_steps: int = 5,
+) -> Verification:
+    """Run real steps with the plan and with the full-save graph, interleaved, and compare.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A real model; its parameters, buffers, gradients and the random state are put back afterwards.
+    inputs : Inputs
+    plan : Plan
+    loss_fn : callable, optional
+        From the model's output to a scalar loss.
+    timed_steps : int
+        Steps of each kind that are timed; the overhead is the ratio of their medians.
+
+    Returns
+    -------
+    Verification
+        Peaks are of the whole device: what is resident is added to what the step was seen to allocate.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan is of another model or of other shapes.
+    """
+    device = next((t.device for t in [*model.parameters(), *inputs.tensors()]), torch.device("cpu"))
+    resident_bytes = sum(plan.static_bytes.values())
+    with _restored(model):
+        ways = {
+            "planned": GraphRuntime(model, _options(plan, plan.budget_bytes), plan=plan, replan=False),
+            "baseline": GraphRuntime(model, _options(plan, plan.baseline_peak_bytes)),
+        }
+        results, peaks = {}, {}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        start = _ModelState(model)
+        for name, runtime in ways.items():
+            with _running(model, runtime):
+                _step(model, inputs, loss_fn)  # captures, plans and compiles
+                start.put_back(model)
+                peak_bytes, kept = measure_peak(lambda: _step(model, inputs, loss_fn), device)
+                peaks[name] = peak_bytes + resident_bytes
+                results[name] = _result(model, kept)
+                del kept
+                start.put_back(model)
+        for _ in range(timed_steps):
+            for name, runtime in ways.items():
+                with _running(model, runtime):
+                    model.zero_grad(set_to_none=True)
+                    begun = time.perf_counter()
+                    _step(model, inputs, loss_fn)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    seconds[name].append(time.perf_counter() - begun)
+    differences = compare(results["baseline"], results["planned"])
+    kinds = {line.split(" ", 1)[0] for line in differences}
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    return Verification(
+        peak_bytes=peaks["planned"],
+        baseline_peak_bytes=peaks["baseline"],
+        overhead=median["planned"] / median["baseline"] - 1.0,
+        loss_equal="loss" not in kinds,
+        gradients_bitwise_equal="gradient" not in kinds,
+        buffers_equal=not kinds & {"buffer", "random"},
+        differences=tuple(differences),
+        steps=timed_steps,
+    )
+
+
+def compare(expected: StepResult, actual: StepResult) -> list[str]:
+    """Say in one line each what differs between two steps, to the last bit."""
+    lines = []
+    if len(expected.loss) != len(actual.loss) or not all(map(bitwise_equal, expected.loss, actual.loss)):
+        lines.append("loss or outputs differ")
+    for name, gradient in expected.gradients.items():
+        other = actual.gradients[name]
+        if (gradient is None) != (other is None):
+            lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, against the full-save graph")
+        elif gradient is not None and other is not None and not bitwise_equal(gradient, other):
+            lines.append(f"gradient of {name} differs by up to {(gradient - other).abs().max().item():.3g}")
+    lines += [f"buffer {n} differs" for n, b in expected.buffers.items() if not bitwise_equal(b, actual.buffers[n])]
+    if not torch.equal(expected.random_state, actual.random_state):
+        lines.append("random state after the step differs")
+    return lines
+
+
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bits: NaNs of the same bits are equal, zeros of different sign are not."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else torch.equal(
+        a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8)
+    )
+
+
+def run_backward(outputs: Any, loss_fn: LossFunction | None) -> None:
+    """Differentiate what a model returned: its loss, the given loss of it, or all its outputs."""
+    if loss_fn is not None:
+        loss_fn(outputs).backward()
+        return
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    losses = [t for t in tensors if t.dim() == 0]
+    if losses:
+        torch.autograd.backward(losses)
+    elif tensors:
+        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+    else:
+        raise UsageError("no output of the model requires gradients: there is no backward to run")
+
+
+def _step(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) -> Any:
+    outputs = model(*inputs.args, **inputs.kwargs)
+    run_backward(outputs, loss_fn)
+    return outputs
+
+
+def _options(plan: Plan, budget_bytes: int) -> Options:
+    return Options(budget=budget_bytes, device=plan.device, cost_model=plan.cost_model, compare=False)
+
+
+def _result(model: nn.Module, outputs: Any) -> StepResult:
+    return StepResult(
+        loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
+        gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+        buffers={name: b.clone() for name, b in model.named_buffers()},
+        random_state=torch.get_rng_state(),
+    )
+
+
+class _ModelState:
+    """Buffers, gradients and random state, so that both ways start from the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        self.random_state = torch.get_rng_state()
+        self.cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+    def put_back(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(self.buffers[name])
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.set_rng_state(self.random_state)
+        if self.cuda_states:
+            torch.cuda.set_rng_state_all(self.cuda_states)
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    state = _ModelState(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        state.put_back(model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+
+
+@contextmanager
+def _running(model: nn.Module, runtime: GraphRuntime) -> Iterator[None]:
+    previous = model._compiled_call_impl
+    install_call(model, runtime)
+    try:
+        yield
+    finally:
+        uninstall_call(model) if previous is None else install_call(model, previous)

@@ -1,0 +1,216 @@
+"""The zoo's own networks: two small decoders, written the way their users write them.
+
+Both take ``(input_ids, labels)``, labels already shifted, and return the mean cross-entropy.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class CausalAttention(nn.Module):
+    """GPT-2's attention: one projection for queries, keys and values, dropout on the weights."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        projected: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+class MiniGPTBlock(nn.Module):
+    """Attention and a two-layer perceptron, each normalised first and added to what came in."""
+
+    def __init__(self, width: int, heads: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = CausalAttention(width, heads, dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.projection = nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        x = x + self.dropout(self.projection(F.gelu(self.up(self.mlp_norm(x)))))
+        return x
+
+
+class MiniGPT(nn.Module):
+    """GPT-2 with learned positions, dropout, and the head tied to the embedding."""
+
+    def __init__(
+        self,
+        *,
+        layers: int = 12,
+        width: int = 768,
+        heads: int = 12,
+        hidden: int = 3072,
+        vocabulary: int = 10_000,
+        positions: int = 1024,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(positions, width)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(MiniGPTBlock(width, heads, hidden, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                # The variance of the residual stream must not grow with depth.
+                scale = 1 / math.sqrt(2 * layers) if name.endswith("projection") else 1.0
+                nn.init.normal_(module.weight, std=0.02 * scale)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.dropout(self.tokens(input_ids) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class GroupedAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, kv_heads * self.head_width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        query, key, value = (
+            layer(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        projected: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn pairs of features, half a head apart, by an angle that grows with the position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+class SwiGLU(nn.Module):
+    """Gated perceptron."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return projected
+
+
+class MixtureOfExperts(nn.Module):
+    """A shared expert, and the weighted sum of the best routed ones.
+
+    Every expert sees every token, and what it was not chosen for is multiplied by zero: shapes
+    then do not depend on the data, so that the whole step is one graph.
+    """
+
+    def __init__(self, width: int, hidden: int, experts: int, chosen: int) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(width, hidden) for _ in range(experts))
+        self.shared = SwiGLU(width, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(dim=-1)
+        best, index = scores.topk(self.chosen, dim=-1)
+        weights = torch.zeros_like(scores).scatter(-1, index, best / best.sum(dim=-1, keepdim=True))
+        mixed: Tensor = self.shared(x)
+        for expert, weight in zip(self.experts, weights.unbind(dim=-1), strict=True):
+            mixed = mixed + weight.unsqueeze(-1) * expert(x)
+        return mixed
+
+
+class MiniMindBlock(nn.Module):
+    """Attention and a gated perceptron (or several), each normalised first."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.attention = GroupedAttention(width, heads, kv_heads)
+        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
+        self.mlp = MixtureOfExperts(width, hidden, experts, chosen=2) if experts else SwiGLU(width, hidden)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class MiniMind(nn.Module):
+    """A small Llama: RMSNorm, rotary positions, grouped queries, SwiGLU, tied embeddings."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(
+        self,
+        *,
+        layers: int = 8,
+        width: int = 512,
+        heads: int = 8,
+        kv_heads: int = 2,
+        vocabulary: int = 6400,
+        positions: int = 512,
+        experts: int = 0,
+    ) -> None:
+        super().__init__()
+        hidden = -(-8 * width // 3 // 64) * 64
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(MiniMindBlock(width, heads, kv_heads, hidden, experts) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        half = width // heads // 2
+        # Angles need float32 whatever the model computes in: bfloat16 cannot tell position 256 from 257.
+        frequencies = 1e6 ** (-torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies).repeat(1, 2)
+        self.register_buffer("cosine", angles.cos().to(torch.get_default_dtype()), persistent=False)
+        self.register_buffer("sine", angles.sin().to(torch.get_default_dtype()), persistent=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        cosine, sine = self.cosine[: input_ids.shape[1]], self.sine[: input_ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, cosine, sine)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
