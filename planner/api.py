@@ -16,7 +16,7 @@ from planner.errors import UsageError
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes.graph import GraphRuntime
-from planner.session import Options, plan_step
+from planner.session import Options, options_of, plan_step
 from planner.torch_internals import install_call, uninstall_call
 from planner.verification import LossFunction
 from planner.verification import verify as _verify
@@ -180,8 +180,11 @@ def auto_wrap(
     _check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
-    if plan is not None and budget is None and activation_budget is None:
-        budget = plan.budget_bytes
+    beside = None
+    if plan is not None:
+        beside = options_of(plan).resident_bytes
+        if budget is None and activation_budget is None:
+            budget = plan.budget_bytes
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -190,6 +193,7 @@ def auto_wrap(
         cost_model=cost_model,
         optimizer=optimizer,
         gradient_accumulation=gradient_accumulation,
+        resident_bytes=beside,
         compare=False,
     )
     _check_budget(options)
@@ -240,9 +244,9 @@ def verify(
     _check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
-    return _verify(
-        model, Inputs.of(example_inputs, example_kwargs), plan, loss_fn=loss_fn, timed_steps=timed_steps
-    )
+    inputs = Inputs.of(example_inputs, example_kwargs)
+    loss_bytes = loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else 0
+    return _verify(model, inputs, plan, loss_fn=loss_fn, loss_bytes=loss_bytes, timed_steps=timed_steps)
 
 
 def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:

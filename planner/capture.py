@@ -271,7 +271,7 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
     """
     devices = {p.device for p in itertools.chain(model.parameters(), model.buffers())}
     for tensor in inputs.tensors():
-        if len(devices) == 1 and tensor.device not in devices and tensor.device.type != "meta":
+        if len(devices) == 1 and tensor.device not in devices:
             raise UsageError(
                 f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one of them"
             )

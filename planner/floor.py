@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.graph import OperationCost, TrainingGraph
 from planner.problem import Problem
+from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers._repair import lower_peak
 from planner.solvers.sqrt import segmentations
 
 
@@ -73,18 +76,45 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
 
 
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
-    """Bound the smallest possible peak from both sides."""
+    """Bound the smallest possible peak from both sides.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+
+    Returns
+    -------
+    MinimumPeak
+
+    Notes
+    -----
+    The plan is the lowest segmentation, lowered by local search for about a millisecond an
+    operation.
+    """
     proven, binding = proven_floor(graph, costs)
-    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven)
-    lowest, operation = problem.baseline.peak_bytes, 0
-    for schedule in segmentations(graph):
-        evaluation = simulate(graph, costs, schedule)
-        if evaluation.peak_bytes <= lowest:
-            lowest, operation = evaluation.peak_bytes, schedule.order[evaluation.peak_position]
-    names = [op.name for op in graph.operations] or [""]
+    schedule = lowest_schedule(graph, costs, target_bytes=proven)
+    evaluation = simulate(graph, costs, schedule)
+    names = [operation.name for operation in graph.operations] or [""]
     return MinimumPeak(
         proven_peak_bytes=proven,
         proven_operation=names[binding],
-        found_peak_bytes=lowest,
-        found_operation=names[operation],
+        found_peak_bytes=evaluation.peak_bytes,
+        found_operation=names[schedule.order[evaluation.peak_position]] if schedule.order else "",
     )
+
+
+def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:
+    """Give the schedule of the lowest peak that quick methods find, stopping at a target."""
+    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=target_bytes)
+    deadline = time.perf_counter() + 1e-3 * len(graph.operations)
+    lowest = (problem.baseline.peak_bytes, Schedule.keep_all(graph))
+    for schedule in segmentations(graph):
+        peak_bytes = simulate(graph, costs, schedule).peak_bytes
+        if peak_bytes < lowest[0]:
+            lowest = (peak_bytes, schedule)
+        if lowest[0] <= target_bytes or time.perf_counter() > deadline:
+            break
+    order, _ = lower_peak(problem, lowest[1].order, budget_bytes=target_bytes, deadline_seconds=deadline)
+    return Schedule(tuple(order))

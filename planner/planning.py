@@ -152,7 +152,8 @@ def plan_from_solution(
         Its claim is held against the simulator once more.
     origin : PlanOrigin, optional
     compare : bool
-        Whether to find the baselines.
+        Whether to find the baselines and the smallest feasible peak; without it the plan's own peak stands
+        for that.
 
     Raises
     ------
@@ -165,7 +166,9 @@ def plan_from_solution(
     static_bytes = graph.total_static_bytes
     layers = find_layers(graph)
     anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
-    minimum_peak_bytes = min(evaluation.peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
+    minimum_peak_bytes = evaluation.peak_bytes
+    if compare:
+        minimum_peak_bytes = min(minimum_peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
     return Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),

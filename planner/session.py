@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 import cost_models
+from planner import workspace
 from planner.capture import static_bytes
 from planner.errors import PlanMismatchError, UsageError
 from planner.graph import OperationCost, TrainingGraph
@@ -23,6 +25,9 @@ from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, pl
 from planner.problem import Progress, Solution
 from planner.schedule import Schedule
 from planner.simulate import simulate
+
+OF_THE_MODEL = ("parameters", "buffers", "inputs")
+"""What is resident because of the model itself, whatever surrounds it."""
 
 OPTIMIZER_STATE_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 """How many tensors of each parameter's size an optimizer keeps."""
@@ -48,6 +53,8 @@ class Options:
         ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state is resident.
     gradient_accumulation : bool
         Whether gradients of earlier backwards are resident when the step begins.
+    resident_bytes : mapping of str to int
+        What else is resident, by kind, in place of what the two above say: for taking over a plan.
     loss_bytes : int
         What a loss outside the captured graph needs on top of the outputs and their gradients.
     name : str
@@ -66,6 +73,7 @@ class Options:
     cost_model: str = "roofline"
     optimizer: str = "none"
     gradient_accumulation: bool = False
+    resident_bytes: Mapping[str, int] | None = None
     loss_bytes: int = 0
     name: str = ""
     compare: bool = True
@@ -74,6 +82,20 @@ class Options:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZER_STATE_COPIES:
             raise UsageError(f"unknown optimizer {self.optimizer!r}: one of {', '.join(OPTIMIZER_STATE_COPIES)}")
+
+
+def options_of(plan: Plan, **changes: Any) -> Options:
+    """Give the options under which a plan was made, as far as they decide whether it fits elsewhere."""
+    beside = {kind: size for kind, size in plan.static_bytes.items() if kind not in OF_THE_MODEL}
+    made = Options(
+        budget=plan.budget_bytes,
+        device=plan.device or None,
+        cost_model=plan.cost_model,
+        resident_bytes=beside,
+        name=plan.model,
+        compare=False,
+    )
+    return replace(made, **changes)
 
 
 @dataclass(frozen=True)
@@ -91,15 +113,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> tuple[L
     spec = device_spec(model, options.device)
     alignment_bytes = spec.alignment_bytes
     resident = static_bytes(model, joint.inputs, alignment_bytes=alignment_bytes)
-    trainable_bytes = sum(
-        -(-p.numel() * p.element_size() // alignment_bytes) * alignment_bytes
-        for p in model.parameters()
-        if p.requires_grad
-    )
-    if options.gradient_accumulation:
-        resident["gradients"] = trainable_bytes
-    if copies := OPTIMIZER_STATE_COPIES[options.optimizer]:
-        resident["optimizer"] = trainable_bytes * copies
+    resident |= _beside_the_model(model, options, alignment_bytes)
     lowered = lower(
         joint,
         alignment_bytes=alignment_bytes,
@@ -110,16 +124,34 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> tuple[L
     return lowered, spec
 
 
+def _beside_the_model(model: nn.Module, options: Options, alignment_bytes: int) -> dict[str, int]:
+    if options.resident_bytes is not None:
+        return dict(options.resident_bytes)
+    trainable_bytes = sum(
+        -(-p.numel() * p.element_size() // alignment_bytes) * alignment_bytes
+        for p in model.parameters()
+        if p.requires_grad
+    )
+    copies = OPTIMIZER_STATE_COPIES[options.optimizer]
+    beside = {"gradients": trainable_bytes * options.gradient_accumulation, "optimizer": trainable_bytes * copies}
+    return {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
+
+
 def device_spec(model: nn.Module, name: str | None) -> cost_models.DeviceSpec:
     """Give the figures of a named device, or of the one that the model is on."""
     if name is None:
-        tensor = next(iter([*model.parameters(), *model.buffers()]), None)
-        on_cuda = tensor is not None and tensor.device.type == "cuda"
-        name = torch.cuda.get_device_name(tensor.device) if on_cuda and tensor is not None else "cpu"
+        where = device_of(model)
+        name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
     try:
         return cost_models.device(name)
     except cost_models.UnknownNameError as error:
         raise UsageError(str(error)) from error
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Give the device of a model's first parameter or buffer; the CPU if it has none."""
+    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def plan_step(
@@ -147,6 +179,8 @@ def plan_step(
     begun = time.perf_counter()
     lowered, spec = lower_step(model, joint, options)
     costs = operation_costs(lowered.graph, spec, options.cost_model)
+    if options.device is None or spec == device_spec(model, None):  # a device that is here can be asked
+        costs = workspace.measure(lowered, costs, device_of(model))
     origin = PlanOrigin(
         fingerprint=fingerprint(model, lowered.graph, spec.name, joint.inputs),
         capture_seconds=time.perf_counter() - begun,

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from planner.errors import UsageError
 from planner.memory import measure_peak
 from planner.planning import Plan, Verification
 from planner.runtimes.graph import GraphRuntime
-from planner.session import Options
+from planner.session import options_of
 from planner.torch_internals import install_call, uninstall_call
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -40,6 +40,7 @@ def verify(
     plan: Plan,
     *,
     loss_fn: LossFunction | None = None,
+    loss_bytes: int = 0,
     timed_steps: int = 5,
 ) -> Verification:
     """Run real steps with the plan and with the full-save graph, interleaved, and compare.
@@ -52,6 +53,8 @@ def verify(
     plan : Plan
     loss_fn : callable, optional
         From the model's output to a scalar loss.
+    loss_bytes : int
+        What that loss needs on top of the output and its gradient.
     timed_steps : int
         Steps of each kind that are timed; the overhead is the ratio of their medians.
 
@@ -67,10 +70,11 @@ def verify(
     """
     device = next((t.device for t in [*model.parameters(), *inputs.tensors()]), torch.device("cpu"))
     resident_bytes = sum(plan.static_bytes.values())
+    options = options_of(plan, loss_bytes=loss_bytes)
     with _restored(model):
         ways = {
-            "planned": GraphRuntime(model, _options(plan, plan.budget_bytes), plan=plan, replan=False),
-            "baseline": GraphRuntime(model, _options(plan, plan.baseline_peak_bytes)),
+            "planned": GraphRuntime(model, options, plan=plan, replan=False),
+            "baseline": GraphRuntime(model, replace(options, budget=plan.baseline_peak_bytes)),
         }
         results, peaks = {}, {}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -153,10 +157,6 @@ def _step(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) -> Any
     outputs = model(*inputs.args, **inputs.kwargs)
     run_backward(outputs, loss_fn)
     return outputs
-
-
-def _options(plan: Plan, budget_bytes: int) -> Options:
-    return Options(budget=budget_bytes, device=plan.device, cost_model=plan.cost_model, compare=False)
 
 
 def _result(model: nn.Module, outputs: Any) -> StepResult:

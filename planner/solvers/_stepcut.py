@@ -120,6 +120,7 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: Sequence[int] = ()
     for number in range(len(cuts)):
         builder.require_inputs(number)
         builder.link_to_next(number)
+        builder.look_ahead(number)
         builder.keep_budget(number)
     return builder.model
 
@@ -131,7 +132,6 @@ class _Builder:
         self.cuts = cuts
         self.model = model = Model()
         self.room_bytes: list[int] = []
-        self.state: list[dict[int, int]] = []
         scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
         operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
         for cut, spare in zip(cuts, spare_bytes, strict=True):
@@ -147,7 +147,9 @@ class _Builder:
             model.held.append({u: model.column() for u in holdable if u not in fixed})
             model.run_again.append({o: model.column(problem.costs[o].seconds / scale, integer=True) for o in again})
             model.begins.append({o: model.column(integer=True) for o in again if o in cut.again})
-            self.state.append({o: model.column() for o in again if operations[o].state_bytes})
+        # Whether an operation runs again at any time after a cut; after the last one, ``run_again`` says so.
+        self.ever_after = [{o: model.column() for o in again} for again in model.run_again[:-1]]
+        self.ever_after.append(model.run_again[-1])
 
     def sources(self, number: int, value: int) -> list[tuple[int, float]]:
         """Give the columns of which one must be 1 for a value to be there after a cut; none if it always is."""
@@ -181,7 +183,9 @@ class _Builder:
         model.at_least(-1.0, *((column, -1.0) for column in begins.values()))
         for operation, column in begins.items():
             model.at_least(0.0, (run_again[operation], 1.0), (column, -1.0))
-            model.at_least(0.0, (model.run_again[number - 1][operation], -1.0))
+            itself = model.begins[number - 1].get(operation)
+            since = [] if itself is None else [(itself, 1.0)]
+            model.at_least(0.0, (model.run_again[number - 1][operation], -1.0), *since)
             runner = self.graph.operations[operation]
             for value in (*runner.inputs, *runner.outputs):
                 if value in held:
@@ -208,15 +212,40 @@ class _Builder:
                 sources.append((model.begins[number + 1][maker], 1.0))
             model.at_least(0.0, *sources, (column, -1.0))
 
+    def look_ahead(self, number: int) -> None:
+        """Require of a cut what it would if it were the only one.
+
+        Whole solutions do so already; without these rows, the LP relaxation of several cuts is
+        weaker than that of one.
+        """
+        if number + 1 == len(self.cuts):
+            return
+        model, graph, latest = self.model, self.graph, self.cuts[number].latest
+        ever, later = self.ever_after[number], self.ever_after[number + 1]
+        for operation, column in ever.items():
+            parts = [model.run_again[number][operation]]
+            if operation in later:
+                parts.append(later[operation])
+            for part in parts:
+                model.at_least(0.0, (column, 1.0), (part, -1.0))
+            model.at_least(0.0, *((part, 1.0) for part in parts), (column, -1.0))
+            for value in graph.operations[operation].inputs:
+                if value in model.held[number]:
+                    maker = ever.get(graph.producer[value])
+                    terms = [(model.held[number][value], 1.0), (column, -1.0)]
+                    model.at_least(0.0, *terms, *([] if maker is None else [(maker, 1.0)]))
+        for value, column in model.held[number].items():
+            maker = ever.get(graph.producer[value])
+            if maker is not None and graph.readers[value][-1] > latest:
+                model.at_least(1.0, (column, 1.0), (maker, 1.0))
+
     def keep_budget(self, number: int) -> None:
         """Require the values at a cut, and the random states for reruns after it, to fit."""
         model, graph = self.model, self.graph
         sizes = {column: graph.values[u].size_bytes for u, column in model.held[number].items()}
-        for operation, column in self.state[number].items():
-            sizes[column] = graph.operations[operation].state_bytes
-            model.at_least(0.0, (column, 1.0), (model.run_again[number][operation], -1.0))
-            if number + 1 < len(self.cuts) and operation in self.state[number + 1]:
-                model.at_least(0.0, (column, 1.0), (self.state[number + 1][operation], -1.0))
+        for operation, column in self.ever_after[number].items():
+            if graph.operations[operation].state_bytes:
+                sizes[column] = graph.operations[operation].state_bytes
         for operation, column in model.begins[number].items():
             extra = (u for u in graph.operations[operation].outputs if u not in model.held[number])
             sizes[column] = self.problem.costs[operation].workspace_bytes

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from planner import solvers
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
+from planner.floor import lowest_schedule
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
+from planner.simulate import simulate
 
 
 class AutoSolver:
@@ -43,10 +45,23 @@ class AutoSolver:
                 if progress:
                     progress(f"auto: {error}")
         if not found:
-            raise min(failures, key=lambda error: error.minimum_feasible_peak_bytes)
+            found.append(self._last_resort(problem, failures))
         best = min(found, key=lambda solution: (solution.recompute_seconds, solution.peak_bytes))
         bound = max(solution.lower_bound_seconds for solution in found)
         return replace(best, lower_bound_seconds=min(bound, best.recompute_seconds))
+
+    def _last_resort(self, problem: Problem, failures: list[InfeasibleBudgetError]) -> Solution:
+        """Give the schedule of the lowest peak that is known, if that is low enough."""
+        schedule = lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)
+        evaluation = simulate(problem.graph, problem.costs, schedule)
+        if evaluation.peak_bytes > problem.budget_bytes:
+            raise min(failures, key=lambda error: error.minimum_feasible_peak_bytes)
+        return Solution(
+            solver=self.name,
+            schedule=schedule,
+            peak_bytes=evaluation.peak_bytes,
+            recompute_seconds=evaluation.recompute_seconds,
+        )
 
 
 SOLVER = AutoSolver()

@@ -23,6 +23,13 @@ from planner.solvers._repair import lower_peak, take_back, without_useless
 from planner.solvers._stepcut import Cut, Model, build, carry_out, needed_after
 
 
+_NEAR, _ENOUGH = 1e-4, 3e-4
+"""How near to the bound the search is content with, early and late, as a share of the step."""
+
+_SMALL = 60
+"""Up to so many operations, the optimum itself is looked for from the start."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """What came back from a library: the columns, if any, and a proven bound on the objective."""
@@ -56,63 +63,113 @@ class IlpSolver:
 
 
 class _Search:
+    """One solve: what is proven, what was found, and how much time is left."""
+
     def __init__(self, problem: Problem, time_limit_seconds: float, progress: Progress) -> None:
         self.problem = problem
         self.tell = progress
+        self.time_limit_seconds = time_limit_seconds
         self.started = time.perf_counter()
-        self.deadline = self.started + time_limit_seconds
         self.scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
         self.lower_bound_seconds = 0.0
         self.best: list[int] | None = None
         self.best_seconds = float("inf")
         self.lowest_peak = (problem.baseline.peak_bytes, list(range(len(problem.graph.operations))))
 
-    def left(self) -> float:
-        return self.deadline - time.perf_counter()
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until a share of the time limit is used up."""
+        return self.started + share * self.time_limit_seconds - time.perf_counter()
 
     def run(self) -> Solution:
         problem = self.problem
         self.offer(list(range(len(problem.graph.operations))))
-        if self.best is not None:
-            return self.solution()
-        library = _Library(self.tell)
-        position = problem.baseline.peak_position
-        cuts = [Cut(position)]
-        rounds = 0
-        while self.left() > 0:
-            model = build(problem, cuts)
-            if model is None:
-                raise self.infeasible(proven=True)
-            answer = library.minimise(model, max(self.left(), 0.1))
-            rounds += 1
-            if answer.infeasible:
-                raise self.infeasible(proven=True)
-            self.lower_bound_seconds = max(self.lower_bound_seconds, answer.bound * self.scale)
-            if answer.columns is None:
-                break
-            schedule, segment = carry_out(problem, cuts, model, answer.columns)
-            evaluation = simulate(problem.graph, problem.costs, schedule)
-            self.tell(
-                f"ilp: round {rounds}, {len(cuts)} cuts, bound {self.lower_bound_seconds:.6g} s, "
-                f"found {self.best_seconds:.6g} s, peak {evaluation.peak_bytes}"
-            )
-            self.offer(list(schedule.order))
-            if self.closed():
-                break
-            if evaluation.peak_bytes > problem.budget_bytes:
-                self.mend(list(schedule.order))
-                if self.closed():
-                    break
-            more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
-            if more is None:
-                break
-            cuts = more
+        if self.best is None:
+            self.library = _Library(self.tell)
+            cuts = [Cut(problem.baseline.peak_position)]
+            if len(problem.graph.operations) <= _SMALL:
+                self.add_cuts(cuts, gap_seconds=0.0, share=1.0)
+            else:
+                self.search(cuts)
         if self.best is None:
             raise self.infeasible(proven=False)
         return self.solution()
 
-    def closed(self) -> bool:
-        return self.best_seconds <= self.lower_bound_seconds * (1 + 1e-9)
+    def search(self, cuts: list[Cut]) -> None:
+        """Come near the bound first, reach it where that is quick, be content with less as time goes."""
+        near, enough = (share * self.problem.baseline.seconds for share in (_NEAR, _ENOUGH))
+        first = cuts
+        cuts = self.add_cuts(cuts, gap_seconds=near, share=0.2)
+        if self.is_closed(near):
+            self.add_cuts(cuts, gap_seconds=0.0, share=0.1)
+            return
+        cuts = self.add_cuts(cuts, gap_seconds=enough, share=0.5)
+        self.leave_spare(first, enough)
+        self.add_cuts(cuts, gap_seconds=enough, share=1.0)
+
+    def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float) -> list[Cut]:
+        """Solve, carry out, and cut where the budget breaks, until bound and schedule meet."""
+        problem = self.problem
+        while self.left(share) > 0 and not self.is_closed(gap_seconds):
+            columns, model = self.solve_cuts(cuts, gap_seconds, share)
+            if columns is None:
+                break
+            schedule, segment = carry_out(problem, cuts, model, columns)
+            evaluation = simulate(problem.graph, problem.costs, schedule)
+            self.offer(list(schedule.order))
+            self.tell(
+                f"ilp: {len(cuts)} cuts, bound {self.lower_bound_seconds:.6g} s, carried out at "
+                f"{evaluation.peak_bytes / max(problem.budget_bytes, 1):.4f} of the budget, found {self.best_seconds:.6g} s"
+            )
+            if evaluation.peak_bytes > problem.budget_bytes:
+                self.mend(list(schedule.order))
+            more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
+            if more is None or evaluation.peak_bytes <= problem.budget_bytes:
+                break
+            cuts = more
+        return cuts
+
+    def leave_spare(self, cuts: list[Cut], gap_seconds: float) -> None:
+        """Leave some of the budget free at the cuts, for what recomputing takes elsewhere."""
+        problem = self.problem
+        low, high = 0.0, 0.5
+        while self.left() > 0 and not self.is_closed(gap_seconds) and high - low > 0.005:
+            spare = (low + high) / 2
+            columns, model = self.solve_cuts(cuts, gap_seconds, 1.0, spare=spare)
+            if columns is None:
+                high = spare
+                continue
+            schedule, _ = carry_out(problem, cuts, model, columns)
+            evaluation = simulate(problem.graph, problem.costs, schedule)
+            before = self.best_seconds
+            self.offer(list(schedule.order))
+            if evaluation.peak_bytes > problem.budget_bytes:
+                self.mend(list(schedule.order))
+                low = spare
+            else:
+                high = spare
+            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {self.best_seconds:.6g} s")
+
+    def solve_cuts(
+        self, cuts: list[Cut], gap_seconds: float, share: float, *, spare: float = 0.0
+    ) -> tuple[list[float] | None, Model]:
+        """Solve the programme of some cuts and keep the bound that it proves."""
+        spare_bytes = int(spare * self.problem.budget_bytes)
+        model = build(self.problem, cuts, [spare_bytes] * len(cuts))
+        if model is None:
+            if not spare:
+                raise self.infeasible(proven=True)
+            return None, Model()
+        seconds = max(min(self.left(share), 0.25 * self.time_limit_seconds), 0.05)
+        answer = self.library.minimise(model, seconds, gap=gap_seconds / self.scale)
+        if not spare:
+            if answer.infeasible:
+                raise self.infeasible(proven=True)
+            self.lower_bound_seconds = max(self.lower_bound_seconds, answer.bound * self.scale)
+        return answer.columns, model
+
+    def is_closed(self, gap_seconds: float) -> bool:
+        slack = self.best_seconds - self.lower_bound_seconds
+        return self.best is not None and slack <= max(gap_seconds, 1e-9 * self.best_seconds)
 
     def offer(self, order: list[int]) -> None:
         """Take a schedule as the best so far if it is."""
@@ -127,9 +184,10 @@ class _Search:
     def mend(self, order: list[int]) -> None:
         """Bring a schedule under the budget by local search."""
         budget = self.problem.budget_bytes
-        order, peak = lower_peak(self.problem, order, budget_bytes=budget, deadline_seconds=self.deadline)
+        deadline = self.started + self.time_limit_seconds
+        order, peak = lower_peak(self.problem, order, budget_bytes=budget, deadline_seconds=deadline)
         if peak <= budget:
-            order = take_back(self.problem, order, budget_bytes=budget, deadline_seconds=self.deadline)
+            order = take_back(self.problem, order, budget_bytes=budget, deadline_seconds=deadline)
         self.offer(order)
 
     def cut_at(
@@ -206,7 +264,7 @@ class _Library:
                 raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
             tell("ilp: highspy is not installed, falling back on CBC, which is slower")
 
-    def minimise(self, model: Model, time_limit_seconds: float, *, relax: bool = False) -> _Answer:
+    def minimise(self, model: Model, time_limit_seconds: float, *, gap: float = 0.0, relax: bool = False) -> _Answer:
         """Solve a model, or its LP relaxation."""
         pulp = self.pulp
         if not model.rows:
@@ -221,7 +279,7 @@ class _Library:
             programme += pulp.LpAffineExpression([(columns[c], weight) for c, weight in terms]) >= least
         if self.has_highs:
             solver = pulp.HiGHS(
-                mip=not relax, msg=False, gapRel=0.0, gapAbs=1e-9, threads=1, timeLimit=time_limit_seconds
+                mip=not relax, msg=False, gapRel=0.0, gapAbs=max(gap, 1e-9), threads=1, timeLimit=time_limit_seconds
             )
         else:
             solver = pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=time_limit_seconds)

@@ -1,0 +1,179 @@
+"""How long and how much memory does planning a large model take? The whole command, each in its own process.
+
+Runs ``python cli.py plan MODEL ...`` under a wall clock and reads the peak resident memory of the
+process, and what its JSON says about where the time went. Exit code 1 if a command fails or
+misses a goal: under 30 s, under 3 GiB.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import common
+from benchmarks.common import Result, percent
+from planner.errors import PlannerError
+
+COMMANDS: dict[str, list[str]] = {
+    "llama-7b": ["--batch-size", "4", "--seq-len", "2048"],
+    "gpt2-774m": [],
+    "bert-large": [],
+    "resnet152": [],
+}
+"""Options of each model; without any its sizes are those of ``python cli.py models``."""
+
+GOAL_SECONDS = 30.0
+GOAL_BYTES = 3 * 2**30
+LIMIT_SECONDS = 300.0
+
+IMPORTS = "import planner.api, planner.zoo, planner.report, transformers, torch._dynamo, pulp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What a child process left behind."""
+
+    exit_code: int
+    seconds: float
+    cpu_seconds: float
+    peak_resident_bytes: int
+    output: str
+    errors: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; see the module."""
+    parser = common.parser("capture", __doc__)
+    parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(COMMANDS)} (default: all)")
+    parser.add_argument("--activation-budget", metavar="SIZE", default="50%", help="(default: 50%%)")
+    parser.add_argument("--layers", metavar="N", help="in place of each model's own")
+    args = parser.parse_args(arguments)
+    names = common.chosen(args.models, list(COMMANDS))
+    common.check_destination(args.json)
+    imports = finish([sys.executable, "-c", IMPORTS])
+    if imports.exit_code:
+        raise PlannerError(f"cannot import what a plan needs: {(imports.errors.strip().splitlines() or ['?'])[-1]}")
+    result = {
+        **common.environment("capture", arguments),
+        "goal_seconds": GOAL_SECONDS,
+        "goal_peak_resident_bytes": GOAL_BYTES,
+        "import_seconds": imports.seconds,
+        "rows": [],
+    }
+    for name in names:
+        options = [*COMMANDS[name], *(["--layers", args.layers] if args.layers else [])]
+        command = ["cli.py", "plan", name, *options, "--activation-budget", args.activation_budget]
+        common.progress(f"python {' '.join(command)}")
+        row = _row(name, command)
+        result["rows"].append(row)
+        common.progress(f"  {' | '.join(map(str, _cells(row)))}")
+        if args.json != "-":
+            common.write(args.json, result, _markdown(result))
+    if args.json == "-":
+        common.write("-", result, "")
+    return 0 if all(row["within_goals"] for row in result["rows"]) else 1
+
+
+def finish(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Finished:
+    """Run a command from the project's root to its end, and read what it used.
+
+    Its peak resident memory is its own or that of the largest process that it waited for.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        begun = time.perf_counter()
+        child = subprocess.Popen(command, stdout=output, stderr=errors, cwd=common.ROOT)
+        while True:
+            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.perf_counter() - begun > limit_seconds:
+                child.kill()
+            time.sleep(0.02)
+        seconds = time.perf_counter() - begun
+        child.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        errors.seek(0)
+        return Finished(
+            exit_code=child.returncode,
+            seconds=seconds,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            peak_resident_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+            output=output.read(),
+            errors=errors.read(),
+        )
+
+
+def _row(name: str, command: Sequence[str]) -> Result:
+    ran = finish([sys.executable, *command, "--operations", "--json", "-"])
+    row: Result = {
+        "model": name,
+        "command": f"python {' '.join(command)}",
+        "exit_code": ran.exit_code,
+        "seconds": ran.seconds,
+        "cpu_seconds": ran.cpu_seconds,
+        "peak_resident_bytes": ran.peak_resident_bytes,
+        "within_goals": False,
+    }
+    if ran.exit_code:
+        return {**row, "error": (ran.errors.strip().splitlines() or ["no message"])[-1]}
+    plan: dict[str, Any] = json.loads(ran.output)
+    return {
+        **row,
+        "within_goals": ran.seconds < GOAL_SECONDS and ran.peak_resident_bytes < GOAL_BYTES,
+        "capture_seconds": plan["capture_seconds"],
+        "solve_seconds": plan["solver"]["seconds"],
+        "solver": plan["solver"]["name"],
+        "status": plan["status"],
+        "operations": len(plan["operations"]),
+        "budget_bytes": plan["budget_bytes"],
+        "activation_budget_bytes": plan["activation_budget_bytes"],
+        "baseline_peak_bytes": plan["baseline"]["peak_bytes"],
+        "predicted_peak_bytes": plan["predicted"]["peak_bytes"],
+        "overhead": plan["predicted"]["overhead"],
+        "lower_bound_overhead": plan["lower_bound"]["overhead"],
+    }
+
+
+def _markdown(result: Result) -> str:
+    goals = f"Goals: under {result['goal_seconds']:g} s and under {result['goal_peak_resident_bytes'] / 2**30:g} GiB."
+    legend = (
+        f"Of each command about {result['import_seconds']:.1f} s are imports. Capture includes lowering and costs; "
+        "budget, unplanned and predicted peak are GiB of the whole device; bound is the proven least overhead."
+    )
+    headings = ["model", "seconds", "CPU s", "GiB used", "goals", "capture s", "solve s", "operations", "budget",
+                "unplanned", "predicted", "overhead", "bound"]
+    commands = "\n".join(f"- `{row['command']}`" for row in result["rows"])
+    rows = common.table(headings, [_cells(row) for row in result["rows"]])
+    return common.page("Planning without running", result, f"{goals} {legend}", rows, commands)
+
+
+def _cells(row: Result) -> list[object]:
+    start = [
+        row["model"],
+        f"{row['seconds']:.1f}",
+        f"{row['cpu_seconds']:.1f}",
+        f"{row['peak_resident_bytes'] / 2**30:.2f}",
+        "met" if row["within_goals"] else "missed",
+    ]
+    if "error" in row:
+        return [*start, f"exit code {row['exit_code']}", *["-"] * 7]
+    return [
+        *start,
+        f"{row['capture_seconds']:.1f}",
+        f"{row['solve_seconds']:.1f}",
+        row["operations"],
+        *(f"{row[key] / 2**30:.2f}" for key in ("budget_bytes", "baseline_peak_bytes", "predicted_peak_bytes")),
+        percent(row["overhead"], 2),
+        percent(row["lower_bound_overhead"], 2),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(common.run(main))

@@ -1,0 +1,306 @@
+"""What does the same memory cost PyTorch's own partitioner? Both on one graph, in one simulator.
+
+PyTorch's min-cut partitioner, told an ``activation_memory_budget`` (a ratio), decides on the joint
+graph of a model what to save and in which order the backward runs. Its two graphs are read back
+as a schedule of our operations and simulated; then we plan for exactly the peak that came out.
+Its peak is counted a second time on its own graphs, without our simulator.
+
+Two cases: the model as it is, and without dropout. On a CPU attention with dropout is made of
+single operations, as here; without, it is one fused kernel, as on a GPU. Exit code 1 if in the
+first case and on the first device the overhead is above 0.7 of PyTorch's at more than all but four
+of its points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from benchmarks import common
+from benchmarks.common import Result, mebibytes, percent
+from planner import zoo
+from planner.capture import Inputs, capture, fake_mode
+from planner.errors import PlannerError
+from planner.lowering import JointGraph, LoweredGraph, is_tangent, tensors_of
+from planner.planning import NoPlanFitsError, make_plan
+from planner.schedule import Schedule
+from planner.session import Options, lower_step, operation_costs
+from planner.simulate import simulate
+from planner.torch_internals import eliminate_common_subexpressions, storage_id
+
+GOAL_RATIO = 0.7
+GOAL_POINTS = 4
+CASES = ("as it is", "without dropout")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; see the module."""
+    parser = common.parser("partitioner", __doc__)
+    parser.add_argument("--model", default="gpt2", help="name in the zoo (default: gpt2)")
+    parser.add_argument("--batch-size", metavar="N", type=int, default=8)
+    parser.add_argument("--seq-len", metavar="N", type=int, default=1024)
+    parser.add_argument("--layers", metavar="N", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--devices", metavar="NAMES", default="a100-80,h100,cpu", help="the first is the headline")
+    parser.add_argument("--points", metavar="PERCENT", type=common.ratios, default="90,80,70,60,50,40,30,20,10")
+    parser.add_argument("--time-limit", metavar="S", type=float, default=30.0, help="for each solve (default: 30)")
+    args = parser.parse_args(arguments)
+    common.check_destination(args.json)
+    sizes = {name: getattr(args, name) for name in ("batch_size", "seq_len", "layers", "dtype")}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    tables = [table for case in CASES for table in _tables(case, sizes, args)]
+    result = {
+        **common.environment("partitioner", arguments),
+        "model": args.model,
+        "sizes": sizes,
+        "goal_ratio": GOAL_RATIO,
+        "tables": tables,
+        "goal_met": tables[0]["points_within_goal"] >= GOAL_POINTS,
+    }
+    common.write(args.json, result, _markdown(result))
+    return 0 if result["goal_met"] else 1
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The forward and backward graph that PyTorch's partitioner writes."""
+
+    forward: fx.Graph
+    backward: fx.Graph
+    num_forward_outputs: int
+    seconds: float
+
+
+def partition(joint: JointGraph, ratio: float) -> Partition:
+    """Let PyTorch's partitioner split a joint graph under its own kind of budget; nothing is run.
+
+    The only use of its private parts here. Run time is estimated by FLOPs, since its usual way,
+    running kernels on a GPU, needs one.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    settings = {
+        "activation_memory_budget": ratio,
+        "activation_memory_budget_solver": "dp",
+        "activation_memory_budget_runtime_estimator": "flops",
+    }
+    module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
+    outputs = joint.num_forward_outputs
+    begun = time.perf_counter()
+    with functorch_config.patch(settings):
+        forward, backward = min_cut_rematerialization_partition(module, None, num_fwd_outputs=outputs)
+    return Partition(forward.graph, backward.graph, outputs, time.perf_counter() - begun)
+
+
+def read_schedule(split: Partition, lowered: LoweredGraph) -> Schedule:
+    """Write PyTorch's two graphs as a schedule of our operations, in its own order.
+
+    A node keeps its name in both graphs, so one that computes in both runs again. Views and the
+    elements of tuples are no operations: what they look at is saved or made again with its owner.
+
+    Raises
+    ------
+    PlannerError
+        If a node that computes something is unknown to the joint graph.
+    """
+    index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
+    free = {node.name for node in lowered.alias_nodes}
+
+    def runs(graph: fx.Graph) -> list[int]:
+        names = [node.name for node in graph.nodes if node.op == "call_function"]
+        if unknown := [name for name in names if name not in index_of and name not in free]:
+            raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
+        return [index_of[name] for name in names if name in index_of]
+
+    return Schedule((*runs(split.forward), lowered.graph.loss_index, *runs(split.backward)))
+
+
+def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
+    """Count the peak of the two graphs from their nodes alone, each storage freed after its last use.
+
+    Nothing of lowering or the simulator is used. Parameters and inputs do not count; outputs,
+    gradients and tangents stay to the end.
+    """
+    size_bytes: list[int] = []
+    born: list[int] = []
+    died: list[int] = []
+    clock = 0
+
+    def new(tensor: torch.Tensor) -> int:
+        size_bytes.append(-(-tensor.untyped_storage().nbytes() // alignment_bytes) * alignment_bytes)
+        born.append(clock)
+        died.append(clock)
+        return len(size_bytes) - 1
+
+    Held = dict[int, int | None]  # storage to its copy; None for what is resident
+    forever: set[int | None] = set()
+
+    def walk(graph: fx.Graph, placeholders: dict[fx.Node, Held]) -> dict[fx.Node, Held]:
+        nonlocal clock
+        held = dict(placeholders)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                continue
+            clock += 1
+            seen: Held = {storage: copy for source in node.all_input_nodes for storage, copy in held[source].items()}
+            if node.op == "call_function":
+                storages = {storage_id(tensor): tensor for tensor in tensors_of(node)}
+                held[node] = {s: seen[s] if s in seen else new(tensor) for s, tensor in storages.items()}
+                seen = held[node] if node.target is operator.getitem else seen
+            for copy in seen.values():
+                if copy is not None:
+                    died[copy] = clock
+        return held
+
+    def resident(nodes: Sequence[fx.Node]) -> dict[fx.Node, Held]:
+        return {node: {storage_id(tensor): None for tensor in tensors_of(node)} for node in nodes}
+
+    def outputs(graph: fx.Graph) -> list[Any]:
+        return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+    forward = walk(split.forward, resident(split.forward.find_nodes(op="placeholder")))
+    results, saved = outputs(split.forward)[: split.num_forward_outputs], outputs(split.forward)
+    forever.update(copy for node in results if isinstance(node, fx.Node) for copy in forward[node].values())
+    clock += 1
+    placeholders = split.backward.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if is_tangent(node)]
+    taken = [node for node in placeholders if not is_tangent(node)]
+    arguments = {node: {storage_id(tensor): new(tensor) for tensor in tensors_of(node)} for node in tangents}
+    forever.update(copy for held in arguments.values() for copy in held.values())
+    arguments |= {b: forward[f] for b, f in zip(taken, saved[split.num_forward_outputs :], strict=True)}
+    backward = walk(split.backward, arguments)
+    forever.update(c for n in outputs(split.backward) if isinstance(n, fx.Node) for c in backward[n].values())
+
+    change = [0] * (clock + 2)
+    for copy, size in enumerate(size_bytes):
+        change[born[copy]] += size
+        change[(clock if copy in forever else died[copy]) + 1] -= size
+    live = peak = 0
+    for difference in change:
+        live += difference
+        peak = max(peak, live)
+    return peak
+
+
+def _tables(case: str, sizes: dict[str, Any], args: argparse.Namespace) -> list[Result]:
+    """Compare one case on every device."""
+    model = zoo.build(args.model, **sizes, fake_mode=fake_mode())
+    if case == "without dropout":
+        for module in model.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    common.progress(f"{args.model}, {case}: capturing")
+    joint = capture(model.model, Inputs.of(model.example_args, model.example_kwargs))
+    splits = {}
+    for ratio in args.points:
+        splits[ratio] = partition(joint, ratio)
+        common.progress(f"  PyTorch at {percent(ratio, 0)}: {splits[ratio].seconds:.1f} s")
+    tables = []
+    for device in args.devices.split(","):
+        options = Options(budget="100%", device=device, name=args.model)
+        lowered, spec = lower_step(model.model, joint, options)
+        costs = operation_costs(lowered.graph, spec, options.cost_model)
+        baseline = simulate(lowered.graph, costs, Schedule.keep_all(lowered.graph))
+        rows = []
+        for ratio, split in splits.items():
+            rows.append(_row(ratio, split, lowered, costs, baseline.seconds, args.time_limit))
+            common.progress(f"  {device}: {' | '.join(map(str, _cells(rows[-1])))}")
+        tables.append(
+            {
+                "case": case,
+                "device": device,
+                "operations": len(lowered.graph.operations),
+                "baseline_peak_bytes": baseline.peak_bytes,
+                "baseline_step_seconds": baseline.seconds,
+                "points_within_goal": _points_within_goal(rows),
+                "rows": rows,
+            }
+        )
+    return tables
+
+
+def _row(
+    ratio: float, split: Partition, lowered: LoweredGraph, costs: Any, baseline_seconds: float, limit_seconds: float
+) -> Result:
+    """Simulate PyTorch's schedule, and plan for exactly its peak."""
+    schedule = read_schedule(split, lowered)
+    theirs = simulate(lowered.graph, costs, schedule)
+    row = {
+        "ratio": ratio,
+        "peak_bytes": theirs.peak_bytes,
+        "own_peak_bytes": own_peak_bytes(split, lowered.graph.alignment_bytes),
+        "recomputed": len(schedule.order) - len(lowered.graph.operations),
+        "partition_seconds": split.seconds,
+        "overhead": theirs.recompute_seconds / baseline_seconds,
+    }
+    try:
+        plan = make_plan(
+            lowered.graph,
+            costs,
+            activation_budget=theirs.peak_bytes,
+            time_limit_seconds=limit_seconds,
+            compare=False,
+        )
+    except NoPlanFitsError as error:
+        return {**row, "planned": None, "smallest_peak_bytes": error.minimum_feasible_peak_bytes, "quotient": None}
+    planned = {
+        "status": plan.status,
+        "solver": plan.solver,
+        "solve_seconds": plan.solve_seconds,
+        "peak_bytes": plan.peak_bytes - plan.total_static_bytes,
+        "overhead": plan.overhead,
+        "lower_bound_overhead": plan.lower_bound_overhead,
+    }
+    return {**row, "planned": planned, "quotient": plan.overhead / row["overhead"] if row["overhead"] else None}
+
+
+def _points_within_goal(rows: Sequence[Result]) -> int:
+    """Count PyTorch's points within the goal; ratios at which it does the same are one point."""
+    distinct = {(row["peak_bytes"], row["overhead"]): row["quotient"] for row in rows}
+    return sum(quotient is not None and quotient <= GOAL_RATIO for quotient in distinct.values())
+
+
+def _markdown(result: Result) -> str:
+    legend = (
+        f"{result['model']}, {common.sizes_text(result['sizes'])}, captured without memory. At each "
+        "`activation_memory_budget` (dp solver, run time estimated by FLOPs) PyTorch's peak is simulated, and we plan "
+        "for exactly that peak. MiB above what is resident before the step; overhead is the time of recomputation over "
+        "the step without any, by the roofline of the device. *counted* is PyTorch's peak counted on its own graphs."
+    )
+    headings = ["ratio", "peak", "counted", "recomputed", "PyTorch", "planned", "bound", "planned / PyTorch"]
+    parts = []
+    for table in result["tables"]:
+        parts.append(
+            f"## {table['case'].capitalize()}, {table['device']}\n\n"
+            f"{table['points_within_goal']} points at most {result['goal_ratio']:g} of PyTorch's overhead. Without "
+            f"recompute: {mebibytes(table['baseline_peak_bytes'])} MiB, {1e3 * table['baseline_step_seconds']:,.1f} ms, "
+            f"{table['operations']} operations.\n\n" + common.table(headings, [_cells(row) for row in table["rows"]])
+        )
+    return common.page("Against PyTorch's partitioner", result, legend, *parts)
+
+
+def _cells(row: Result) -> list[object]:
+    planned = row["planned"] or {}
+    return [
+        f"{row['ratio']:g}",
+        mebibytes(row["peak_bytes"]),
+        mebibytes(row["own_peak_bytes"]),
+        row["recomputed"],
+        percent(row["overhead"], 2),
+        percent(planned.get("overhead"), 2),
+        percent(planned.get("lower_bound_overhead"), 2),
+        "-" if row["quotient"] is None else f"{row['quotient']:.2f}",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(common.run(main))

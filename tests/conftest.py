@@ -1,0 +1,26 @@
+"""What holds for every test: threads, random numbers, generated examples."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import hypothesis
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores. Torch reads this when it is first imported, and so do processes that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Start every test from the same random state, whichever ran before it."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)

@@ -1,0 +1,326 @@
+"""The programmatic way in: same object, same numbers, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.capture import fake_mode
+from planner.errors import (
+    CaptureError,
+    InfeasibleBudgetError,
+    PlanFileError,
+    PlanMismatchError,
+    UsageError,
+)
+from planner.memory import measure_peak
+
+WIDTH = 64
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, WIDTH))
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + scale * block(x)
+        return x.square().mean()
+
+
+def data(rows: int = 512) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.fixture(scope="module")
+def planned() -> planner.Plan:
+    torch.manual_seed(0)
+    return planner.plan(Model(), data(), activation_budget="60%", time_limit_seconds=1.0)
+
+
+def test_planning_leaves_the_model_alone() -> None:
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    planner.plan(model, data(), activation_budget="70%", time_limit_seconds=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(UsageError, match="not wrapped"):
+        planner.plan_of(model)
+
+
+def test_planning_a_fake_model_gives_the_same_plan(planned: planner.Plan) -> None:
+    mode = fake_mode()
+    with mode:
+        model, x = Model(), torch.randn(512, WIDTH)
+    fake = planner.plan(model, x, activation_budget="60%", time_limit_seconds=1.0)
+    assert fake.recomputations == planned.recomputations
+    assert fake.peak_bytes == planned.peak_bytes
+    assert fake.fingerprint == planned.fingerprint
+
+
+def test_wrapping_keeps_the_object() -> None:
+    model = Model()
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    assert planner.auto_wrap(model, activation_budget="70%") is model
+    assert type(model) is Model
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    with pytest.raises(UsageError, match="not planned yet"):
+        planner.plan_of(model)
+    model(data()).backward()
+    assert planner.plan_of(model).recomputations
+    assert planner.unwrap(model) is model
+    with pytest.raises(UsageError, match="not wrapped"):
+        planner.plan_of(model)
+    model(data()).backward()
+
+
+def test_measured_peak_keeps_the_budget_and_meets_the_prediction(planned: planner.Plan) -> None:
+    torch.manual_seed(0)
+    model = planner.auto_wrap(Model(), plan=planned)
+    model(data()).backward()
+    model.zero_grad()
+    x = data()
+    peak_bytes, _ = measure_peak(lambda: model(x).backward(), torch.device("cpu"))
+    peak_bytes += sum(planned.static_bytes.values())
+    assert peak_bytes <= planned.peak_bytes <= planned.budget_bytes
+    assert peak_bytes >= planned.peak_bytes * 0.999
+
+
+def test_verify_agrees(planned: planner.Plan) -> None:
+    model = Model()
+    seen = planner.verify(model, data(), planned, timed_steps=1)
+    assert seen.exact, seen.differences
+    assert seen.peak_bytes <= planned.budget_bytes
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(UsageError, match="not wrapped"):
+        planner.plan_of(model)
+
+
+def test_what_runs_is_what_was_planned(planned: planner.Plan) -> None:
+    model = planner.auto_wrap(Model(), plan=planned)
+    model(data()).backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        model(data()).backward()
+    products = sum(e.count for e in seen.key_averages() if e.key in ("aten::addmm", "aten::mm"))
+    again = [key for keys in planned.recomputations.values() for key in keys]
+    assert products == 8 + 16 + sum("mm.default" in key for key in again)
+
+
+def test_other_input_sizes() -> None:
+    torch.manual_seed(1)
+    model, eager = Model(dropout=0.0), Model(dropout=0.0)
+    eager.load_state_dict(model.state_dict())
+    budget = planner.plan(model, data(512), budget="90%", time_limit_seconds=1.0).budget_bytes
+    planner.auto_wrap(model, data(256), budget=budget, time_limit_seconds=1.0)
+    for rows in (256, 512, 128, 256, 1):
+        for m in (model, eager):
+            m.zero_grad()
+            m(data(rows)).backward()
+        for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_smaller_batch_under_the_same_budget_needs_no_recompute() -> None:
+    model = Model()
+    budget = planner.plan(model, data(512), budget="80%", time_limit_seconds=1.0).budget_bytes
+    planner.auto_wrap(model, budget=budget, time_limit_seconds=1.0)
+    model(data(512)).backward()
+    assert planner.plan_of(model).recomputations
+    model(data(64)).backward()
+    assert not planner.plan_of(model).recomputations
+
+
+def test_two_wrapped_models_have_their_own_plans() -> None:
+    a, b = Model(), Model()
+    planner.auto_wrap(a, activation_budget="60%", time_limit_seconds=1.0)
+    planner.auto_wrap(b, activation_budget="100%", time_limit_seconds=1.0)
+    a(data()).backward(), b(data()).backward()
+    assert planner.plan_of(a).recomputations and not planner.plan_of(b).recomputations
+
+
+def test_python_arguments_are_guarded() -> None:
+    model, eager = Model(dropout=0.0), Model(dropout=0.0)
+    eager.load_state_dict(model.state_dict())
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=1.0)
+    for scale in (1.0, 0.5, 1.0):
+        torch.testing.assert_close(model(data(), scale), eager(data(), scale))
+        torch.testing.assert_close(model(data(), scale=scale), eager(data(), scale=scale))
+
+
+def test_wrapping_again_replaces_the_plan() -> None:
+    model = planner.auto_wrap(Model(), data(), activation_budget="60%", time_limit_seconds=1.0)
+    planner.auto_wrap(model, data(), activation_budget="100%")
+    model(data()).backward()
+    assert not planner.plan_of(model).recomputations
+
+
+def test_copies_are_not_wrapped() -> None:
+    model = planner.auto_wrap(Model(), data(), activation_budget="60%", time_limit_seconds=1.0)
+    model(data()).backward()
+    duplicate = copy.deepcopy(model)
+    with pytest.raises(UsageError, match="not wrapped"):
+        planner.plan_of(duplicate)
+    duplicate(data()).backward()
+    restored = pickle.loads(pickle.dumps(model))
+    restored(data()).backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    torch.save(model.state_dict(), buffer)
+
+
+def test_plan_files_apply(planned: planner.Plan, tmp_path: Path) -> None:
+    path = tmp_path / "model.plan.json"
+    planned.save(path)
+    loaded = planner.Plan.load(path)
+    assert loaded == planned
+    model = planner.auto_wrap(Model(), plan=loaded)
+    model(data()).backward()
+    assert planner.plan_of(model).recomputations == planned.recomputations
+
+
+@pytest.mark.parametrize(("depth", "rows"), [(4, 256), (5, 512)])
+def test_a_plan_of_something_else_is_refused(planned: planner.Plan, depth: int, rows: int) -> None:
+    with pytest.raises(PlanMismatchError, match="made for something else"):
+        planner.auto_wrap(Model(depth), data(rows), plan=planned)
+    model = planner.auto_wrap(Model(depth), plan=planned)
+    with pytest.raises(PlanMismatchError, match="made for something else"):
+        model(data(rows))
+    model = planner.auto_wrap(Model(depth), data(rows), plan=planned, replan=True, time_limit_seconds=1.0)
+    model(data(rows)).backward()
+
+
+def test_damaged_plan_files_are_refused(planned: planner.Plan, tmp_path: Path) -> None:
+    text = planned.to_json()
+    for bad in ("", text[: len(text) // 2], "[]", '{"schema": 99}', "[" * 100_000):
+        with pytest.raises(PlanFileError):
+            planner.Plan.from_json(bad)
+    with pytest.raises(UsageError):
+        planner.Plan.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize("budget", ["0", -5, "many", "5 parsecs", 0, "0%", "-1GiB", None, True, float("nan")])
+def test_bad_budgets(budget: object) -> None:
+    with pytest.raises(UsageError):
+        planner.plan(Model(), data(), budget=budget)
+
+
+def test_two_budgets_are_refused() -> None:
+    with pytest.raises(UsageError, match="one of budget"):
+        planner.auto_wrap(Model(), budget="1GiB", activation_budget="1GiB")
+
+
+def test_a_budget_below_the_floor_names_the_smallest_that_does() -> None:
+    model = Model()
+    with pytest.raises(InfeasibleBudgetError, match="smallest feasible budget") as caught:
+        planner.plan(model, data(), budget="1MB", time_limit_seconds=1.0)
+    enough = caught.value.minimum_feasible_peak_bytes
+    assert planner.plan(model, data(), budget=enough).peak_bytes <= enough
+    planner.auto_wrap(model, budget="1MB", time_limit_seconds=1.0)
+    with pytest.raises(InfeasibleBudgetError):
+        model(data())
+
+
+@pytest.mark.parametrize("inputs", [None, 3, "text", (), {}, {"x": 1}, [None]])
+def test_bad_example_inputs(inputs: object) -> None:
+    with pytest.raises(UsageError):
+        planner.plan(Model(), inputs, budget="60%")
+
+
+def test_inputs_on_another_device() -> None:
+    with pytest.raises(UsageError, match="meta"):
+        planner.plan(Model(), data().to("meta"), budget="60%")
+
+
+def test_a_forward_that_fails() -> None:
+    with pytest.raises(CaptureError, match=r"forward of Model fails.*test_api\.py:\d+"):
+        planner.plan(Model(), torch.randn(8, WIDTH + 1), budget="60%")
+
+    class Raises(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("no such thing")
+
+    with pytest.raises(CaptureError, match=r"test_api\.py:\d+"):
+        planner.plan(Raises(), data(), budget="60%")
+
+
+def test_data_dependent_python_is_named() -> None:
+    class Branches(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if x.sum() > 0 else -x)
+
+    with pytest.raises(CaptureError, match=r"cannot be captured as one graph.*test_api\.py:\d+"):
+        planner.plan(Branches(), data(), budget="60%")
+
+
+def test_everything_frozen() -> None:
+    with pytest.raises(CaptureError, match="needs no backward"):
+        planner.plan(Model().requires_grad_(False), data(), budget="60%")
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(UsageError, match=r"torch\.nn\.Module"):
+        planner.plan(lambda x: x, data(), budget="60%")
+    with pytest.raises(UsageError):
+        planner.auto_wrap(3, budget="60%")
+
+
+def test_unknown_names() -> None:
+    for wrong in ({"solver": "ipl"}, {"cost_model": "rooflin"}, {"device": "h1000"}, {"optimizer": "adamx"}):
+        with pytest.raises(UsageError):
+            planner.plan(Model(), data(), budget="60%", **wrong)
+
+
+def test_resident_bytes_are_counted_once() -> None:
+    model = Model()
+    model.tied = model.blocks[0][1]  # the same storage under a second name
+    plan = planner.plan(model, data(), activation_budget="100%", optimizer="adamw", gradient_accumulation=True)
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    assert plan.static_bytes == {
+        "parameters": parameters,
+        "buffers": 0,
+        "inputs": 512 * WIDTH * 4,
+        "gradients": parameters,
+        "optimizer": 2 * parameters,
+    }
+
+
+def test_a_loss_outside_is_counted_and_kept() -> None:
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, 2048))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    torch.manual_seed(0)
+    model, x = Logits(), data()
+    target = torch.randint(0, 2048, (512,))
+
+    def loss_fn(logits: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, target)
+
+    without = planner.plan(model, x, activation_budget="100%")
+    plan = planner.plan(model, x, activation_budget="100%", loss_fn=loss_fn)
+    assert plan.baseline_peak_bytes > without.baseline_peak_bytes
+    seen = planner.verify(model, x, plan, loss_fn=loss_fn, timed_steps=1)
+    assert seen.exact
+    assert seen.peak_bytes <= plan.peak_bytes
+    assert seen.peak_bytes >= plan.peak_bytes * 0.99
+    planner.auto_wrap(model, budget=plan.budget_bytes, loss_fn=loss_fn)
+    loss_fn(model(x)).backward()
