@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks import common
@@ -81,32 +82,49 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if all(row["within_goals"] for row in result["rows"]) else 1
 
 
+_LAUNCHER = """
+import json, resource, subprocess, sys, time
+begun = time.perf_counter()
+code = subprocess.call(sys.argv[2:])
+seconds = time.perf_counter() - begun
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+with open(sys.argv[1], "w") as file:
+    json.dump([code, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss], file)
+"""
+"""Runs a command from a small process: on Linux a child's peak begins at what its parent holds, here all of torch."""
+
+
 def finish(command: Sequence[str], limit_seconds: float = LIMIT_SECONDS) -> Finished:
     """Run a command from the project's root to its end, and read what it used.
 
-    Its peak resident memory is its own or that of the largest process that it waited for.
+    Its peak resident memory is that of the largest process that it consists of. What takes longer
+    than the limit is killed, and has exit code 124.
     """
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        begun = time.perf_counter()
-        child = subprocess.Popen(command, stdout=output, stderr=errors, cwd=common.ROOT)
-        while True:
-            pid, status, usage = os.wait4(child.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.perf_counter() - begun > limit_seconds:
-                child.kill()
-            time.sleep(0.02)
-        seconds = time.perf_counter() - begun
-        child.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        errors.seek(0)
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors, usage = (Path(folder) / name for name in ("output", "errors", "usage"))
+        with output.open("w") as output_stream, errors.open("w") as errors_stream:
+            launcher = subprocess.Popen(
+                [sys.executable, "-S", "-c", _LAUNCHER, str(usage), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output_stream,
+                stderr=errors_stream,
+                cwd=common.ROOT,
+                start_new_session=True,
+            )
+            try:
+                launcher.wait(limit_seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.wait()
+        ended = usage.exists()
+        code, seconds, cpu_seconds, peak = json.loads(usage.read_text()) if ended else (124, limit_seconds, 0.0, 0)
         return Finished(
-            exit_code=child.returncode,
+            exit_code=code,
             seconds=seconds,
-            cpu_seconds=usage.ru_utime + usage.ru_stime,
-            peak_resident_bytes=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
-            output=output.read(),
-            errors=errors.read(),
+            cpu_seconds=cpu_seconds,
+            peak_resident_bytes=peak * (1 if sys.platform == "darwin" else 1024),
+            output=output.read_text(),
+            errors=errors.read_text() if ended else f"killed after {limit_seconds:g} s",
         )
 
 

@@ -26,7 +26,8 @@ Result = dict[str, Any]
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Give a parser with the options of every benchmark."""
-    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=(description or "").split("\n\n")[0])
+    summary = (description or "").split("\n\n")[0]
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=summary)
     made.add_argument(
         "--json",
         metavar="FILE",

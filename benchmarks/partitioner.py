@@ -174,7 +174,9 @@ def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
     placeholders = split.backward.find_nodes(op="placeholder")
     tangents = [node for node in placeholders if is_tangent(node)]
     taken = [node for node in placeholders if not is_tangent(node)]
-    arguments = {node: {storage_id(tensor): new(tensor) for tensor in tensors_of(node)} for node in tangents}
+    arguments: dict[fx.Node, Held] = {
+        node: {storage_id(tensor): new(tensor) for tensor in tensors_of(node)} for node in tangents
+    }
     forever.update(copy for held in arguments.values() for copy in held.values())
     arguments |= {b: forward[f] for b, f in zip(taken, saved[split.num_forward_outputs :], strict=True)}
     backward = walk(split.backward, arguments)
@@ -281,9 +283,10 @@ def _markdown(result: Result) -> str:
     for table in result["tables"]:
         parts.append(
             f"## {table['case'].capitalize()}, {table['device']}\n\n"
-            f"{table['points_within_goal']} points at most {result['goal_ratio']:g} of PyTorch's overhead. Without "
-            f"recompute: {mebibytes(table['baseline_peak_bytes'])} MiB, {1e3 * table['baseline_step_seconds']:,.1f} ms, "
-            f"{table['operations']} operations.\n\n" + common.table(headings, [_cells(row) for row in table["rows"]])
+            f"At {table['points_within_goal']} points at most {result['goal_ratio']:g} of PyTorch's overhead. "
+            f"Without recompute: {mebibytes(table['baseline_peak_bytes'])} MiB, "
+            f"{1e3 * table['baseline_step_seconds']:,.1f} ms, {table['operations']} operations.\n\n"
+            + common.table(headings, [_cells(row) for row in table["rows"]])
         )
     return common.page("Against PyTorch's partitioner", result, legend, *parts)
 

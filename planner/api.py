@@ -200,7 +200,8 @@ def auto_wrap(
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
         options = _with_loss(model, options, loss_fn, inputs)
-        plan = plan_step(model, capture(model, inputs), options, reuse=plan, must_match=plan is not None and not replan).plan
+        must_match = plan is not None and not replan
+        plan = plan_step(model, capture(model, inputs), options, reuse=plan, must_match=must_match).plan
     prepare: Callable[[Inputs], Options] | None = None
     if loss_fn is not None:
         prepare = lambda seen: _with_loss(model, options, loss_fn, seen)  # noqa: E731

@@ -192,6 +192,7 @@ class Backend:
         self.finish = finish
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile what Dynamo captured."""
         differentiable = self.choose_outputs(graph_module)
 
         def partition(

@@ -20,8 +20,6 @@ from planner import provenance
 from planner.errors import UnsupportedModelError
 from planner.graph import Operation, Phase, TrainingGraph, Value
 from planner.torch_internals import (
-    GradAOTOutput,
-    HigherOrderOperator,
     InputMutationAOTOutput,
     OpOverload,
     TangentAOTInput,
@@ -129,9 +127,9 @@ def is_random(node: fx.Node) -> bool:
     if place is not None:
         position, keyword = place
         probability = node.kwargs.get(keyword, node.args[position] if len(node.args) > position else 0.0)
-        return probability != 0.0
+        return bool(probability != 0.0)
     if node.target is aten.native_dropout.default:
-        return node.args[1] != 0.0 and node.args[2] is not False
+        return bool(node.args[1] != 0.0) and node.args[2] is not False
     return True
 
 
@@ -373,10 +371,11 @@ def _needed_by_forward(joint: JointGraph) -> set[fx.Node]:
     nodes = list(joint.graph.nodes)
     roots = [n for n in forward_outputs if isinstance(n, fx.Node)]
     for node in nodes:
-        if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
-            # Writes and random draws stay where eager has them, whoever reads the result.
-            if mutates(node) or (is_random(node) and node.meta.get("partitioner_tag") == "is_forward"):
-                roots.append(node)
+        # Writes and random draws stay where eager has them, whoever reads the result.
+        tag = node.meta.get("partitioner_tag")
+        drawn = is_random(node) and tag == "is_forward"
+        if node.op == "call_function" and (drawn or (mutates(node) and tag != "is_backward")):
+            roots.append(node)
     needed = set(_ancestors(roots, nodes))
     for node in nodes:
         # Elements of a forward operation's output are there once it has run.

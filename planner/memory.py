@@ -50,7 +50,7 @@ def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, An
 def memory_events(profiler: profile) -> list[int]:
     """Give the allocations (positive) and releases (negative) on the CPU that a profile saw, in order."""
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
+    events: list[Any] = profiler.profiler.kineto_results.events()
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_index() < 0]
     changes.sort(key=lambda change: change[0])
     return [nbytes for _, nbytes in changes]

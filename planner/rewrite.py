@@ -205,7 +205,7 @@ class _Emitter:
     def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
         pair = self.graph.call_function(
             run_and_save_rng_state,
-            (node.target, *fx.map_arg(node.args, self.resolve)),
+            (_operator(node), *fx.map_arg(node.args, self.resolve)),
             fx.map_arg(node.kwargs, self.resolve),
         )
         state = self.graph.call_function(operator.getitem, (pair, 0))
@@ -219,7 +219,7 @@ class _Emitter:
             self.states[index] = self.taken_states[index] = state
         return self.graph.call_function(
             run_with_rng_state,
-            (self.states[index], node.target, *fx.map_arg(node.args, self.resolve)),
+            (self.states[index], _operator(node), *fx.map_arg(node.args, self.resolve)),
             fx.map_arg(node.kwargs, self.resolve),
         )
 
@@ -227,6 +227,10 @@ class _Emitter:
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:
     """Give the ``getitem`` nodes that take an operation's (not a view's) output apart."""
     return {n for n in lowered.alias_nodes if n.target is operator.getitem and n.args[0] not in lowered.alias_nodes}
+
+
+def _operator(node: fx.Node) -> Any:
+    return node.target
 
 
 def _state_meta(node: fx.Node) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch import nn
 
 import cost_models
 from planner import workspace
-from planner.capture import static_bytes
+from planner.capture import is_fake, static_bytes
 from planner.errors import PlanMismatchError, UsageError
 from planner.graph import OperationCost, TrainingGraph
 from planner.lowering import JointGraph, LoweredGraph, lower
@@ -180,7 +180,8 @@ def plan_step(
     lowered, spec = lower_step(model, joint, options)
     costs = operation_costs(lowered.graph, spec, options.cost_model)
     if options.device is None or spec == device_spec(model, None):  # a device that is here can be asked
-        costs = workspace.measure(lowered, costs, device_of(model))
+        effort = workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN
+        costs = workspace.measure(lowered, costs, device_of(model), effort)
     origin = PlanOrigin(
         fingerprint=fingerprint(model, lowered.graph, spec.name, joint.inputs),
         capture_seconds=time.perf_counter() - begun,
@@ -260,7 +261,8 @@ def check_match(plan: Plan, origin: PlanOrigin) -> None:
     theirs, ours = plan.fingerprint, origin.fingerprint
     if theirs.get("graph") == ours["graph"]:
         return
-    differs = [f"{key} is {theirs.get(key)!r} in the plan and {ours[key]!r} here" for key in ours if theirs.get(key) != ours[key]]
+    keys = [key for key in ours if theirs.get(key) != ours[key]]
+    differs = [f"{key} is {theirs.get(key)!r} in the plan and {ours[key]!r} here" for key in keys]
     raise PlanMismatchError(
         f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass replan=True"
     )

@@ -78,9 +78,10 @@ def format_bytes(size_bytes: int | float) -> str:
     """
     if abs(size_bytes) < 1024:
         return f"{size_bytes:.0f} B"
-    for unit, factor, digits in (("KiB", 2**10, 1), ("MiB", 2**20, 1), ("GiB", 2**30, 2)):
-        if abs(size_bytes) < factor * 1024:
-            break
+    unit, factor, digits = next(
+        (scale for scale in (("KiB", 2**10, 1), ("MiB", 2**20, 1)) if abs(size_bytes) < scale[1] * 1024),
+        ("GiB", 2**30, 2),
+    )
     return f"{size_bytes / factor:,.{digits}f} {unit}"
 
 

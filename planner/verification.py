@@ -120,7 +120,7 @@ def compare(expected: StepResult, actual: StepResult) -> list[str]:
     for name, gradient in expected.gradients.items():
         other = actual.gradients[name]
         if (gradient is None) != (other is None):
-            lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, against the full-save graph")
+            lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
         elif gradient is not None and other is not None and not bitwise_equal(gradient, other):
             lines.append(f"gradient of {name} differs by up to {(gradient - other).abs().max().item():.3g}")
     lines += [f"buffer {n} differs" for n, b in expected.buffers.items() if not bitwise_equal(b, actual.buffers[n])]
@@ -133,9 +133,7 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Compare bits: NaNs of the same bits are equal, zeros of different sign are not."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else torch.equal(
-        a.reshape(1).view(torch.uint8), b.reshape(1).view(torch.uint8)
-    )
+    return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
 
 
 def run_backward(outputs: Any, loss_fn: LossFunction | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +20,31 @@ from planner.graph import OperationCost
 from planner.lowering import LoweredGraph, mutates, tensors_of
 from planner.torch_internals import FakeTensor, OpOverload
 
-SECONDS_FOR_ALL = 5.0
-"""No operation is started after this; what was not run counts as needing no workspace."""
-
 SECONDS_FOR_ONE = 1.0
 """An operation that a roofline puts above this is not run: its own time dwarfs its workspace's worth."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much may be spent; an operation that is not run counts as needing no workspace.
+
+    Parameters
+    ----------
+    seconds : float
+        No operation is started after this.
+    operation_bytes : int
+        Operations that read and write more are not run.
+    """
+
+    seconds: float
+    operation_bytes: int
+
+
+TO_RUN = Effort(seconds=10.0, operation_bytes=1 << 62)
+"""For a model that is about to run here: what its step can hold, one of its operations can."""
+
+TO_PLAN = Effort(seconds=2.0, operation_bytes=256 << 20)
+"""For a model on fake tensors, which may be far larger than this machine."""
 
 _LABEL = "workspace of operation "
 
@@ -32,7 +53,7 @@ _known: dict[Hashable, int] = {}
 
 
 def measure(
-    lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device
+    lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device, effort: Effort
 ) -> tuple[OperationCost, ...]:
     """Complete costs with the workspace that each operation is seen to need.
 
@@ -43,6 +64,7 @@ def measure(
         With the seconds of one run, which decide what is too long to be tried.
     device : torch.device
         Where to run: the device that the plan is for.
+    effort : Effort
 
     Returns
     -------
@@ -59,32 +81,31 @@ def measure(
         if node is None or not isinstance(node.target, OpOverload) or mutates(node):
             continue
         signatures[index] = signature = _signature(node, device)
-        if signature not in _known and signature not in new and costs[index].seconds <= SECONDS_FOR_ONE:
+        too_much = (
+            costs[index].seconds > SECONDS_FOR_ONE
+            or lowered.graph.operations[index].moved_bytes > effort.operation_bytes
+        )
+        if signature not in _known and signature not in new and not too_much:
             new[signature] = index
     if new:
-        _run_all({index: lowered.operation_nodes[index] for index in new.values()}, signatures, device)
+        nodes = {index: node for index in new.values() if (node := lowered.operation_nodes[index]) is not None}
+        measured = _on_cuda if device.type == "cuda" else _on_cpu
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+            for index, workspace_bytes in measured(nodes, device, effort.seconds):
+                _known[signatures[index]] = workspace_bytes
     return tuple(
         OperationCost(seconds=cost.seconds, workspace_bytes=_known.get(signatures.get(index), cost.workspace_bytes))
         for index, cost in enumerate(costs)
     )
 
 
-def _run_all(nodes: dict[int, fx.Node | None], signatures: dict[int, Hashable], device: torch.device) -> None:
-    measured = _on_cuda if device.type == "cuda" else _on_cpu
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.no_grad():
-        for index, workspace_bytes in measured(nodes, device):
-            _known[signatures[index]] = workspace_bytes
-
-
-def _on_cpu(nodes: dict[int, fx.Node | None], device: torch.device) -> Iterator[tuple[int, int]]:
+def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> Iterator[tuple[int, int]]:
     begun = time.perf_counter()
     outputs_bytes: dict[int, int] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for index, node in nodes.items():
-            if time.perf_counter() - begun > SECONDS_FOR_ALL:
+            if time.perf_counter() - begun > seconds:
                 break
-            assert node is not None
             args, kwargs = _arguments(node, device)
             try:
                 with record_function(f"{_LABEL}{index}"):
@@ -96,7 +117,8 @@ def _on_cpu(nodes: dict[int, fx.Node | None], device: torch.device) -> Iterator[
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    windows = sorted((e.start_ns(), e.end_ns(), int(e.name()[len(_LABEL) :])) for e in events if e.name().startswith(_LABEL))
+    labelled = [e for e in events if e.name().startswith(_LABEL)]
+    windows = sorted((e.start_ns(), e.end_ns(), int(e.name().removeprefix(_LABEL))) for e in labelled)
     position = 0
     for begin_ns, end_ns, index in windows:
         while position < len(changes) and changes[position][0] < begin_ns:
@@ -110,12 +132,11 @@ def _on_cpu(nodes: dict[int, fx.Node | None], device: torch.device) -> Iterator[
             yield index, max(0, peak_bytes - outputs_bytes[index])
 
 
-def _on_cuda(nodes: dict[int, fx.Node | None], device: torch.device) -> Iterator[tuple[int, int]]:
+def _on_cuda(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> Iterator[tuple[int, int]]:
     begun = time.perf_counter()
     for index, node in nodes.items():
-        if time.perf_counter() - begun > SECONDS_FOR_ALL:
+        if time.perf_counter() - begun > seconds:
             break
-        assert node is not None
         try:
             args, kwargs = _arguments(node, device)
             torch.cuda.synchronize(device)

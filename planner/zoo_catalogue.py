@@ -186,7 +186,7 @@ ZOO = {
     ),
     "llama-7b": Entry(
         description="LLaMA 7B (transformers), 6.7B parameters",
-        sizes=Sizes(batch_size=1, layers=32, seq_len=2048, dtype="bfloat16"),
+        sizes=Sizes(batch_size=4, layers=32, seq_len=2048, dtype="bfloat16"),
         make=_llama,
     ),
     "bert-large": Entry(

@@ -57,7 +57,8 @@ def cheapest(problem: Problem) -> tuple[float, Schedule] | None:
                 continue
             now = held | set(operation.outputs)
             twice = sum(values[u].size_bytes for u in operation.outputs if u in retained and not first)
-            for kept in [states, states | {o}] if first and operation.state_bytes and operation.recomputable else [states]:
+            may_keep = first and operation.state_bytes and operation.recomputable
+            for kept in [states, states | {o}] if may_keep else [states]:
                 if held_bytes(now, kept) + twice + costs[o].workspace_bytes <= budget:
                     following.append((0.0 if first else costs[o].seconds, (done + first, now, kept), o))
         for extra, state_after, ran in following:
@@ -259,11 +260,12 @@ def resnet_like(
         in_bytes = tape.values[x].size_bytes
         (gy,) = tape.run(at + "relu_b", (gx, y), size, phase=b)
         gc2, _ = tape.run(at + "bn2_b", (gy, c2, s2), size, phase=b, gradients=(channels * 8,))
-        tape.run(at + "conv2.dw", (gc2, r1), phase=b, flops=flops, gradients=(channels * channels,), workspace_bytes=size)
+        weight = (channels * channels,)
+        tape.run(at + "conv2.dw", (gc2, r1), phase=b, flops=flops, gradients=weight, workspace_bytes=size)
         (gr1,) = tape.run(at + "conv2.dx", (gc2,), size // 4, phase=b, flops=flops, workspace_bytes=size // 4)
         (gb1,) = tape.run(at + "relu1_b", (gr1, r1), size // 4, phase=b)
         gc1, _ = tape.run(at + "bn1_b", (gb1, c1, s1), size // 4, phase=b, gradients=(channels * 2,))
-        tape.run(at + "conv1.dw", (gc1, x), phase=b, flops=flops, gradients=(channels * channels,))
+        tape.run(at + "conv1.dw", (gc1, x), phase=b, flops=flops, gradients=weight)
         (gi,) = tape.run(at + "conv1.dx", (gc1,), in_bytes, phase=b, flops=flops)
         (gx,) = tape.run(at + "add_b", (gi, gy), in_bytes, phase=b)
     tape.run("stem.dw", (gx,), phase=Phase.BACKWARD, flops=1e10, gradients=(1 << 20,))

@@ -30,7 +30,9 @@ class Model(nn.Module):
     def __init__(self, depth: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, WIDTH))
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(dropout), nn.Linear(512, WIDTH)
+            )
             for _ in range(depth)
         )
 

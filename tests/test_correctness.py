@@ -183,7 +183,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "sorted": lambda: Residual(lambda: Mlp(Function(lambda x: x.sort(-1).values))),
     "max pool": lambda: Residual(lambda: Mlp(Function(lambda x: F.max_pool1d(x, 3, 1, 1) * x))),
     "cumsum": lambda: Residual(lambda: Mlp(Function(lambda x: x.cumsum(0).tanh()))),
-    "split and cat": lambda: Residual(lambda: Mlp(Function(lambda x: torch.cat([a.exp() for a in x.chunk(4, -1)], -1)))),
+    "split and cat": lambda: Residual(
+        lambda: Mlp(Function(lambda x: torch.cat([a.exp() for a in x.chunk(4, -1)], -1)))
+    ),
 }
 
 

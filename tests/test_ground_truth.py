@@ -46,3 +46,44 @@ def load(name: str) -> tuple[Problem, dict[str, Any]]:
     )
     costs = tuple(OperationCost(seconds=float(cost)) for cost in data["cost"])
     return Problem(graph=graph, costs=costs, budget_bytes=data["budget_kib"]), data
+
+
+QUICK = [
+    "mobilenet_v2-10gb",
+    "mobilenet_v2-7gb",
+    "mobilenet_v2-8gb",
+    "resnet50-10gb",
+    "resnet50-8gb",
+    "vgg16-10gb",
+    "vgg16-8gb",
+    "vgg16-9gb",
+]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_ilp_is_as_good_as_the_best_known(name: str) -> None:
+    problem, data = load(name)
+    solution = solvers.solve(problem, "ilp", time_limit_seconds=20)
+    total = data["base_cost"] + solution.recompute_seconds
+    bound = data["base_cost"] + solution.lower_bound_seconds
+    assert problem.baseline.seconds == data["base_cost"]
+    assert solution.peak_bytes <= data["budget_kib"]
+    assert total <= 1.0002 * data["best_known_cost"]
+    assert bound <= data["best_known_cost"] * (1 + 1e-9)
+    assert bound >= 0.999 * data["lower_bound_cost"]
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2-5gb", "mobilenet_v2-6gb", "resnet50-6gb"])
+def test_tight_instances_get_a_plan_near_the_best_known(name: str) -> None:
+    problem, data = load(name)
+    solution = solvers.solve(problem, "auto", time_limit_seconds=8)
+    assert solution.peak_bytes <= data["budget_kib"]
+    assert data["base_cost"] + solution.recompute_seconds <= 1.03 * data["best_known_cost"]
+    assert data["base_cost"] + solution.lower_bound_seconds <= data["best_known_cost"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["vgg16-8gb", "resnet50-10gb"])
+def test_segmentation_costs_at_least_the_best_known(name: str) -> None:
+    problem, data = load(name)
+    solution = solvers.solve(problem, "sqrt")
+    assert data["base_cost"] + solution.recompute_seconds >= data["lower_bound_cost"]

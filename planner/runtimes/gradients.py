@@ -43,7 +43,7 @@ def reach_of(joint: JointGraph) -> Reach | None:
 
 
 def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None:
-    """Hook the backward of one call.
+    """Put hooks on the backward of one call.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class _WithoutUnreached:
         if len(present) == len(raw_outputs):
             return None
         if len(gradients) != len(depends):
-            raise PlannerError(f"{len(gradients)} gradients where the plan has {len(depends)}; please report this as a bug")
+            raise PlannerError(f"{len(gradients)} gradients, planned are {len(depends)}; please report this as a bug")
         return tuple(
             None if needed and needed.isdisjoint(present) else gradient
             for gradient, needed in zip(gradients, depends, strict=True)
@@ -98,7 +98,7 @@ def _planned_node(outputs: Sequence[torch.Tensor]) -> Any:
 
 
 class LateGradients:
-    """Gives outputs that the plan detached their gradient, should one arrive after all.
+    """The way back for outputs that the plan detached, should a gradient arrive for one after all.
 
     The captured program is run again from its inputs under the random state that it began with, and
     differentiated: what a plain checkpoint around the whole model would do. It is right and slow,
@@ -122,7 +122,7 @@ class LateGradients:
         self.random = True
 
     def learn(self, joint: JointGraph) -> None:
-        """Look at the traced graph: is it random, and does it overwrite what a second run would read?"""
+        """Find out whether the traced program is random, and whether it overwrites what a second run reads."""
         nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
         self.random = any(is_random(node) for node in nodes)
         written = {n.args[0] for n in nodes if mutates(n)}

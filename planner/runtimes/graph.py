@@ -64,6 +64,7 @@ class GraphRuntime:
         self._call = self._new_call()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled():
             return call_implementation(self.model)(*args, **kwargs)
         if not self._confirmed:

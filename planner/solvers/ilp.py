@@ -26,6 +26,9 @@ from planner.solvers._stepcut import Cut, Model, build, carry_out, needed_after
 _NEAR, _ENOUGH = 1e-4, 3e-4
 """How near to the bound the search is content with, early and late, as a share of the step."""
 
+_HOPELESS = 10.0
+"""No plan is worth this many times the step: where the bound says so, the search ends."""
+
 _SMALL = 60
 """Up to so many operations, the optimum itself is looked for from the start."""
 
@@ -111,14 +114,15 @@ class _Search:
         problem = self.problem
         while self.left(share) > 0 and not self.is_closed(gap_seconds):
             columns, model = self.solve_cuts(cuts, gap_seconds, share)
-            if columns is None:
+            if columns is None or self.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
                 break
             schedule, segment = carry_out(problem, cuts, model, columns)
             evaluation = simulate(problem.graph, problem.costs, schedule)
             self.offer(list(schedule.order))
+            share_of_budget = evaluation.peak_bytes / max(problem.budget_bytes, 1)
             self.tell(
                 f"ilp: {len(cuts)} cuts, bound {self.lower_bound_seconds:.6g} s, carried out at "
-                f"{evaluation.peak_bytes / max(problem.budget_bytes, 1):.4f} of the budget, found {self.best_seconds:.6g} s"
+                f"{share_of_budget:.2%} of the budget, found {self.best_seconds:.6g} s"
             )
             if evaluation.peak_bytes > problem.budget_bytes:
                 self.mend(list(schedule.order))
@@ -196,7 +200,7 @@ class _Search:
         """Add the cut that a schedule over the budget calls for; None if it is there already."""
         position = timeline.index(max(timeline))
         order = schedule.order
-        first_runs = {}
+        first_runs: dict[int, int] = {}
         for place, index in enumerate(order):
             first_runs.setdefault(index, place)
         operation = order[position]
