@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError, UsageError
 from planner.lowering import JointGraph
+from planner.provenance import is_library
 from planner.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -42,6 +44,7 @@ MAXIMUM_SHAPES = 64
 
 _LOGGING = {method for method in vars(logging.Logger).values() if callable(method)}
 _counter = itertools.count()
+_RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
 
 
 @dataclass(frozen=True)
@@ -289,32 +292,28 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
     """Turn what Dynamo and AOTAutograd raise into a :class:`CaptureError` of one line."""
     try:
         yield
-    except Unsupported as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CaptureError(
-            f"{type(model).__name__} cannot be captured as one graph: {reason}{_user_line(error)}"
-        ) from error
     except TorchDynamoException as error:
-        inner = error.__cause__ or getattr(error, "inner_exception", None)
-        if isinstance(inner, PlannerError):
-            raise inner from error
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise CaptureError(f"the forward of {type(model).__name__} fails: {lines[0]}{_user_line(error)}") from error
+        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        if isinstance(cause, PlannerError):
+            raise cause from error
+        name, where = type(model).__name__, _user_line(error)
+        if raised := _RAISED.search(f"{error} {cause}"):
+            raise CaptureError(f"the forward of {name} fails: {raised['kind']}: {raised['message']}{where}") from error
+        reason = str(error).strip().splitlines()[0]
+        if isinstance(error, Unsupported):
+            raise CaptureError(f"{name} cannot be captured as one graph: {reason}{where}") from error
+        raise CaptureError(f"the forward of {name} fails: {reason}{where}") from error
 
 
 def _user_line(error: BaseException) -> str:
     stack = getattr(error, "real_stack", None)
-    frames = [f for f in stack or () if not _is_library(f.filename)] or list(stack or ())
+    frames = [f for f in stack or () if not is_library(f.filename)]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else _raised_at(error)
 
 
 def _raised_at(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-
-
-def _is_library(filename: str) -> bool:
-    return "/torch/" in filename or __file__ == filename or filename.startswith("<")
 
 
 def static_bytes(model: nn.Module, inputs: Sequence[torch.Tensor], *, alignment_bytes: int) -> dict[str, int]:

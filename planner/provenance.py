@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -81,6 +82,12 @@ def _module(node: fx.Node) -> str:
 
 
 def _source(node: fx.Node) -> str:
-    # Dynamo lists the innermost call last.
+    # Dynamo lists the innermost call last; of the user's code that line is wanted, not of torch's or ours.
     found = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
-    return f"{found[-1][0]}:{found[-1][1]}" if found else ""
+    own = [(file, line) for file, line in found if not is_library(file)]
+    return ":".join(own[-1]) if own else ""
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is torch's or this package's way into the model, not a user's code."""
+    return f"{os.sep}torch{os.sep}" in file or file.startswith("<") or os.path.basename(file) == "capture.py"

@@ -82,7 +82,7 @@ def test_tight_instances_get_a_plan_near_the_best_known(name: str) -> None:
     assert data["base_cost"] + solution.lower_bound_seconds <= data["best_known_cost"] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", ["vgg16-8gb", "resnet50-10gb"])
+@pytest.mark.parametrize("name", ["mobilenet_v2-7gb", "resnet50-10gb"])
 def test_segmentation_costs_at_least_the_best_known(name: str) -> None:
     problem, data = load(name)
     solution = solvers.solve(problem, "sqrt")

@@ -41,7 +41,7 @@ def small(name: str) -> list[str]:
     """Give the options that make a model of the zoo small enough to be planned and run in seconds."""
     if name not in zoo.names():
         return []
-    return ["--layers", "2", "--batch-size", "2", *(["--seq-len", "256"] if "tokens" in zoo.describe(name) else [])]
+    return ["--layers", "2", *(["--seq-len", "256"] if "tokens" in zoo.describe(name) else [])]
 
 
 def test_two_commands_do_all_the_set_up():

@@ -77,6 +77,7 @@ class _Search:
         self.lower_bound_seconds = 0.0
         self.best: list[int] | None = None
         self.best_seconds = float("inf")
+        self.fits = False  # whether the last programme's own solution kept the budget; what is left is its gap
         self.lowest_peak = (problem.baseline.peak_bytes, list(range(len(problem.graph.operations))))
 
     def left(self, share: float = 1.0) -> float:
@@ -104,10 +105,12 @@ class _Search:
         cuts = self.add_cuts(cuts, gap_seconds=near, share=0.2)
         if self.is_closed(near):
             self.add_cuts(cuts, gap_seconds=0.0, share=0.1)
+        if self.is_closed(near) or self.fits:
             return
         cuts = self.add_cuts(cuts, gap_seconds=enough, share=0.5)
-        self.leave_spare(first, enough)
-        self.add_cuts(cuts, gap_seconds=enough, share=1.0)
+        if not self.fits:
+            self.leave_spare(first, enough)
+            self.add_cuts(cuts, gap_seconds=enough, share=1.0)
 
     def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float) -> list[Cut]:
         """Solve, carry out, and cut where the budget breaks, until bound and schedule meet."""
@@ -124,16 +127,21 @@ class _Search:
                 f"ilp: {len(cuts)} cuts, bound {self.lower_bound_seconds:.6g} s, carried out at "
                 f"{share_of_budget:.2%} of the budget, found {self.best_seconds:.6g} s"
             )
-            if evaluation.peak_bytes > problem.budget_bytes:
-                self.mend(list(schedule.order))
+            self.fits = evaluation.peak_bytes <= problem.budget_bytes
+            if self.fits:
+                break
+            self.mend(list(schedule.order))
             more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
-            if more is None or evaluation.peak_bytes <= problem.budget_bytes:
+            if more is None:
                 break
             cuts = more
         return cuts
 
     def leave_spare(self, cuts: list[Cut], gap_seconds: float) -> None:
-        """Leave some of the budget free at the cuts, for what recomputing takes elsewhere."""
+        """Leave some of the budget free at the cuts, for what recomputing takes elsewhere.
+
+        By bisection, since each try costs a programme; what it finds proves nothing.
+        """
         problem = self.problem
         low, high = 0.0, 0.5
         while self.left() > 0 and not self.is_closed(gap_seconds) and high - low > 0.005:

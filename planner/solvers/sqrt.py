@@ -80,17 +80,23 @@ def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
         return
     turn = _turning_point(graph)
     crossing = _crossing_bytes(graph, turn)
-    narrow = _narrow_places(crossing)
-    root = max(2, round(math.sqrt(len(narrow) + 1)))
-    counts = {round(root * factor) for factor in (1, 0.5, 0.7, 1.4, 2, 3, 4, 6, 8)} | {2, 3, len(narrow) + 1}
     seen: set[tuple[int, ...]] = set()
-    for count in sorted(counts, key=lambda count: abs(math.log(max(count, 1) / root))):
-        places = _boundaries(graph, crossing, narrow, count, turn)
-        if count < 2 or not places or places in seen:
-            continue
-        seen.add(places)
-        for keeps_last in (True, False):
-            yield _segmented(graph, turn, places, keeps_last=keeps_last)
+    # Where sizes shrink along the forward, as in a CNN, the narrow places leave its start uncut.
+    for candidates in (_narrow_places(crossing), list(range(1, turn - 1))):
+        for count in _counts(len(candidates)):
+            places = _boundaries(graph, crossing, candidates, count, turn)
+            if not places or places in seen:
+                continue
+            seen.add(places)
+            for keeps_last in (True, False):
+                yield _segmented(graph, turn, places, keeps_last=keeps_last)
+
+
+def _counts(places: int) -> list[int]:
+    """Give numbers of segments to try, those near the square root first."""
+    root = max(2.0, math.sqrt(places + 1))
+    counts = {2, 3, *(round(root * factor) for factor in (0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8))}
+    return sorted((count for count in counts if 2 <= count <= places + 1), key=lambda count: abs(math.log(count / root)))
 
 
 def _turning_point(graph: TrainingGraph) -> int:
@@ -129,15 +135,13 @@ def _narrow_places(crossing: list[int]) -> list[int]:
     ]
     if not narrow:
         return list(range(1, len(crossing) - 1))
-    floor, ceiling = min(crossing[place] for place in narrow), max(crossing)
+    tolerance = (max(crossing) - min(crossing[place] for place in narrow)) / 4
     reach = max(1, len(crossing) // 8)
-    chosen = []
-    for place in narrow:
-        around = narrow_window = [p for p in narrow if abs(p - place) <= reach]
-        lowest = min(crossing[p] for p in around or narrow_window)
-        if crossing[place] <= lowest + 0.25 * (ceiling - floor):
-            chosen.append(place)
-    return chosen
+    return [
+        place
+        for place in narrow
+        if crossing[place] <= min(crossing[other] for other in narrow if abs(other - place) <= reach) + tolerance
+    ]
 
 
 def _boundaries(
