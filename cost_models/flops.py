@@ -221,7 +221,7 @@ def _distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
         if tensor.layout is not _strided():
             continue
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)  # torch gives one Python object for each storage as long as that lives
         strides = tuple(_hint(stride) for stride in tensor.stride())
         shape = tuple(_hint(length) for length in tensor.shape)
         # An expanded dimension has stride 0: the same bytes over and over.

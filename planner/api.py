@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from planner import loss
-from planner.capture import Inputs, capture, is_fake
+from planner.capture import capture, is_fake
 from planner.errors import UsageError
+from planner.inputs import Inputs
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes.graph import GraphRuntime
 from planner.session import Options, options_of, plan_step
-from planner.torch_internals import install_call, uninstall_call
+from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.verification import LossFunction
 from planner.verification import verify as _verify
 
@@ -257,7 +258,7 @@ def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None,
 
 
 def _runtime(model: nn.Module) -> GraphRuntime | None:
-    runtime = getattr(model, "_compiled_call_impl", None)
+    runtime = installed_call(model)
     return runtime if isinstance(runtime, GraphRuntime) else None
 
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from planner.capture import Inputs, fake_mode
+from planner.capture import fake_mode
 from planner.errors import PlannerError, UsageError
+from planner.inputs import Inputs
 from planner.memory import StorageTracker
 from planner.torch_internals import FakeTensor
 

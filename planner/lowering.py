@@ -19,14 +19,22 @@ from cost_models.flops import count_flops, moved_bytes
 from planner import provenance
 from planner.errors import UnsupportedModelError
 from planner.graph import Operation, Phase, TrainingGraph, Value
-from planner.torch_internals import (
-    InputMutationAOTOutput,
-    OpOverload,
-    TangentAOTInput,
-    storage_id,
+from planner.joint import (
+    JointGraph,
+    ancestors,
+    drop_unused_statistics,
+    is_batch_norm,
+    is_collective,
+    is_random,
+    is_tangent,
+    mutates,
+    needed_by_forward,
+    on_cpu,
+    overwritten_inputs,
+    reads_any,
+    tensors_of,
 )
-
-aten = torch.ops.aten
+from planner.torch_internals import storage_id
 
 LOSS_NAME = "loss"
 LOSS_TARGET = "the loss and what runs outside the captured graph"
@@ -34,48 +42,6 @@ LOSS_TARGET = "the loss and what runs outside the captured graph"
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of ``torch.get_rng_state()``: what a recomputed random operation keeps on a CPU. On CUDA the
 state is a host tensor, so it costs nothing on the device."""
-
-_ATTENTION_DROPOUT_ARGUMENT = {
-    "_scaled_dot_product_flash_attention_for_cpu": (3, "dropout_p"),
-    "_scaled_dot_product_flash_attention": (3, "dropout_p"),
-    "_scaled_dot_product_efficient_attention": (5, "dropout_p"),
-    "_scaled_dot_product_cudnn_attention": (5, "dropout_p"),
-    "_scaled_dot_product_fused_attention_overrideable": (4, "dropout_p"),
-}
-
-
-@dataclass(frozen=True)
-class JointGraph:
-    """A joint graph as AOTAutograd hands it to a partition function.
-
-    Parameters
-    ----------
-    module : torch.fx.GraphModule
-        Root for the attributes that the graph reads.
-    graph : torch.fx.Graph
-        Forward and backward nodes after common-subexpression elimination.
-    num_forward_outputs : int
-        How many outputs belong to the forward.
-    inputs : list of torch.Tensor
-        What the graph was captured with, parameters and buffers included.
-    """
-
-    module: fx.GraphModule
-    graph: fx.Graph
-    num_forward_outputs: int
-    inputs: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def outputs(self) -> tuple[list[Any], list[Any]]:
-        """Forward and backward outputs: nodes, or None where there is no gradient."""
-        flat = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
-        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
-
-    @property
-    def output_descriptors(self) -> tuple[list[Any], list[Any]]:
-        """AOTAutograd's descriptors of forward and backward outputs."""
-        flat = list(self.graph.output_node().meta.get("desc") or [None] * len(self.graph.output_node().args[0]))  # type: ignore[arg-type]
-        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
 
 
 @dataclass(frozen=True)
@@ -102,40 +68,6 @@ class LoweredGraph:
     value_nodes: list[fx.Node]
     storage_of: dict[fx.Node, tuple[int, ...]]
     alias_nodes: set[fx.Node] = field(default_factory=set)
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Tell a placeholder that the backward receives from one that the forward receives."""
-    descriptor = node.meta.get("desc")
-    if descriptor is not None:
-        return isinstance(descriptor, TangentAOTInput)
-    return "tangents" in str(node.target)
-
-
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Give the tensors that a node's recorded output holds."""
-    val = node.meta.get("val")
-    leaves = val if isinstance(val, (list, tuple)) else [val]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: attention carries the tag even without dropout."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    place = _ATTENTION_DROPOUT_ARGUMENT.get(node.target.overloadpacket.__name__)
-    if place is not None:
-        position, keyword = place
-        probability = node.kwargs.get(keyword, node.args[position] if len(node.args) > position else 0.0)
-        return bool(probability != 0.0)
-    if node.target is aten.native_dropout.default:
-        return bool(node.args[1] != 0.0) and node.args[2] is not False
-    return True
-
-
-def mutates(node: fx.Node) -> bool:
-    """Whether a node writes into one of its inputs."""
-    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def lower(
@@ -193,11 +125,11 @@ class _Lowering:
 
     def run(self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int) -> LoweredGraph:
         forward_outputs, backward_outputs = self.joint.outputs
-        forward = _needed_by_forward(self.joint)
-        self.unavailable = _overwritten_inputs(self.joint)
+        forward = needed_by_forward(self.joint)
+        self.unavailable = overwritten_inputs(self.joint)
         self.retained = self._retained_storages(forward_outputs, backward_outputs)
         tangents = []
-        _drop_unused_statistics(self.joint.graph)
+        drop_unused_statistics(self.joint.graph)
         for node in self.joint.graph.nodes:
             for tensor in tensors_of(node):
                 if any(isinstance(size, torch.SymInt) for size in tensor.shape):
@@ -214,7 +146,7 @@ class _Lowering:
             if node in forward:
                 self._add(node, Phase.FORWARD)
         self._add_loss(forward_outputs, tangents, loss_workspace_bytes)
-        for node in _ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
+        for node in ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
             if node not in forward:
                 self._add(node, Phase.BACKWARD)
         graph = TrainingGraph(
@@ -253,10 +185,8 @@ class _Lowering:
             if storage in self.value_of_storage:
                 continue  # an operation that writes into an input: no new storage
             outputs.append(self._new_value(node, tensor, position, len(tensors)))
-        self.storage_of[node] = _distinct(
-            v for t in tensors if (v := self.value_of_storage[storage_id(t)]) is not None
-        )
-        if phase is Phase.BACKWARD and _reads_any(node, self.unavailable, self.alias_nodes):
+        self.storage_of[node] = _distinct(v for t in tensors if (v := self.value_of_storage[storage_id(t)]) is not None)
+        if phase is Phase.BACKWARD and reads_any(node, self.unavailable, self.alias_nodes):
             raise UnsupportedModelError(
                 f"the backward of {node.target} ({self.places[node].source}) reads an input that the forward "
                 "overwrites: copy it before the in-place change"
@@ -275,7 +205,7 @@ class _Lowering:
                 module=place.module,
                 source=place.source,
                 recomputable=self._recomputable(node),
-                state_bytes=self._round(CPU_RANDOM_STATE_BYTES) if random and _on_cpu(node) else 0,
+                state_bytes=self._round(CPU_RANDOM_STATE_BYTES) if random and on_cpu(node) else 0,
                 flops=count_flops(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
                 moved_bytes=moved_bytes(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
@@ -341,90 +271,14 @@ class _Lowering:
         self.operation_nodes.append(None)
 
     def _recomputable(self, node: fx.Node) -> bool:
-        if mutates(node) or _is_collective(node):
+        if mutates(node) or is_collective(node):
             return False
-        if _reads_any(node, self.unavailable, self.alias_nodes):
+        if reads_any(node, self.unavailable, self.alias_nodes):
             return is_batch_norm(node)
         return True
 
     def _round(self, size_bytes: int) -> int:
         return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
-
-
-def is_batch_norm(node: fx.Node) -> bool:
-    """Whether a node is BatchNorm in training: recomputed, it takes the form without running statistics."""
-    return node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True
-
-
-def _drop_unused_statistics(graph: fx.Graph) -> None:
-    """Take running statistics out of BatchNorm's backward, which in training does not read them.
-
-    They are overwritten by the forward, so what the backward would be given is not what it names.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
-        if node.args[7] is True:
-            node.args = (*node.args[:3], None, None, *node.args[5:])
-
-
-def _needed_by_forward(joint: JointGraph) -> set[fx.Node]:
-    forward_outputs, _ = joint.outputs
-    nodes = list(joint.graph.nodes)
-    roots = [n for n in forward_outputs if isinstance(n, fx.Node)]
-    for node in nodes:
-        # Writes and random draws stay where eager has them, whoever reads the result.
-        tag = node.meta.get("partitioner_tag")
-        drawn = is_random(node) and tag == "is_forward"
-        if node.op == "call_function" and (drawn or (mutates(node) and tag != "is_backward")):
-            roots.append(node)
-    needed = set(_ancestors(roots, nodes))
-    for node in nodes:
-        # Elements of a forward operation's output are there once it has run.
-        if node.target is operator.getitem and node.args[0] in needed:
-            needed.add(node)
-    return needed
-
-
-def _ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    needed: set[fx.Node] = set()
-    stack = list(roots)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    for node in list(needed):
-        needed.update(user for user in node.users if user.target is operator.getitem)
-    return [node for node in nodes if node in needed]
-
-
-def _overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
-    overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
-    names = {
-        d.mutated_input
-        for d in joint.output_descriptors[0]
-        if isinstance(d, InputMutationAOTOutput)
-    }
-    overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}
-    return {n for n in overwritten if isinstance(n, fx.Node) and n.op == "placeholder"}
-
-
-def _reads_any(node: fx.Node, unavailable: set[fx.Node], alias_nodes: set[fx.Node]) -> bool:
-    stack = list(node.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if source in unavailable:
-            return True
-        if source in alias_nodes:
-            stack.extend(source.all_input_nodes)
-    return False
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d_functional")
-
-
-def _on_cpu(node: fx.Node) -> bool:
-    return all(tensor.device.type == "cpu" for tensor in tensors_of(node))
 
 
 def _vals(arguments: Any) -> Any:

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.torch_internals import storage_id
+
 
 def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Run a step and give the most bytes that it held above what was there when it began.
@@ -73,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
         """Take the tensors in a tree as resident."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, torch.Tensor):
-                self._known.add(leaf.untyped_storage()._cdata)
+                self._known.add(storage_id(leaf))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -83,7 +85,7 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        identity = storage._cdata
+        identity = id(storage)
         if identity in self._known:
             return
         size_bytes = -(-storage.nbytes() // self.alignment_bytes) * self.alignment_bytes

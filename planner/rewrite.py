@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.lowering import LoweredGraph, is_batch_norm, is_random, is_tangent
+from planner.joint import is_batch_norm, is_random, is_tangent
+from planner.lowering import LoweredGraph
 from planner.schedule import Schedule
 from planner.torch_internals import SavedForBackwardsAOTOutput, run_and_save_rng_state, run_with_rng_state
 

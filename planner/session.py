@@ -17,10 +17,12 @@ from torch import nn
 
 import cost_models
 from planner import workspace
-from planner.capture import is_fake, static_bytes
+from planner.capture import is_fake
 from planner.errors import PlanMismatchError, UsageError
 from planner.graph import OperationCost, TrainingGraph
-from planner.lowering import JointGraph, LoweredGraph, lower
+from planner.inputs import static_bytes
+from planner.joint import JointGraph
+from planner.lowering import LoweredGraph, lower
 from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
 from planner.schedule import Schedule
@@ -276,9 +278,7 @@ def _take_over(
         schedule = plan.schedule_for(lowered.graph)
     except PlanMismatchError:
         return None
-    problem = make_problem(
-        lowered.graph, costs, budget=options.budget, activation_budget=options.activation_budget
-    )
+    problem = make_problem(lowered.graph, costs, budget=options.budget, activation_budget=options.activation_budget)
     evaluation = simulate(lowered.graph, costs, schedule)
     unneeded = evaluation.recompute_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
     if evaluation.peak_bytes > problem.budget_bytes or unneeded:

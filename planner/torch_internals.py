@@ -6,10 +6,13 @@ A new torch release that moves one of them breaks this file, with one message: s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException, Unsupported
@@ -40,15 +43,25 @@ __all__ = [
     "Unsupported",
     "aot_backend",
     "boxed",
+    "call_implementation",
     "compile_isolated",
+    "dynamo_settings",
     "eliminate_common_subexpressions",
+    "has_full_backward_hooks",
     "install_call",
+    "installed_call",
+    "is_mutable",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "self_test",
     "storage_id",
     "uninstall_call",
 ]
+
+MAXIMUM_SHAPES = 64
+"""How many sets of input shapes one wrapped model may have graphs for."""
+
+_LOGGING = {method for method in vars(logging.Logger).values() if callable(method)}
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -88,8 +101,8 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identify a tensor's storage, fake or real, for as long as the tensor lives."""
-    return int(tensor.untyped_storage()._cdata)
+    """Identify a tensor's storage, fake or real, for as long as the storage lives."""
+    return id(tensor.untyped_storage())  # torch gives one Python object for each storage
 
 
 def compile_isolated(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,9 +118,33 @@ def install_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call
 
 
+def installed_call(module: torch.nn.Module) -> Any:
+    """Give what :func:`install_call` installed, or None."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
 def uninstall_call(module: torch.nn.Module) -> None:
     """Undo :func:`install_call`."""
     module._compiled_call_impl = None
+
+
+def is_mutable(operator: OpOverload) -> bool:
+    """Whether an operator writes into one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def has_full_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks wait for the gradients of a module's inputs and outputs."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextmanager
+def dynamo_settings() -> Iterator[None]:
+    """Let a planned model have graphs for many shapes, and let log messages inside it pass in silence."""
+    with torch._dynamo.config.patch(
+        recompile_limit=MAXIMUM_SHAPES, ignore_logging_functions=_LOGGING, suppress_errors=False
+    ):
+        yield
 
 
 def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from planner.capture import Inputs
 from planner.errors import UsageError
+from planner.inputs import Inputs
 from planner.memory import measure_peak
 from planner.planning import Plan, Verification
 from planner.runtimes.graph import GraphRuntime
 from planner.session import options_of
-from planner.torch_internals import install_call, uninstall_call
+from planner.torch_internals import install_call, installed_call, uninstall_call
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -201,7 +201,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _running(model: nn.Module, runtime: GraphRuntime) -> Iterator[None]:
-    previous = model._compiled_call_impl
+    previous = installed_call(model)
     install_call(model, runtime)
     try:
         yield

@@ -17,8 +17,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import _pytree as pytree
 
 from planner.graph import OperationCost
-from planner.lowering import LoweredGraph, mutates, tensors_of
-from planner.torch_internals import FakeTensor, OpOverload
+from planner.joint import mutates, tensors_of
+from planner.lowering import LoweredGraph
+from planner.torch_internals import FakeTensor, OpOverload, storage_id
 
 SECONDS_FOR_ONE = 1.0
 """An operation that a roofline puts above this is not run: its own time dwarfs its workspace's worth."""
@@ -170,11 +171,11 @@ def _arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
 
 
 def _new_bytes(result: Any, arguments: Any, alignment_bytes: int = 1) -> int:
-    known = {t.untyped_storage()._cdata for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
+    known = {storage_id(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
     total = 0
     for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
-            known.add(tensor.untyped_storage()._cdata)
+        if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in known:
+            known.add(storage_id(tensor))
             total += -(-tensor.untyped_storage().nbytes() // alignment_bytes) * alignment_bytes
     return total
 

@@ -22,7 +22,8 @@ from planner.zoo_catalogue import ZOO, Entry, Sizes
 
 if TYPE_CHECKING:
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from planner.torch_internals import FakeTensorMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,8 @@ def _transformers() -> ModuleType:
 def _without_values() -> Iterator[None]:
     """Skip the initial values where tensors are fake: a truncated normal distribution looks at what it drew."""
     import torch
-    from torch._subclasses.fake_tensor import FakeTensor
+
+    from planner.torch_internals import FakeTensor
 
     if isinstance(torch.empty(0), FakeTensor):
         with import_module("transformers.initialization").no_init_weights():

@@ -87,9 +87,7 @@ def random_graph(
         for _ in range(1 if plain else rng.choice([1, 1, 1, 2])):
             size = rng.choice([1, 2, 3, 4, 5, 8]) if plain else rng.choice([0, 1, 2, 3, 4, 5, 8])
             outputs.append(len(values))
-            values.append(
-                Value(name=f"v{len(values)}", size_bytes=size, retained=not plain and rng.random() < 0.12)
-            )
+            values.append(Value(name=f"v{len(values)}", size_bytes=size, retained=not plain and rng.random() < 0.12))
         made.extend(outputs)
         built.append(
             Operation(
@@ -229,9 +227,7 @@ def gpt_like(
     return TrainingGraph(operations=tuple(tape.operations), values=tuple(tape.values)), tuple(tape.costs)
 
 
-def resnet_like(
-    blocks: int = 50, *, batch: int = 64
-) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+def resnet_like(blocks: int = 50, *, batch: int = 64) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
     """Make the training step of a residual CNN whose activations shrink by half at each of four stages."""
     tape = _Tape()
     size, channels = batch * 56 * 56 * 256 * 4, 256

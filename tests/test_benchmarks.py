@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import capture, common, exactness, partitioner
 from planner.errors import UsageError
+from planner.lowering import CPU_RANDOM_STATE_BYTES
 
 TINY = ["--layers", "1", "--seq-len", "32", "--batch-size", "4"]
 
@@ -93,7 +94,8 @@ def test_partitioner_is_read_back_whole(tmp_path: Path) -> None:
     assert [table["case"] for table in tables] == list(partitioner.CASES)
     for row in (row for table in tables for row in table["rows"]):
         assert row["recomputed"] > 0
-        assert row["own_peak_bytes"] == row["peak_bytes"]
+        random_state_bytes = row["peak_bytes"] - row["own_peak_bytes"]
+        assert 0 <= random_state_bytes <= row["recomputed"] * CPU_RANDOM_STATE_BYTES
         assert row["planned"] is None or row["planned"]["peak_bytes"] <= row["peak_bytes"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import oracle
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import solvers
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import InfeasibleBudgetError, SolverUnavailableError, UsageError
 from planner.floor import minimum_peak, proven_floor
 from planner.graph import OperationCost, Phase, TrainingGraph
 from planner.problem import Problem
@@ -167,7 +168,7 @@ def test_training_steps_come_near_the_bound(
 def test_more_budget_never_costs_more() -> None:
     found = [solvers.solve(at(GPT, share), time_limit_seconds=5) for share in (0.35, 0.5, 0.65, 0.8, 0.95)]
     slack = 3e-4 * at(GPT, 1.0).baseline.seconds
-    for tight, loose in zip(found, found[1:], strict=False):
+    for tight, loose in pairwise(found):
         assert loose.recompute_seconds <= tight.recompute_seconds + slack
         assert loose.lower_bound_seconds <= tight.recompute_seconds + 1e-12
 
@@ -178,6 +179,27 @@ def test_auto_is_no_worse_than_the_others() -> None:
     for name in ("sqrt", "ilp"):
         other = solvers.solve(problem, name, time_limit_seconds=5)
         assert auto.recompute_seconds <= other.recompute_seconds + 3e-4 * problem.baseline.seconds
+
+
+def test_without_highs_cbc_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulp = pytest.importorskip("pulp")
+    if not pulp.PULP_CBC_CMD().available():
+        pytest.skip("CBC is not installed")
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    told: list[str] = []
+    problem = at(GPT, 0.8)
+    solution = solvers.solve(problem, "ilp", time_limit_seconds=5, progress=told.append)
+    assert any("CBC" in line for line in told)
+    assert 0 < solution.lower_bound_seconds <= solution.recompute_seconds
+
+
+def test_without_any_library_the_ilp_is_unavailable_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    pulp = pytest.importorskip("pulp")
+    for library in (pulp.HiGHS, pulp.PULP_CBC_CMD):
+        monkeypatch.setattr(library, "available", lambda self: False)
+    with pytest.raises(SolverUnavailableError, match="highspy"):
+        solvers.solve(at(GPT, 0.6), "ilp")
+    assert solvers.solve(at(GPT, 0.6)).peak_bytes <= at(GPT, 0.6).budget_bytes
 
 
 # ----------------------------------------------------------------------------- segmentation and floor

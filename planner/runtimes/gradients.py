@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from planner.errors import PlannerError, RuntimeUnsupportedError
-from planner.lowering import JointGraph, is_random, is_tangent, mutates
+from planner.joint import JointGraph, is_random, is_tangent, mutates
 from planner.torch_internals import TangentAOTInput
 
 Reach = tuple[list[int], list[frozenset[int]]]
@@ -138,9 +138,7 @@ class LateGradients:
 
     def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Give the detached outputs of one call a way back to the inputs."""
-        attached: tuple[torch.Tensor, ...] = _Late.apply(
-            self, state, [outputs[p] for p in self.positions], *inputs
-        )
+        attached: tuple[torch.Tensor, ...] = _Late.apply(self, state, [outputs[p] for p in self.positions], *inputs)
         return attached
 
     def gradients(self, state: Any, inputs: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:

@@ -10,19 +10,17 @@ from torch import fx, nn
 
 from planner import rewrite
 from planner.capture import (
-    Inputs,
-    check_capturable,
     differentiable_outputs,
-    dynamo_settings,
     expected_losses,
-    explain_failures,
     isolated_call,
 )
-from planner.lowering import JointGraph
+from planner.failures import explain_failures
+from planner.inputs import Inputs, check_capturable
+from planner.joint import JointGraph
 from planner.planning import Plan
 from planner.runtimes.gradients import LateGradients, reach_of, watch_backward
 from planner.session import Options, PlannedStep, plan_step
-from planner.torch_internals import call_implementation
+from planner.torch_internals import call_implementation, dynamo_settings
 
 
 class GraphRuntime:
@@ -77,9 +75,7 @@ class GraphRuntime:
             return self._call(*args, **kwargs)
 
     def _new_call(self) -> Callable[..., Any]:
-        return isolated_call(
-            self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish
-        )
+        return isolated_call(self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish)
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = self.planned(joint)
@@ -128,4 +124,3 @@ class GraphRuntime:
             return outputs
 
         return finished
-

@@ -136,11 +136,12 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
     from planner.floor import minimum_peak  # it calls solvers itself
 
     floor = minimum_peak(problem.graph, problem.costs)
-    static_bytes = problem.graph.total_static_bytes
-    if floor.found_peak_bytes + static_bytes >= error.minimum_feasible_peak_bytes:
+    known_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
+    if known_bytes >= error.minimum_feasible_peak_bytes:
         return error
+    verdict = str(error).partition(";")[0]
     return InfeasibleBudgetError(
-        str(error),
-        minimum_feasible_peak_bytes=floor.found_peak_bytes + static_bytes,
+        f"{verdict}; a plan is known for {known_bytes} bytes, at {floor.found_operation}",
+        minimum_feasible_peak_bytes=known_bytes,
         operation=floor.found_operation,
     )

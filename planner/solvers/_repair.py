@@ -206,11 +206,7 @@ def lower_peak(
             gained += freed
             if 2 * gained >= over:
                 break
-        order = [
-            index
-            for position, old in enumerate(order)
-            for index in (*sorted(insert.get(position, ())), old)
-        ]
+        order = [index for position, old in enumerate(order) for index in (*sorted(insert.get(position, ())), old)]
         order = without_useless(problem, order)
         layout = Layout(problem, order)
         patience += 1

@@ -22,7 +22,6 @@ from planner.simulate import simulate
 from planner.solvers._repair import lower_peak, take_back, without_useless
 from planner.solvers._stepcut import Cut, Model, build, carry_out, needed_after
 
-
 _NEAR, _ENOUGH = 1e-4, 3e-4
 """How near to the bound the search is content with, early and late, as a share of the step."""
 
@@ -255,7 +254,7 @@ class _Search:
         static = graph.total_static_bytes
         how = "no plan keeps" if proven else "found no plan that keeps"
         return InfeasibleBudgetError(
-            f"{how} {self.problem.budget_bytes + static} bytes; {peak + static} were reached, at {operation}",
+            f"{how} {self.problem.budget_bytes + static} bytes; a plan is known for {peak + static}, at {operation}",
             minimum_feasible_peak_bytes=peak + static,
             operation=operation,
         )
@@ -307,8 +306,10 @@ class _Library:
         if self.has_highs:
             info = programme.solverModel.getInfo()
             bound = info.objective_function_value if relax else info.mip_dual_bound
-        elif optimal:
-            bound = pulp.value(programme.objective)
+        elif optimal or relax:
+            bound = pulp.value(programme.objective) if optimal else 0.0
+        else:  # CBC keeps its dual bound to itself
+            bound = self.minimise(model, time_limit_seconds, relax=True).bound
         if optimal and not relax and abs(exact - bound) <= 1e-6 * max(1.0, exact):
             bound = exact
         return _Answer(values if found else None, max(bound, 0.0))

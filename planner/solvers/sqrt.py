@@ -53,7 +53,7 @@ class SqrtSolver:
             static_bytes = problem.graph.total_static_bytes
             operation = problem.graph.operations[lowest[1].order[lowest[2]]].name
             raise InfeasibleBudgetError(
-                f"no segmentation keeps {problem.budget_bytes + static_bytes} bytes; the lowest peak of one is "
+                f"no segmentation keeps {problem.budget_bytes + static_bytes} bytes; a plan is known for "
                 f"{lowest[0] + static_bytes}, at {operation}",
                 minimum_feasible_peak_bytes=lowest[0] + static_bytes,
                 operation=operation,
@@ -96,7 +96,9 @@ def _counts(places: int) -> list[int]:
     """Give numbers of segments to try, those near the square root first."""
     root = max(2.0, math.sqrt(places + 1))
     counts = {2, 3, *(round(root * factor) for factor in (0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8))}
-    return sorted((count for count in counts if 2 <= count <= places + 1), key=lambda count: abs(math.log(count / root)))
+    return sorted(
+        (count for count in counts if 2 <= count <= places + 1), key=lambda count: abs(math.log(count / root))
+    )
 
 
 def _turning_point(graph: TrainingGraph) -> int:
@@ -144,9 +146,7 @@ def _narrow_places(crossing: list[int]) -> list[int]:
     ]
 
 
-def _boundaries(
-    graph: TrainingGraph, crossing: list[int], narrow: list[int], count: int, turn: int
-) -> tuple[int, ...]:
+def _boundaries(graph: TrainingGraph, crossing: list[int], narrow: list[int], count: int, turn: int) -> tuple[int, ...]:
     """Choose the narrow places that cut what is saved for the backward into about equal segments."""
     saved = [0] * turn
     for u, maker in enumerate(graph.producer):

@@ -1,0 +1,46 @@
+"""What torch raises while it captures, said in one line: what is wrong, and at which line of the user's."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from planner.errors import CaptureError, PlannerError
+from planner.provenance import is_library
+from planner.torch_internals import TorchDynamoException, Unsupported
+
+_RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
+
+
+@contextmanager
+def explain_failures(model: nn.Module) -> Iterator[None]:
+    """Turn what Dynamo and AOTAutograd raise into a :class:`CaptureError` of one line."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        if isinstance(cause, PlannerError):
+            raise cause from error
+        name, where = type(model).__name__, _user_line(error)
+        if raised := _RAISED.search(f"{error} {cause}"):
+            raise CaptureError(f"the forward of {name} fails: {raised['kind']}: {raised['message']}{where}") from error
+        reason = str(error).strip().splitlines()[0]
+        if isinstance(error, Unsupported):
+            raise CaptureError(f"{name} cannot be captured as one graph: {reason}{where}") from error
+        raise CaptureError(f"the forward of {name} fails: {reason}{where}") from error
+
+
+def _user_line(error: BaseException) -> str:
+    stack = getattr(error, "real_stack", None)
+    frames = [f for f in stack or () if not is_library(f.filename)]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else raised_at(error)
+
+
+def raised_at(error: BaseException) -> str:
+    """Name the user's line that an error came from, or nothing."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""

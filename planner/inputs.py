@@ -1,0 +1,114 @@
+"""One call's arguments, and what is resident around it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.torch_internals import has_full_backward_hooks, storage_id
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Positional and keyword arguments of one call of the model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> Inputs:
+        """Read example inputs as people write them: a tensor, a tuple or list of arguments, a dict of keywords.
+
+        Raises
+        ------
+        UsageError
+            If they are nothing of the kind, or hold no tensor.
+        """
+        kwargs = dict(example_kwargs or {})
+        if isinstance(example_inputs, Inputs):
+            return example_inputs
+        if isinstance(example_inputs, torch.Tensor):
+            args: tuple[Any, ...] = (example_inputs,)
+        elif isinstance(example_inputs, Mapping):
+            args, kwargs = (), {**example_inputs, **kwargs}
+        elif isinstance(example_inputs, (tuple, list)):
+            args = tuple(example_inputs)
+        elif example_inputs is None and kwargs:
+            args = ()
+        else:
+            raise UsageError(
+                f"example inputs must be a tensor, a tuple of arguments or a dict of keywords, "
+                f"not {type(example_inputs).__name__}"
+            )
+        inputs = cls(args, kwargs)
+        if not inputs.tensors():
+            raise UsageError("the example inputs hold no tensor: pass what one training step passes to the model")
+        return inputs
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Give the tensors among the arguments, nested ones too."""
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
+        """Give the same arguments with every tensor replaced."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
+        return Inputs(args, kwargs)
+
+
+def check_capturable(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse at once what would fail deep inside torch.
+
+    Raises
+    ------
+    UsageError
+        If the inputs are not on the model's device.
+    RuntimeUnsupportedError
+        If a module has full backward hooks.
+    """
+    devices = {p.device for p in itertools.chain(model.parameters(), model.buffers())}
+    for tensor in inputs.tensors():
+        if len(devices) == 1 and tensor.device not in devices:
+            raise UsageError(
+                f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one of them"
+            )
+    for name, module in model.named_modules():
+        if has_full_backward_hooks(module):
+            raise RuntimeUnsupportedError(
+                f"module {name or type(model).__name__!r} has full backward hooks, which a captured graph cannot call: "
+                "remove them, or use tensor hooks on the output"
+            )
+
+
+def static_bytes(model: nn.Module, inputs: Sequence[torch.Tensor], *, alignment_bytes: int) -> dict[str, int]:
+    """Count what is resident before the step, each storage once.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    inputs : sequence of torch.Tensor
+        What the step is given; parameters and buffers among them are not counted again.
+    alignment_bytes : int
+
+    Returns
+    -------
+    dict of str to int
+        Bytes of ``parameters``, ``buffers`` and ``inputs``.
+    """
+    seen: set[int] = set()
+    counted: dict[str, int] = {}
+    groups = {"parameters": model.parameters(), "buffers": model.buffers(), "inputs": iter(inputs)}
+    for kind, tensors in groups.items():
+        total = 0
+        for tensor in tensors:
+            if (storage := storage_id(tensor)) not in seen:
+                seen.add(storage)
+                total += -(-tensor.untyped_storage().nbytes() // alignment_bytes) * alignment_bytes
+        counted[kind] = total
+    return counted
