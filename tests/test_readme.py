@@ -98,7 +98,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_report_that_is_shown_is_one_of_today(capsys: pytest.CaptureFixture[str]):
     (shown,) = fenced("text")
     assert VERDICT.fullmatch(shown.splitlines()[0])
-    assert cli.main(["plan", "minigpt", "--activation-budget", "90%", *small("minigpt")]) == 0
+    assert cli.main(["plan", "minimind-26m", "--activation-budget", "70%", *small("minimind-26m")]) == 0
     assert headings(capsys.readouterr().out) == headings(shown)
 
 
