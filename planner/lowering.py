@@ -36,6 +36,8 @@ from planner.joint import (
 )
 from planner.torch_internals import storage_id
 
+ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
+
 LOSS_NAME = "loss"
 LOSS_TARGET = "the loss and what runs outside the captured graph"
 
@@ -53,7 +55,7 @@ class LoweredGraph:
     joint : JointGraph
     graph : TrainingGraph
     operation_nodes : list of torch.fx.Node or None
-        For each operation its node; None for the loss.
+        For each operation its node; None for the loss and for what autograd does with gradients.
     value_nodes : list of torch.fx.Node
         For each value the node whose output owns the storage.
     storage_of : dict of torch.fx.Node to tuple of int
@@ -149,6 +151,7 @@ class _Lowering:
         for node in ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
             if node not in forward:
                 self._add(node, Phase.BACKWARD)
+        self._add_gradient_copies(backward_outputs)
         graph = TrainingGraph(
             operations=tuple(self.operations),
             values=tuple(self.values),
@@ -269,6 +272,41 @@ class _Lowering:
             )
         )
         self.operation_nodes.append(None)
+
+    def _add_gradient_copies(self, gradients: list[Any]) -> None:
+        """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
+        nodes = [n for n in self.joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+        seen: set[int] = set()
+        reads, copies = [], []
+        for node, gradient in zip(nodes, gradients, strict=False):
+            if not isinstance(gradient, fx.Node) or not self.storage_of[gradient]:
+                continue
+            (of,), (tensor,) = tensors_of(node), tensors_of(gradient)
+            storage = storage_id(tensor)
+            same_layout = of.stride() == tensor.stride() or min(of.numel(), tensor.numel()) <= 1
+            if storage in seen or not same_layout or self.retained.get(storage) != "gradient":
+                reads += self.storage_of[gradient]
+                size_bytes = self._round(of.numel() * of.element_size())
+                self.values.append(
+                    Value(name=f"copy of {gradient.name}", size_bytes=size_bytes, retained=True, kind="gradient")
+                )
+                self.value_nodes.append(gradient)
+                copies.append(len(self.values) - 1)
+            seen.add(storage)
+        if copies:
+            self.operations.append(
+                Operation(
+                    name="accumulate",
+                    key=self.keys.next("", ACCUMULATE_TARGET, Phase.BACKWARD),
+                    target=ACCUMULATE_TARGET,
+                    inputs=_distinct(reads),
+                    outputs=tuple(copies),
+                    phase=Phase.BACKWARD,
+                    recomputable=False,
+                    dtype="",
+                )
+            )
+            self.operation_nodes.append(None)
 
     def _recomputable(self, node: fx.Node) -> bool:
         if mutates(node) or is_collective(node):

@@ -51,6 +51,7 @@ __all__ = [
     "install_call",
     "installed_call",
     "is_mutable",
+    "profiler_is_running",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "self_test",
@@ -131,6 +132,11 @@ def uninstall_call(module: torch.nn.Module) -> None:
 def is_mutable(operator: OpOverload) -> bool:
     """Whether an operator writes into one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def profiler_is_running() -> bool:
+    """Whether a torch profiler is on; another cannot be started inside it."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ draws integers before it has a mask. Without it ResNet-50's peak comes out 1% to
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 from planner.graph import OperationCost
 from planner.joint import mutates, tensors_of
 from planner.lowering import LoweredGraph
-from planner.torch_internals import FakeTensor, OpOverload, storage_id
+from planner.torch_internals import FakeTensor, OpOverload, profiler_is_running, storage_id
 
 SECONDS_FOR_ONE = 1.0
 """An operation that a roofline puts above this is not run: its own time dwarfs its workspace's worth."""
@@ -101,6 +102,11 @@ def measure(
 
 
 def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> Iterator[tuple[int, int]]:
+    if profiler_is_running():
+        warnings.warn(
+            "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
+        )
+        return
     begun = time.perf_counter()
     outputs_bytes: dict[int, int] = {}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -326,3 +326,31 @@ def test_a_loss_outside_is_counted_and_kept() -> None:
     assert seen.peak_bytes >= plan.peak_bytes * 0.99
     planner.auto_wrap(model, budget=plan.budget_bytes, loss_fn=loss_fn)
     loss_fn(model(x)).backward()
+
+
+def test_shared_and_transposed_gradients_are_counted() -> None:
+    """Autograd copies a gradient that it cannot take over; the copies are part of the peak."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(512, 512)), nn.Parameter(torch.randn(512, 512))
+            self.c = nn.Parameter(torch.randn(512, 512).t())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ (self.a + self.b) @ self.c).sum() + self.c.mean()
+
+    model, x = Shared(), torch.randn(4, 512)
+    plan = planner.plan(model, x, activation_budget="100%")
+    seen = planner.verify(model, x, plan, timed_steps=1)
+    assert seen.exact, seen.differences
+    assert seen.peak_bytes <= plan.peak_bytes
+    assert seen.peak_bytes >= plan.peak_bytes * 0.99
+
+
+def test_planning_under_a_profiler_warns() -> None:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        pytest.warns(UserWarning, match="profiler is running"),
+    ):
+        planner.plan(nn.Linear(7, 13), torch.randn(5, 7), activation_budget="100%")
