@@ -28,8 +28,8 @@ from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import zoo
 from planner.capture import capture, fake_mode
-from planner.inputs import Inputs
 from planner.errors import PlannerError
+from planner.inputs import Inputs
 from planner.joint import JointGraph, is_tangent, tensors_of
 from planner.lowering import LoweredGraph
 from planner.planning import NoPlanFitsError, make_plan
@@ -278,8 +278,8 @@ def _markdown(result: Result) -> str:
         f"{result['model']}, {common.sizes_text(result['sizes'])}, captured without memory. At each "
         "`activation_memory_budget` (dp solver, run time estimated by FLOPs) PyTorch's peak is simulated, and we plan "
         "for exactly that peak. MiB above what is resident before the step; overhead is the time of recomputation over "
-        "the step without any, by the roofline of the device. *counted* is PyTorch's peak counted on its own graphs, without "
-        "the random states that exact gradients need."
+        "the step without any, by the roofline of the device. *counted* is PyTorch's peak counted on its own graphs, "
+        "without the random states that exact gradients need."
     )
     headings = ["ratio", "peak", "counted", "recomputed", "PyTorch", "planned", "bound", "planned / PyTorch"]
     parts = []

@@ -277,7 +277,8 @@ class _Lowering:
         """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
         nodes = [n for n in self.joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         seen: set[int] = set()
-        reads, copies = [], []
+        reads: list[int] = []
+        copies: list[int] = []
         for node, gradient in zip(nodes, gradients, strict=False):
             if not isinstance(gradient, fx.Node) or not self.storage_of[gradient]:
                 continue
