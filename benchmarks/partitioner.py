@@ -7,8 +7,7 @@ Its peak is counted a second time on its own graphs, without our simulator.
 
 Two cases: the model as it is, and without dropout. On a CPU attention with dropout is made of
 single operations, as here; without, it is one fused kernel, as on a GPU. Exit code 1 if in the
-first case and on the first device the overhead is above 0.7 of PyTorch's at more than all but four
-of its points.
+first case, on the first device, it is at most 0.7 of PyTorch's overhead at fewer than four points.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def plan(
     name : str
         Name of the model in the report.
     compare : bool
-        Whether to simulate the usual ways of checkpointing beside the plan.
+        Whether to simulate the usual ways of checkpointing beside the plan, and to look for the smallest
+        feasible peak.
     progress : callable, optional
         Told in short lines how it stands.
 

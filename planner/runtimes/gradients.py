@@ -130,11 +130,10 @@ class LateGradients:
 
     def state(self) -> Any:
         """Remember what a second run must start from."""
-        random_state = None
-        if self.random:
-            random_state = (torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+        # Copies of generators, not state tensors: those would be allocated on the device, beside the plan.
+        generators = [g.clone_state() for g in _generators()] if self.random else None
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-        return random_state, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return generators, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Give the detached outputs of one call a way back to the inputs."""
@@ -155,26 +154,36 @@ class LateGradients:
             stacklevel=2,
         )
         self.replan()
-        random_state, (kind, dtype, enabled) = state
-        copies = [
-            x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) and x.requires_grad
-            else x.clone() if isinstance(x, torch.Tensor) else x
-            for x in inputs
-        ]  # fmt: skip
-        wanted = [x for x in copies if isinstance(x, torch.Tensor) and x.requires_grad]
+        generators, (kind, dtype, enabled) = state
+        copies = [_own(x) for x in inputs]
+        wanted = [x for x in copies if _is_wanted(x)]
         arrived = [(p, g) for p, g in zip(self.positions, gradients, strict=True) if g is not None]
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
         with torch.enable_grad(), torch.random.fork_rng(devices), torch.autocast(kind, dtype=dtype, enabled=enabled):
-            if random_state is not None:
-                torch.set_rng_state(random_state[0])
-                for index, cuda_state in enumerate(random_state[1]):
-                    torch.cuda.set_rng_state(cuda_state, index)
+            for generator, then in zip(_generators(), generators or (), strict=False):
+                generator.set_state(then.get_state())
             again = self.graph_module(*copies)
             found = torch.autograd.grad(
                 [again[p] for p, _ in arrived], wanted, [g for _, g in arrived], allow_unused=True
             )
         result = iter(found)
-        return [next(result) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in copies]
+        return [next(result) if _is_wanted(x) else None for x in copies]
+
+
+def _generators() -> list[torch.Generator]:
+    on_cuda = list(torch.cuda.default_generators) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.default_generator, *on_cuda]
+
+
+def _is_wanted(argument: Any) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.requires_grad
+
+
+def _own(argument: Any) -> Any:
+    """Give an input that the second run may write into, or differentiate, without touching the first one's."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    return argument.detach().requires_grad_() if argument.requires_grad else argument.clone()
 
 
 class _Late(torch.autograd.Function):

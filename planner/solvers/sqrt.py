@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Iterator
 
+from planner.cut_points import crossing_bytes, narrow_places, turning_point
 from planner.errors import InfeasibleBudgetError
-from planner.graph import Phase, TrainingGraph
+from planner.graph import TrainingGraph
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule, recompute_lazily
 from planner.simulate import simulate
@@ -78,11 +79,11 @@ def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
     yield Schedule.keep_all(graph)
     if not graph.operations:
         return
-    turn = _turning_point(graph)
-    crossing = _crossing_bytes(graph, turn)
+    turn = turning_point(graph)
+    crossing = crossing_bytes(graph, turn)
     seen: set[tuple[int, ...]] = set()
     # Where sizes shrink along the forward, as in a CNN, the narrow places leave its start uncut.
-    for candidates in (_narrow_places(crossing), list(range(1, turn - 1))):
+    for candidates in (narrow_places(crossing), list(range(1, turn - 1))):
         for count in _counts(len(candidates)):
             places = _boundaries(graph, crossing, candidates, count, turn)
             if not places or places in seen:
@@ -99,51 +100,6 @@ def _counts(places: int) -> list[int]:
     return sorted(
         (count for count in counts if 2 <= count <= places + 1), key=lambda count: abs(math.log(count / root))
     )
-
-
-def _turning_point(graph: TrainingGraph) -> int:
-    """Give the first operation after the forward."""
-    for index, operation in enumerate(graph.operations):
-        if operation.phase is not Phase.FORWARD:
-            return index
-    return len(graph.operations)
-
-
-def _crossing_bytes(graph: TrainingGraph, turn: int) -> list[int]:
-    """For each operation of the forward, the bytes made up to it that the rest of the forward reads."""
-    change = [0] * (turn + 1)
-    for u, maker in enumerate(graph.producer):
-        last = max((reader for reader in graph.readers[u] if reader < turn), default=-1)
-        if maker < last:
-            change[maker] += graph.values[u].size_bytes
-            change[last] -= graph.values[u].size_bytes
-    crossing = []
-    total = 0
-    for index in range(turn):
-        total += change[index]
-        crossing.append(total)
-    return crossing
-
-
-def _narrow_places(crossing: list[int]) -> list[int]:
-    """Give the operations after which few bytes cross, compared with their surroundings.
-
-    What crosses everywhere (masks, position tables) raises all places alike and so changes nothing.
-    """
-    narrow = [
-        place
-        for place in range(1, len(crossing) - 1)
-        if crossing[place] <= crossing[place - 1] and crossing[place] < crossing[place + 1]
-    ]
-    if not narrow:
-        return list(range(1, len(crossing) - 1))
-    tolerance = (max(crossing) - min(crossing[place] for place in narrow)) / 4
-    reach = max(1, len(crossing) // 8)
-    return [
-        place
-        for place in narrow
-        if crossing[place] <= min(crossing[other] for other in narrow if abs(other - place) <= reach) + tolerance
-    ]
 
 
 def _boundaries(graph: TrainingGraph, crossing: list[int], narrow: list[int], count: int, turn: int) -> tuple[int, ...]:

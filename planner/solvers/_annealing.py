@@ -1,0 +1,461 @@
+"""Annealing on the set of reruns, with exact bytes after every change: the compiled half of ``search``.
+
+A plan is a set of pairs *(slot, operation)*: before the first run of operation ``slot``, run the
+operation again. Reruns of one slot go in base order, so every set is a valid schedule, and the one
+pair order ``slot * operations + operation`` (a *key*; a first run has both equal) is the order of
+all runs. A run reads the newest copy made before it; a copy dies at its last read before the next
+is made. Adding or removing one rerun therefore moves the ends of a few lifetimes, and only the
+runs between the old and the new end change their bytes.
+
+Importing this module without numba works, and runs everything uncompiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple, TypeVar
+
+try:
+    numba: Any = import_module("numba")
+except ImportError:  # the solver says so; uncompiled, all this is still right, and slow
+    numba = None
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+Array = Any  # of numpy, which comes with numba
+
+COPIES_AT_MOST = 48
+"""How often one operation may run."""
+CHANGES_AT_MOST = 400
+"""How many reruns one move may add and remove."""
+
+RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM = range(6)
+"""Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state."""
+COST, WEIGHT, BEST = range(3)
+"""Places in ``State.real``: cost of all reruns, price of the budget over and over, cost of the best set."""
+
+
+class Tables(NamedTuple):
+    """A graph as arrays; what an operation reads, makes and is read by in compressed rows.
+
+    Values of no size are left out of all rows, retained ones of ``inputs``: they hold nothing.
+    """
+
+    input_start: Array
+    inputs: Array
+    output_start: Array
+    outputs: Array
+    reader_start: Array
+    readers: Array
+    size_bytes: Array
+    is_retained: Array
+    producer: Array
+    costs: Array
+    workspace_bytes: Array
+    state_bytes: Array
+    is_recomputable: Array
+    droppable: Array
+
+
+class State(NamedTuple):
+    """A set of reruns and the bytes at each run.
+
+    ``keys``, ``live_bytes`` and ``dying_bytes`` belong to the runs in order; ``slots[o, :count[o]]``
+    are the slots at which ``o`` runs, its own first; ``reruns`` holds the keys of all reruns in any
+    order; ``changes`` is the journal of the current move.
+    """
+
+    keys: Array
+    live_bytes: Array
+    dying_bytes: Array
+    slots: Array
+    count: Array
+    reruns: Array
+    best: Array
+    changes: Array
+    queue: Array
+    extended: Array
+    whole: Array
+    real: Array
+
+
+def _compiled(function: _Function) -> _Function:
+    """Compile, and keep the result on disk where that is possible."""
+    if numba is None:
+        return function
+    try:
+        return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+    except RuntimeError:  # no folder to keep it in
+        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
+
+
+@_compiled
+def _random(state: State) -> float:
+    """Give a number in 0..1 (xorshift)."""
+    x = state.whole[RANDOM]
+    x ^= (x << 13) & 0x7FFFFFFFFFFFFFFF
+    x ^= x >> 7
+    x ^= (x << 17) & 0x7FFFFFFFFFFFFFFF
+    state.whole[RANDOM] = x
+    return float((x >> 11) & 0xFFFFFFFFFFFF) / float(0x1000000000000)
+
+
+@_compiled
+def _find(state: State, key: int) -> int:
+    """Give the position of the first run whose key is not smaller."""
+    low = key // len(state.count)
+    high = min(low + state.whole[RERUNS] + 1, state.whole[RUNS])
+    while low < high:
+        middle = (low + high) >> 1
+        if state.keys[middle] < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@_compiled
+def _latest(state: State, operation: int, slot: int) -> int:
+    """Give which run of an operation is its last at or before a slot; -1 if none."""
+    place = state.count[operation] - 1
+    while place >= 0 and state.slots[operation, place] > slot:
+        place -= 1
+    return place
+
+
+@_compiled
+def _until(state: State, operation: int, place: int) -> int:
+    """Give the slot at which a copy is replaced by the next."""
+    if place + 1 < state.count[operation]:
+        return int(state.slots[operation, place + 1])
+    return len(state.count)
+
+
+@_compiled
+def _death(tables: Tables, state: State, value: int, slot: int, until: int) -> int:
+    """Give the key of the last run that reads the copy made at ``slot`` and replaced at ``until``."""
+    last = slot * len(state.count) + tables.producer[value]
+    for row in range(tables.reader_start[value], tables.reader_start[value + 1]):
+        reader = tables.readers[row]
+        place = _latest(state, reader, until - 1)
+        if place >= 0 and state.slots[reader, place] >= slot:
+            last = max(last, state.slots[reader, place] * len(state.count) + reader)
+    return int(last)
+
+
+@_compiled
+def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
+    """Add bytes to the runs from ``first`` to ``last``; give the change of the excess."""
+    live, budget, change = state.live_bytes, state.whole[BUDGET], 0
+    for position in range(first, last + 1):
+        before = live[position]
+        live[position] = before + size_bytes
+        change += max(before + size_bytes - budget, 0) - max(before - budget, 0)
+    state.whole[EXCESS] += change
+    return change
+
+
+@_compiled
+def _move_end(state: State, before: int, after: int, size_bytes: int) -> int:
+    """Let a lifetime end at position ``after`` instead of ``before``; give the change of the excess."""
+    state.dying_bytes[before] -= size_bytes
+    state.dying_bytes[after] += size_bytes
+    if after > before:
+        return _hold(state, before + 1, after, size_bytes)
+    return _hold(state, after + 1, before, -size_bytes)
+
+
+@_compiled
+def _lifetimes(tables: Tables, state: State, slot: int, operation: int, position: int, sign: int) -> None:
+    """Add (1) or take away (-1) what one rerun holds; it is not among the operation's ``slots``."""
+    size, key, count = tables.size_bytes, slot * len(state.count) + operation, len(state.count)
+    for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
+        value = tables.inputs[row]
+        maker = tables.producer[value]
+        place = _latest(state, maker, slot)
+        died = _death(tables, state, value, state.slots[maker, place], _until(state, maker, place))
+        change = -1
+        if died < key:
+            end = _find(state, died)
+            if sign > 0:
+                change = max(_move_end(state, end, position, size[value]), 0)
+            else:
+                _move_end(state, position, end, size[value])
+        if row - tables.input_start[operation] < len(state.extended):
+            state.extended[row - tables.input_start[operation]] = change
+    place = _latest(state, operation, slot)
+    made, until = state.slots[operation, place], _until(state, operation, place)
+    for row in range(tables.output_start[operation], tables.output_start[operation + 1]):
+        value = tables.outputs[row]
+        if tables.is_retained[value] or _death(tables, state, value, made, until) < key:
+            _hold(state, position, position, sign * size[value])
+            state.dying_bytes[position] += sign * size[value]
+        else:  # the copy before ends at its last read before this run, the new one where that did
+            end = _find(state, _death(tables, state, value, made, slot))
+            state.dying_bytes[end] += sign * size[value]
+            _hold(state, end + 1, position - 1, -sign * size[value])
+    kept = tables.state_bytes[operation]
+    if kept:
+        last = state.slots[operation, state.count[operation] - 1]
+        if state.count[operation] == 1:
+            _hold(state, _find(state, operation * count + operation), position, sign * kept)
+            state.dying_bytes[position] += sign * kept
+        elif last < slot:
+            end = _find(state, last * count + operation)
+            if sign > 0:
+                _move_end(state, end, position, kept)
+            else:
+                _move_end(state, position, end, kept)
+
+
+@_compiled
+def add(tables: Tables, state: State, slot: int, operation: int) -> None:
+    """Add a rerun that is not there. O(runs + inputs x readers)."""
+    keys, live, dying, whole = state.keys, state.live_bytes, state.dying_bytes, state.whole
+    key = slot * len(state.count) + operation
+    position = _find(state, key)
+    before = keys[position - 1] % len(state.count)
+    held = live[position - 1] - tables.workspace_bytes[before] - dying[position - 1]
+    for later in range(whole[RUNS], position, -1):
+        keys[later] = keys[later - 1]
+        live[later] = live[later - 1]
+        dying[later] = dying[later - 1]
+    keys[position], live[position], dying[position] = key, held + tables.workspace_bytes[operation], 0
+    state.reruns[whole[RERUNS]] = key
+    whole[RUNS] += 1
+    whole[RERUNS] += 1
+    whole[EXCESS] += max(live[position] - whole[BUDGET], 0)
+    state.real[COST] += tables.costs[operation]
+    _lifetimes(tables, state, slot, operation, position, 1)
+    place = state.count[operation]
+    while state.slots[operation, place - 1] > slot:
+        state.slots[operation, place] = state.slots[operation, place - 1]
+        place -= 1
+    state.slots[operation, place] = slot
+    state.count[operation] += 1
+
+
+@_compiled
+def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
+    """Remove a rerun that is there. O(runs + inputs x readers)."""
+    keys, live, dying, whole = state.keys, state.live_bytes, state.dying_bytes, state.whole
+    key = slot * len(state.count) + operation
+    position = _find(state, key)
+    for place in range(_latest(state, operation, slot), state.count[operation] - 1):
+        state.slots[operation, place] = state.slots[operation, place + 1]
+    state.count[operation] -= 1
+    _lifetimes(tables, state, slot, operation, position, -1)
+    state.real[COST] -= tables.costs[operation]
+    whole[EXCESS] -= max(live[position] - whole[BUDGET], 0)
+    whole[RUNS] -= 1
+    whole[RERUNS] -= 1
+    for later in range(position, whole[RUNS]):
+        keys[later] = keys[later + 1]
+        live[later] = live[later + 1]
+        dying[later] = dying[later + 1]
+    for number in range(whole[RERUNS]):
+        if state.reruns[number] == key:
+            state.reruns[number] = state.reruns[whole[RERUNS]]
+            break
+
+
+@_compiled
+def _change(tables: Tables, state: State, slot: int, operation: int) -> bool:
+    """Add a rerun, or remove it if it is there, and note it; say whether that could be done."""
+    noted = state.whole[CHANGES]
+    there = state.slots[operation, _latest(state, operation, slot)] == slot
+    if noted == CHANGES_AT_MOST or slot <= operation:
+        return False
+    if there:
+        remove(tables, state, slot, operation)
+    elif state.count[operation] < COPIES_AT_MOST and state.whole[RERUNS] < len(state.reruns):
+        add(tables, state, slot, operation)
+    else:
+        return False
+    state.changes[noted] = slot * len(state.count) + operation
+    state.whole[CHANGES] = noted + 1
+    return True
+
+
+@_compiled
+def _drop_useless(tables: Tables, state: State, operation: int, place: int) -> None:
+    """Remove a rerun whose copies nobody reads, and those that only it was for."""
+    count, tail = len(state.count), 0
+    if place > 0:
+        state.queue[0] = state.slots[operation, place] * count + operation
+        tail = 1
+    while tail:
+        tail -= 1
+        slot, operation = state.queue[tail] // count, state.queue[tail] % count
+        place = _latest(state, operation, slot)
+        if place <= 0 or state.slots[operation, place] != slot:
+            continue
+        until, useful = _until(state, operation, place), False
+        for row in range(tables.output_start[operation], tables.output_start[operation + 1]):
+            value = tables.outputs[row]
+            if not tables.is_retained[value]:
+                useful |= _death(tables, state, value, slot, until) > slot * count + operation
+        if not useful and _change(tables, state, slot, operation):
+            tail = _push_makers(tables, state, slot, operation, tail)
+
+
+@_compiled
+def _push_makers(tables: Tables, state: State, slot: int, operation: int, tail: int) -> int:
+    """Queue the reruns whose copies an operation would read at a slot."""
+    for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
+        maker = tables.producer[tables.inputs[row]]
+        place = _latest(state, maker, slot)
+        if place > 0 and tail < len(state.queue) // 2:
+            state.queue[tail] = state.slots[maker, place] * len(state.count) + maker
+            tail += 1
+    return tail
+
+
+@_compiled
+def _undo(tables: Tables, state: State, slot: int, operation: int) -> bool:
+    """Remove a rerun and what only it was for."""
+    if not _change(tables, state, slot, operation):
+        return False
+    for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
+        maker = tables.producer[tables.inputs[row]]
+        _drop_useless(tables, state, maker, _latest(state, maker, slot))
+    return True
+
+
+@_compiled
+def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
+    """Add a rerun and, where holding its inputs for it is dear, reruns of their makers."""
+    price = state.real[WEIGHT] / state.whole[BUDGET]
+    pending, head, tail = state.queue[len(state.queue) // 2 :], 0, 1
+    pending[0] = operation
+    while head < tail:
+        operation = pending[head]
+        head += 1
+        before = _latest(state, operation, slot)
+        if state.slots[operation, before] == slot:
+            continue
+        if not _change(tables, state, slot, operation):
+            return head > 1
+        rows = min(tables.input_start[operation + 1] - tables.input_start[operation], len(state.extended))
+        for number in range(rows):
+            maker = tables.producer[tables.inputs[tables.input_start[operation] + number]]
+            change = state.extended[number]
+            if change < 0 or not tables.is_recomputable[maker] or tail >= min(len(pending), 60):
+                continue
+            if _random(state) < (0.9 if change * price > tables.costs[maker] else 0.15):
+                pending[tail] = maker
+                tail += 1
+        _drop_useless(tables, state, operation, before)
+    return True
+
+
+@_compiled
+def _drop_at(tables: Tables, state: State, position: int) -> bool:
+    """Make some value again before its next read instead of holding it at a position."""
+    count, key = len(state.count), state.keys[position]
+    for _ in range(40):
+        value = tables.droppable[int(_random(state) * len(tables.droppable))]
+        maker = tables.producer[value]
+        place = _latest(state, maker, key // count)
+        if place >= 0 and state.slots[maker, place] * count + maker >= key:
+            place -= 1
+        if place < 0:
+            continue
+        until = _until(state, maker, place)
+        following = until * count
+        for row in range(tables.reader_start[value], tables.reader_start[value + 1]):
+            reader = tables.readers[row]
+            for other in range(state.count[reader] - 1, -1, -1):
+                read = state.slots[reader, other] * count + reader
+                if read < key:
+                    break
+                following = min(following, read)
+        if following != key and following < until * count and following // count > state.slots[maker, place]:
+            return bool(_rerun(tables, state, following // count, maker))
+    return False
+
+
+@_compiled
+def _tight_position(state: State) -> int:
+    """Give a random position over the budget, or of the highest of a few if there is none."""
+    runs, budget = state.whole[RUNS], state.whole[BUDGET]
+    start = int(_random(state) * runs)
+    if state.whole[EXCESS]:
+        for step in range(runs):
+            position = start + step if start + step < runs else start + step - runs
+            if state.live_bytes[position] > budget:
+                return position
+    for _ in range(3):
+        other = int(_random(state) * runs)
+        if state.live_bytes[other] > state.live_bytes[start]:
+            start = other
+    return start
+
+
+@_compiled
+def _move(tables: Tables, state: State) -> bool:
+    """Change something at random."""
+    count = len(state.count)
+    kind = _random(state)
+    if state.whole[RERUNS] == 0 or kind < 0.25:
+        return bool(_drop_at(tables, state, _tight_position(state)))
+    key = state.reruns[int(_random(state) * state.whole[RERUNS])]
+    slot, operation = key // count, key % count
+    if kind < 0.45:  # undo
+        return bool(_undo(tables, state, slot, operation))
+    if kind < 0.7:  # swap
+        if not _undo(tables, state, slot, operation):
+            return False
+        return bool(_drop_at(tables, state, _tight_position(state)))
+    if kind < 0.9:  # shift
+        reach = 2 if _random(state) < 0.5 else 12
+        other = slot + int((2 * _random(state) - 1) * (reach + 1))
+        if other <= operation or other >= count or other == slot:
+            return False
+        if state.slots[operation, _latest(state, operation, other)] == other:
+            return False
+        if not _change(tables, state, slot, operation):
+            return False
+        added = _rerun(tables, state, other, operation)
+        for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
+            maker = tables.producer[tables.inputs[row]]
+            _drop_useless(tables, state, maker, _latest(state, maker, slot))
+        _drop_useless(tables, state, operation, _latest(state, operation, other))
+        return bool(added)
+    first = tables.input_start[operation]  # make an input again too
+    rows = tables.input_start[operation + 1] - first
+    if not rows:
+        return False
+    maker = tables.producer[tables.inputs[first + int(_random(state) * rows)]]
+    return bool(tables.is_recomputable[maker] and maker < slot and _rerun(tables, state, slot, maker))
+
+
+@_compiled
+def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: float) -> int:
+    """Try moves at one temperature, keeping the cheapest set within the budget; give how many were taken."""
+    whole, real, count, taken = state.whole, state.real, len(state.count), 0
+    for _ in range(moves):
+        cost, excess = real[COST], whole[EXCESS]
+        whole[CHANGES] = 0
+        _move(tables, state)
+        if whole[CHANGES]:
+            worse = real[COST] - cost + real[WEIGHT] * (whole[EXCESS] - excess) / whole[BUDGET]
+            if worse <= 0.0 or _random(state) < math.exp(-worse / temperature):
+                taken += 1
+                if whole[EXCESS] == 0 and real[COST] < real[BEST] - 1e-9:
+                    real[BEST] = real[COST]
+                    state.best[0] = whole[RERUNS]
+                    state.best[1 : 1 + whole[RERUNS]] = state.reruns[: whole[RERUNS]]
+            else:
+                while whole[CHANGES]:
+                    whole[CHANGES] -= 1
+                    key = state.changes[whole[CHANGES]]
+                    slot, operation = key // count, key % count
+                    if state.slots[operation, _latest(state, operation, slot)] == slot:
+                        remove(tables, state, slot, operation)
+                    else:
+                        add(tables, state, slot, operation)
+                real[COST] = cost
+        real[WEIGHT] *= 1.0 - pace if whole[EXCESS] == 0 else 1.0 + pace
+    return taken

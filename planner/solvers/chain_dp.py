@@ -1,0 +1,292 @@
+"""Dynamic programming over the chain of stages: which to save whole, where to restart from, nested.
+
+A stage's forward is run either saving all that its backward needs, or only passing through to a
+later stage whose input is kept. What was passed is done again, by the same rule, when the
+backward arrives; so stages may run several times.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from operator import itemgetter
+
+from planner.cut_points import chain_places
+from planner.errors import InfeasibleBudgetError
+from planner.problem import Problem, Progress, Solution
+from planner.schedule import Schedule
+from planner.simulate import Evaluation, simulate
+from planner.solvers._chain import Chain
+from planner.solvers._repair import without_useless
+
+_MOST_SPLITS = 25_000
+"""Splits of different runs of stages that are tried; with more, neighbouring stages are joined."""
+
+_MOST_POINTS = 160
+"""Points of a trade-off curve that are kept; what is left out rounds memory up, never down."""
+
+_SPARE = 1.25
+"""Curves reach so far above the budget, since the chain's account of memory is not exact."""
+
+_SAVE = 0
+"""Choice of saving the first stage of a run; any other is how many stages are passed."""
+
+Point = tuple[int, float, int]
+"""Bytes needed above what stands when the backward of the run begins, seconds of recompute, choice."""
+
+_needed_bytes = itemgetter(0)
+
+
+class ChainDpSolver:
+    """Persistent schedules of heterogeneous chains, optimal for the chain."""
+
+    name = "chain-dp"
+    summary = "dynamic programme over the chain of stages, nested recompute (rotor, Beaumont et al. 2019); seconds"
+    proves_bound = False
+
+    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+        """Solve the chain of the graph's cut points, and give its cheapest plan that simulates within the budget.
+
+        Notes
+        -----
+        O(stages**3 x points) for stages that all differ, O(stages**2 x points) for a repeated few. The
+        optimum is over plans of the chain alone: a bound on nothing else.
+
+        References
+        ----------
+        Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
+        chains: how to train deep neural networks with limited memory", RR-9302, Inria, 2019.
+        """
+        started = time.perf_counter()
+        search = _Search(problem)
+        search.offer(list(Schedule.keep_all(problem.graph).order))
+        if search.best is None and (places := chain_places(problem.graph)):
+            chain = _affordable(problem, places)
+            for limit_bytes in (int(_SPARE * problem.budget_bytes), 4 * problem.baseline.peak_bytes):
+                curves = Curves(chain, limit_bytes)
+                search.along(curves)
+                if search.best is not None or time.perf_counter() - started > time_limit_seconds:
+                    break
+            if progress:
+                progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of stages")
+        if search.best is None:
+            raise search.infeasible()
+        evaluation, schedule = search.best
+        return Solution(
+            solver=self.name,
+            schedule=schedule,
+            peak_bytes=evaluation.peak_bytes,
+            recompute_seconds=evaluation.recompute_seconds,
+            solve_seconds=time.perf_counter() - started,
+        )
+
+
+class _Search:
+    """The cheapest schedule within the budget so far, and the lowest one."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.best: tuple[Evaluation, Schedule] | None = None
+        self.lowest: tuple[Evaluation, Schedule] | None = None
+
+    def offer(self, order: list[int]) -> bool:
+        """Simulate a schedule and say whether it keeps the budget."""
+        problem = self.problem
+        schedule = Schedule(tuple(without_useless(problem, order)))
+        evaluation = simulate(problem.graph, problem.costs, schedule)
+        fits = evaluation.peak_bytes <= problem.budget_bytes
+        if self.lowest is None or evaluation.peak_bytes < self.lowest[0].peak_bytes:
+            self.lowest = (evaluation, schedule)
+        if fits and (self.best is None or evaluation.recompute_seconds < self.best[0].recompute_seconds):
+            self.best = (evaluation, schedule)
+        return fits
+
+    def along(self, curves: Curves, *, beyond: int = 8) -> None:
+        """Find the point of the whole chain's curve up to which plans simulate within the budget."""
+        points = curves.whole
+        if not points:
+            return
+        self.offer(curves.order(points[0][0]))
+        low, high = 0, len(points)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.offer(curves.order(points[middle][0])):
+                low = middle
+            else:
+                high = middle
+        for needed_bytes, _, _ in points[high + 1 : high + 1 + beyond]:
+            self.offer(curves.order(needed_bytes))
+
+    def infeasible(self) -> InfeasibleBudgetError:
+        assert self.lowest is not None
+        evaluation, schedule = self.lowest
+        graph = self.problem.graph
+        operation = graph.operations[schedule.order[evaluation.peak_position]].name
+        static_bytes = graph.total_static_bytes
+        what = "no plan of the chain of stages keeps" if chain_places(graph) else "the forward has no cut points to keep"
+        return InfeasibleBudgetError(
+            f"{what} {self.problem.budget_bytes + static_bytes} bytes; a plan is known for "
+            f"{evaluation.peak_bytes + static_bytes}, at {operation}",
+            minimum_feasible_peak_bytes=evaluation.peak_bytes + static_bytes,
+            operation=operation,
+        )
+
+
+def _affordable(problem: Problem, places: list[int]) -> Chain:
+    """Join neighbouring stages until the number of splits to try is within bounds."""
+    step = 1
+    while True:
+        chain = Chain(problem, places[step - 1 :: step])
+        runs = run_names(chain)
+        lengths = {name: t - s for s, row in enumerate(runs) for t, name in enumerate(row, s)}
+        if sum(lengths.values()) <= _MOST_SPLITS:
+            return chain
+        step += 1
+
+
+def run_names(chain: Chain) -> list[list[int]]:
+    """Number the runs of stages so that equal ones share a number: ``names[s][t - s]`` for stages s to t.
+
+    Runs that end with the last stage are apart, since their forward is the step's first and costs nothing.
+    """
+    known: dict[tuple[object, ...], int] = {}
+    names: list[list[int]] = []
+    for s in range(chain.count):
+        row: list[int] = []
+        for t in range(s, chain.count):
+            key = (row[-1] if row else -1, chain.stages[t], t == chain.count - 1)
+            row.append(known.setdefault(key, len(known)))
+        names.append(row)
+    return names
+
+
+class Curves:
+    """For each run of stages, the least recompute for every amount of memory.
+
+    Memory is counted as in rotor: the input of the run is held and not counted, nor is what others
+    keep. The curves are exact step functions of bytes, thinned to a fixed number of points.
+    """
+
+    def __init__(self, chain: Chain, limit_bytes: int) -> None:
+        self.chain = chain
+        self.limit_bytes = limit_bytes
+        self.names = run_names(chain)
+        self.points: dict[int, list[Point]] = {}
+        for length in range(chain.count):
+            for s in range(chain.count - length):
+                name = self.names[s][length]
+                if name not in self.points:
+                    self.points[name] = _thinned(self._solve(s, s + length))
+
+    @property
+    def whole(self) -> list[Point]:
+        """The curve of the whole chain."""
+        return self._curve(0, self.chain.count - 1)
+
+    def _curve(self, s: int, t: int) -> list[Point]:
+        return self.points[self.names[s][t - s]]
+
+    def _shift_bytes(self, s: int, t: int) -> int:
+        """Give how much more stands when the backward of stage s begins than at that of t."""
+        return self.chain.standing_bytes[s] - self.chain.standing_bytes[t]
+
+    def _solve(self, s: int, t: int) -> list[Point]:
+        """Try to save the first stage, and to restart from the input of every later one."""
+        chain, stage = self.chain, self.chain.stages[s]
+        first = t == chain.count - 1  # then these are the step's own first runs, which cost nothing
+        backward_bytes = stage.backward_bytes + self._shift_bytes(s, t)
+        if s == t:
+            run_bytes = stage.first_save_bytes if first else stage.own_bytes
+            return [(max(backward_bytes, run_bytes), 0.0 if first else stage.own_seconds, _SAVE)]
+        least_bytes = max(backward_bytes, stage.first_save_bytes if first else stage.save_bytes)
+        seconds = 0.0 if first else stage.save_seconds
+        points = [
+            (max(least_bytes, needed_bytes + stage.saved_bytes), seconds + rest_seconds, _SAVE)
+            for needed_bytes, rest_seconds, _ in self._curve(s + 1, t)
+        ]
+        least_bytes, seconds, input_bytes = 0, 0.0, 0
+        for split in range(s + 1, t + 1):
+            passed = chain.stages[split - 1]
+            least_bytes = max(least_bytes, input_bytes + (passed.first_pass_bytes if first else passed.pass_bytes))
+            if least_bytes > self.limit_bytes:
+                break
+            seconds += 0.0 if first else passed.pass_seconds
+            input_bytes = passed.boundary_bytes
+            late = [(b + input_bytes, c) for b, c, _ in self._curve(split, t)]
+            shift_bytes = self._shift_bytes(split - 1, t)
+            early = [(b + shift_bytes, c) for b, c, _ in self._curve(s, split - 1)]
+            points += _both(late, early, least_bytes, self.limit_bytes, seconds, split - s)
+        return points
+
+    def order(self, available_bytes: int) -> list[int]:
+        """Write out the plan of the whole chain within some bytes."""
+        chain = self.chain
+        order: list[int] = []
+        pending: list[tuple[int, int, int]] = [(0, chain.count - 1, available_bytes)]
+        while pending:
+            s, t, available_bytes = pending.pop()
+            if t < s:
+                order += chain.backward(s)
+                continue
+            curve = self._curve(s, t)
+            choice = curve[bisect_right(curve, available_bytes, key=_needed_bytes) - 1][2]
+            first = t == chain.count - 1
+            if choice == _SAVE:
+                order += chain.first_run(s) if first else chain.own[s] if s == t else chain.saved[s]
+                pending.append((s, s - 1, 0))
+                if s < t:
+                    pending.append((s + 1, t, available_bytes - chain.stages[s].saved_bytes))
+            else:
+                split = s + choice
+                for k in range(s, split):
+                    order += chain.first_run(k) if first else chain.passed[k]
+                pending.append((s, split - 1, available_bytes - self._shift_bytes(split - 1, t)))
+                pending.append((split, t, available_bytes - chain.stages[split - 1].boundary_bytes))
+        return order
+
+
+def _both(
+    one: list[tuple[int, float]],
+    other: list[tuple[int, float]],
+    least_bytes: int,
+    limit_bytes: int,
+    seconds: float,
+    choice: int,
+) -> list[Point]:
+    """Add two curves at equal bytes, from ``least_bytes`` up to a limit."""
+    if not one or not other:
+        return []
+    points = []
+    i = j = 0
+    needed_bytes = max(least_bytes, one[0][0], other[0][0])
+    while needed_bytes <= limit_bytes:
+        while i + 1 < len(one) and one[i + 1][0] <= needed_bytes:
+            i += 1
+        while j + 1 < len(other) and other[j + 1][0] <= needed_bytes:
+            j += 1
+        points.append((needed_bytes, one[i][1] + other[j][1] + seconds, choice))
+        following = [curve[k + 1][0] for curve, k in ((one, i), (other, j)) if k + 1 < len(curve)]
+        if not following:
+            break
+        needed_bytes = min(following)
+    return points
+
+
+def _thinned(points: list[Point]) -> list[Point]:
+    """Leave the points that no other beats, and of those about ``_MOST_POINTS``, the ends among them."""
+    points.sort()
+    front: list[Point] = []
+    for point in points:
+        if front and point[1] >= front[-1][1]:
+            continue
+        if front and front[-1][0] == point[0]:
+            front[-1] = point
+        else:
+            front.append(point)
+    if len(front) <= _MOST_POINTS:
+        return front
+    step = -(-len(front) // _MOST_POINTS)
+    return [front[0], *front[1:-1][step - 1 :: step], front[-1]]
+
+
+SOLVER = ChainDpSolver()
