@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from planner.errors import CaptureError, PlannerError
-from planner.provenance import is_library
+from planner.provenance import is_library, short_path
 from planner.torch_internals import TorchDynamoException, Unsupported
 
 _RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
@@ -37,10 +37,10 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
 def _user_line(error: BaseException) -> str:
     stack = getattr(error, "real_stack", None)
     frames = [f for f in stack or () if not is_library(f.filename)]
-    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else raised_at(error)
+    return f" (at {short_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else raised_at(error)
 
 
 def raised_at(error: BaseException) -> str:
     """Name the user's line that an error came from, or nothing."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
-    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f" (at {short_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""

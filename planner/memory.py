@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,22 +44,62 @@ def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, An
         result = step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before_bytes, result
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with record() as recording:
         result = step()
     live_bytes = peak_bytes = 0
-    for change_bytes in memory_events(profiler):
+    for _, change_bytes in recording.changes:
         live_bytes += change_bytes
         peak_bytes = max(peak_bytes, live_bytes)
     return peak_bytes, result
 
 
-def memory_events(profiler: profile) -> list[int]:
-    """Give the allocations (positive) and releases (negative) on the CPU that a profile saw, in order."""
+@dataclass
+class Recording:
+    """What the profiler saw on the CPU.
+
+    Parameters
+    ----------
+    changes : list of tuple of int
+        Time in nanoseconds and bytes of each allocation (positive) and release (negative), in order.
+    windows : dict of str to tuple of int
+        Begin and end in nanoseconds of each ``record_function`` label.
+    """
+
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    windows: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@contextmanager
+def record() -> Iterator[Recording]:
+    """Record allocations on the CPU; the recording is filled when the block ends."""
+    recording = Recording()
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _quiet():
+        profiler.start()
+    try:
+        yield recording
+    finally:
+        with _quiet():
+            profiler.stop()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events: list[Any] = profiler.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and e.device_index() < 0]
-    changes.sort(key=lambda change: change[0])
-    return [nbytes for _, nbytes in changes]
+    recording.changes += sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    recording.windows.update({e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() != "[memory]"})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the profiler's library, which logs to the process's standard error, from doing so."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class StorageTracker(TorchDispatchMode):

@@ -85,7 +85,22 @@ def _source(node: fx.Node) -> str:
     # Dynamo lists the innermost call last; of the user's code that line is wanted, not of torch's or ours.
     found = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in found if not is_library(file)]
-    return ":".join(own[-1]) if own else ""
+    return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def short_path(file: str) -> str:
+    """Give a path as people name it: from the working directory, or from where packages are installed.
+
+    Examples
+    --------
+    >>> short_path("anywhere/lib/site-packages/transformers/loss/loss_utils.py")
+    'transformers/loss/loss_utils.py'
+    """
+    packages = f"{os.sep}site-packages{os.sep}"
+    if packages in file:
+        return file.rpartition(packages)[2]
+    beneath = os.path.relpath(file)
+    return file if beneath.startswith(os.pardir) else beneath
 
 
 def is_library(file: str) -> bool:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import time
 import warnings
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
 from planner.graph import OperationCost
 from planner.joint import mutates, tensors_of
 from planner.lowering import LoweredGraph
+from planner.memory import record
 from planner.torch_internals import FakeTensor, OpOverload, profiler_is_running, storage_id
 
 SECONDS_FOR_ONE = 1.0
@@ -109,7 +111,7 @@ def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> 
         return
     begun = time.perf_counter()
     outputs_bytes: dict[int, int] = {}
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with record() as recording:
         for index, node in nodes.items():
             if time.perf_counter() - begun > seconds:
                 break
@@ -121,22 +123,14 @@ def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> 
                 continue  # it does not run on ones and zeros
             outputs_bytes[index] = _new_bytes(result, (args, kwargs))
             del args, kwargs, result
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    labelled = [e for e in events if e.name().startswith(_LABEL)]
-    windows = sorted((e.start_ns(), e.end_ns(), int(e.name().removeprefix(_LABEL))) for e in labelled)
-    position = 0
-    for begin_ns, end_ns, index in windows:
-        while position < len(changes) and changes[position][0] < begin_ns:
-            position += 1
+    times_ns = [at_ns for at_ns, _ in recording.changes]
+    for index, output_bytes in outputs_bytes.items():
+        begin_ns, end_ns = recording.windows[f"{_LABEL}{index}"]
         live_bytes = peak_bytes = 0
-        while position < len(changes) and changes[position][0] <= end_ns:
-            live_bytes += changes[position][1]
+        for _, change_bytes in recording.changes[bisect_left(times_ns, begin_ns) : bisect_right(times_ns, end_ns)]:
+            live_bytes += change_bytes
             peak_bytes = max(peak_bytes, live_bytes)
-            position += 1
-        if index in outputs_bytes:
-            yield index, max(0, peak_bytes - outputs_bytes[index])
+        yield index, max(0, peak_bytes - output_bytes)
 
 
 def _on_cuda(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> Iterator[tuple[int, int]]:

@@ -68,7 +68,7 @@ def describe(name: str) -> str:
     Examples
     --------
     >>> describe("llama-7b")
-    'LLaMA 7B (transformers), 6.7B parameters; batch 1, 2048 tokens, 32 layers, bfloat16'
+    'LLaMA 7B (transformers), 6.7B parameters; batch 4, 2048 tokens, 32 layers, bfloat16'
     """
     entry = _entry(name)
     sizes = entry.sizes

@@ -220,13 +220,34 @@ def test_the_report_has_every_key_of_schema_1(plan: Plan) -> None:
         ),
     )  # fmt: skip
     report = verified.report()
-    for path in (
-        "schema model torch status budget_bytes static_bytes baseline.peak_bytes baseline.step_seconds "
-        "predicted.peak_bytes predicted.peak_at.operation predicted.peak_at.module predicted.peak_at.source "
-        "predicted.overhead predicted.recompute_seconds lower_bound.overhead minimum_feasible_peak_bytes solver.name "
-        "solver.seconds capture_seconds cost_model placement measured.peak_bytes measured.overhead "
-        "measured.loss_equal measured.gradients_bitwise_equal measured.buffers_equal"
-    ).split():
+    for path in [
+        "schema",
+        "model",
+        "torch",
+        "status",
+        "budget_bytes",
+        "static_bytes",
+        "baseline.peak_bytes",
+        "baseline.step_seconds",
+        "predicted.peak_bytes",
+        "predicted.peak_at.operation",
+        "predicted.peak_at.module",
+        "predicted.peak_at.source",
+        "predicted.overhead",
+        "predicted.recompute_seconds",
+        "lower_bound.overhead",
+        "minimum_feasible_peak_bytes",
+        "solver.name",
+        "solver.seconds",
+        "capture_seconds",
+        "cost_model",
+        "placement",
+        "measured.peak_bytes",
+        "measured.overhead",
+        "measured.loss_equal",
+        "measured.gradients_bitwise_equal",
+        "measured.buffers_equal",
+    ]:
         node: Any = report
         for part in path.split("."):
             node = node[part]

@@ -123,7 +123,9 @@ class _Search:
         graph = self.problem.graph
         operation = graph.operations[schedule.order[evaluation.peak_position]].name
         static_bytes = graph.total_static_bytes
-        what = "no plan of the chain of stages keeps" if chain_places(graph) else "the forward has no cut points to keep"
+        what = (
+            "no plan of the chain of stages keeps" if chain_places(graph) else "the forward has no cut points to keep"
+        )
         return InfeasibleBudgetError(
             f"{what} {self.problem.budget_bytes + static_bytes} bytes; a plan is known for "
             f"{evaluation.peak_bytes + static_bytes}, at {operation}",
