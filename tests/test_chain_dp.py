@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from dataclasses import replace
 from math import comb
+from pathlib import Path
 
 import oracle
 import pytest
@@ -221,12 +224,25 @@ def test_a_graph_that_cannot_be_cut_is_said_to_be_one() -> None:
 
 def test_what_cannot_be_made_again_is_never_run_twice() -> None:
     graph, costs = oracle.gpt_like(6, vocabulary=1024)
-    frozen = tuple(
-        Operation(**{**{f: getattr(o, f) for f in o.__slots__}, "recomputable": not o.name.endswith(("drop1", "drop2"))})
-        for o in graph.operations
-    )
+    frozen = tuple(replace(o, recomputable="drop" not in o.name) for o in graph.operations)
     graph = TrainingGraph(operations=frozen, values=graph.values)
     solution = solvers.solve(at((graph, costs), 0.6), "chain-dp")
     runs = runs_of(solution.schedule, graph)
     assert all(count == 1 for count, o in zip(runs, frozen, strict=True) if not o.recomputable)
     assert max(runs) > 1
+
+
+def test_the_scaling_benchmark_captures_plans_and_compares_depths(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import scaling
+
+    file = tmp_path / "scaling.json"
+    sizes = ["--layers", "2,4", "--vocabularies", "512", "--batch-size", "8", "--seq-len", "512"]
+    assert scaling.main([*sizes, "--budgets", "90,60", "--solver", "chain-dp", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [(row["layers"], row["budget_ratio"]) for row in result["rows"]] == [(2, 0.9), (2, 0.6), (4, 0.9), (4, 0.6)]
+    assert result["rows"][-1]["overhead"] is not None
+    for row in result["rows"]:
+        assert row["overhead"] is None or row["peak_bytes"] <= row["budget_bytes"]
+        assert row["lower_bound_overhead"] is None  # this solver proves nothing
+    assert result["time_to_plan"][0]["times_linear"] == 1

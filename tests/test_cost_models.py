@@ -266,6 +266,23 @@ def test_flash_attention_of_the_cpu_counts_as_that_of_cuda(kv_heads):
     assert ours.flops[aten._scaled_dot_product_flash_attention_for_cpu_backward] == 5 * product
 
 
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_fused_attention_counts_as_torch_does_and_grouped_heads_as_repeated_ones(kernel, kv_heads):
+    forward = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+    backward = getattr(aten, f"_scaled_dot_product_{kernel}_attention_backward")
+
+    def tensors(heads):
+        output, query = (torch.empty(2, 4, 16, size, device="meta") for size in (6, 8))
+        return output, query, *(torch.empty(2, heads, 12, size, device="meta") for size in (8, 6))
+
+    (output, *inputs), (_, *repeated) = tensors(kv_heads), tensors(4)
+    registry = torch.utils.flop_counter.flop_registry
+    assert flops.count_flops(forward, inputs, {}, output) == registry[forward](*repeated, out_val=output) > 0
+    theirs = registry[backward](output, *repeated, out_val=repeated)
+    assert flops.count_flops(backward, (output, *inputs), {}, inputs) == theirs > 0
+
+
 def test_flops_of_what_has_no_formula_are_its_elements_and_views_are_free():
     x = torch.randn(4, 6)
     assert flops.count_flops(aten.exp.default, (x,), {}, x.exp()) == 24

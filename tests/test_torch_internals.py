@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -21,3 +23,16 @@ def test_another_torch_gets_one_message_that_names_the_version(monkeypatch: pyte
     monkeypatch.setattr(torch_internals, "TangentAOTInput", int)
     with pytest.raises(PlannerError, match=rf"torch {torch.__version__.replace('+', '.')} is not supported: tangents"):
         torch_internals.self_test()
+
+
+def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFixture):
+    logger = logging.getLogger("model")
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        logger.error("passes in silence")
+        return x * 2
+
+    with torch_internals.dynamo_settings():
+        doubled = torch_internals.compile_isolated(double, lambda graph_module, _: graph_module)(torch.ones(2))
+    assert doubled.tolist() == [2, 2]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
