@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from planner.api import plan_of as plan_of
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
+    from planner.instances import load_instance as load_instance
     from planner.plan_types import Plan as Plan
     from planner.plan_types import Verification as Verification
+    from planner.solvers import solve as solve
 
 __version__ = "0.1.0"
 
@@ -23,13 +25,26 @@ _HOME = {
     "Plan": "planner.plan_types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
+    "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
+    "solve": "planner.solvers",
     "unwrap": "planner.api",
     "verify": "planner.api",
 }
 
-__all__ = ["Plan", "Verification", "__version__", "auto_wrap", "plan", "plan_of", "unwrap", "verify"]
+__all__ = [
+    "Plan",
+    "Verification",
+    "__version__",
+    "auto_wrap",
+    "load_instance",
+    "plan",
+    "plan_of",
+    "solve",
+    "unwrap",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     solver: str = "auto",
-    time_limit_seconds: float = 30.0,
+    time_limit_seconds: float = 10.0,
     device: str | None = None,
     cost_model: str = "roofline",
     optimizer: str = "none",
@@ -137,10 +137,11 @@ def auto_wrap(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     solver: str = "auto",
-    time_limit_seconds: float = 30.0,
+    time_limit_seconds: float = 10.0,
     cost_model: str = "roofline",
     optimizer: str = "none",
     gradient_accumulation: bool = False,
+    progress: Progress | None = None,
 ) -> ModelT:
     """Make a model keep a memory budget while it trains: the same object, class, parameters and numbers.
 
@@ -156,7 +157,7 @@ def auto_wrap(
         call, or replaced if ``replan``.
     replan : bool
         Whether a plan that does not match may be replaced.
-    example_kwargs, loss_fn, solver, time_limit_seconds, cost_model, optimizer, gradient_accumulation
+    example_kwargs, loss_fn, solver, time_limit_seconds, cost_model, optimizer, gradient_accumulation, progress
         See :func:`plan`.
 
     Returns
@@ -197,6 +198,7 @@ def auto_wrap(
         gradient_accumulation=gradient_accumulation,
         resident_bytes=beside,
         compare=False,
+        progress=progress,
     )
     _check_budget(options)
     if example_inputs is not None or example_kwargs:

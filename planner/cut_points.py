@@ -55,12 +55,19 @@ def narrow_places(crossing: list[int]) -> list[int]:
     ]
 
 
-def chain_places(graph: TrainingGraph) -> list[int]:
+def chain_places(graph: TrainingGraph, *, minor_share: float = 0.0) -> list[int]:
     """Give the operations after which the forward can be cut into the stages of a chain.
 
-    At most one value crosses such a place, and none crosses two of them; values that live through
-    half of the forward (masks, position tables, outermost skip connections) do not count. A graph
-    without such places is cut at its narrow ones.
+    One value crosses such a place, and no other chosen one. Values that live through half of the
+    forward do not count: masks, position tables, outermost skip connections. A graph without such
+    places is cut at its narrow ones.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    minor_share : float
+        Values up to this share of the largest at a place do not count there either, so that a chain
+        gets finer, and keeps what it passes over.
 
     Notes
     -----
@@ -79,7 +86,8 @@ def chain_places(graph: TrainingGraph) -> list[int]:
     for index in range(turn):
         live.difference_update(ends[index])
         live.update(begins[index])
-        across.append(frozenset(live))
+        largest = max((graph.values[u].size_bytes for u in live), default=0)
+        across.append(frozenset(u for u in live if graph.values[u].size_bytes > minor_share * largest))
     single = [place for place in range(turn - 1) if len(across[place]) == 1]
     chosen: list[int] = []
     for place in single or [place for place in narrow_places(crossing_bytes(graph, turn)) if across[place]]:

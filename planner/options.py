@@ -49,7 +49,9 @@ def solving_options() -> Parser:
     group = parser.add_argument_group("solving and results")
     group.add_argument("--device", metavar="NAME", default="cpu", help="accelerator that the costs are for")
     group.add_argument("--solver", metavar="NAME", default="auto")
-    group.add_argument("--time-limit", type=_seconds, metavar="S", default=30.0, help="seconds for the solver")
+    group.add_argument(
+        "--time-limit", type=_seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
+    )
     group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
     group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
     return parser

@@ -54,7 +54,7 @@ def make_plan(
     budget: Size | None = None,
     activation_budget: Size | None = None,
     solver: str = "auto",
-    time_limit_seconds: float = 30.0,
+    time_limit_seconds: float = 10.0,
     fingerprint: Mapping[str, str | int] | None = None,
     capture_seconds: float = 0.0,
     cost_model: str = "roofline",

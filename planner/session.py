@@ -70,7 +70,7 @@ class Options:
     budget: Size | None = None
     activation_budget: Size | None = None
     solver: str = "auto"
-    time_limit_seconds: float = 30.0
+    time_limit_seconds: float = 10.0
     device: str | None = None
     cost_model: str = "roofline"
     optimizer: str = "none"

@@ -62,7 +62,18 @@ __all__ = [
 MAXIMUM_SHAPES = 64
 """How many sets of input shapes one wrapped model may have graphs for."""
 
-_LOGGING = {method for method in vars(logging.Logger).values() if callable(method)}
+
+class _Functions(set[Callable[..., Any]]):
+    """A setting whose copies are empty.
+
+    Torch 2.11 sorts a deep copy of its settings for a log; functions have no order, and a traceback follows.
+    """
+
+    def __deepcopy__(self, memo: Any) -> set[Callable[..., Any]]:
+        return set()
+
+
+_LOGGING = _Functions(method for method in vars(logging.Logger).values() if callable(method))
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 

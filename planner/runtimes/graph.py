@@ -39,7 +39,7 @@ class GraphRuntime:
     replan : bool
         Whether a plan that does not match may be replaced; otherwise it is refused.
     prepare : callable, optional
-        Completes the options from the inputs of the first call.
+        Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class GraphRuntime:
         self.replan = replan
         self.prepare = prepare
         self._confirmed = False
+        self._prepared_for: list[torch.Size] | None = None
         self._joint: JointGraph | None = None
         self._expected: list[int] | None = None
         self._call = self._new_call()
@@ -66,13 +67,17 @@ class GraphRuntime:
         if not torch.is_grad_enabled():
             return call_implementation(self.model)(*args, **kwargs)
         if not self._confirmed:
-            inputs = Inputs(args, kwargs)
-            check_capturable(self.model, inputs)
-            if self.prepare is not None:
-                self.options = self.prepare(inputs)
-                self.prepare = None
+            check_capturable(self.model, Inputs(args, kwargs))
+        if self.prepare is not None:
+            self._prepare_for(Inputs(args, kwargs))
         with dynamo_settings(), explain_failures(self.model):
             return self._call(*args, **kwargs)
+
+    def _prepare_for(self, inputs: Inputs) -> None:
+        sizes = [tensor.shape for tensor in inputs.tensors()]
+        if self.prepare is not None and sizes != self._prepared_for:
+            self.options = self.prepare(inputs)
+            self._prepared_for = sizes
 
     def _new_call(self) -> Callable[..., Any]:
         return isolated_call(self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish)

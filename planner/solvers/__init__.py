@@ -117,6 +117,31 @@ def solve(
         If the solver has a bug.
     UsageError
         If there is no such solver, or the time limit is not positive.
+
+    Examples
+    --------
+    Three operations forward, one for the loss, three backward, each with one result of 4 bytes.
+    Operation 1 takes 9 seconds, the others one second each.
+
+    >>> from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+    >>> reads = [(), (0,), (1,), (2,), (3, 1), (4, 0), (5,)]
+    >>> phases = [Phase.FORWARD] * 3 + [Phase.LOSS] + [Phase.BACKWARD] * 3
+    >>> graph = TrainingGraph(
+    ...     operations=tuple(
+    ...         Operation(name=f"o{i}", key=f"o{i}", target="", inputs=inputs, outputs=(i,), phase=phases[i])
+    ...         for i, inputs in enumerate(reads)
+    ...     ),
+    ...     values=tuple(Value(name=f"v{i}", size_bytes=4) for i in range(len(reads))),
+    ... )
+    >>> costs = tuple(OperationCost(seconds=9.0 if i == 1 else 1.0) for i in range(len(reads)))
+    >>> problem = Problem(graph=graph, costs=costs, budget_bytes=12)
+    >>> problem.baseline.peak_bytes
+    16
+    >>> solution = solve(problem)
+    >>> solution.schedule.order
+    (0, 1, 2, 3, 4, 0, 5, 6)
+    >>> solution.peak_bytes, solution.recompute_seconds, solution.is_optimal
+    (12, 1.0, True)
     """
     if not time_limit_seconds > 0:
         raise UsageError(f"time limit must be above 0 s, not {time_limit_seconds}")

@@ -112,7 +112,7 @@ def _find(state: State, key: int) -> int:
             low = middle + 1
         else:
             high = middle
-    return low
+    return int(low)
 
 
 @_compiled
@@ -354,7 +354,7 @@ def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
 def _drop_at(tables: Tables, state: State, position: int) -> bool:
     """Make some value again before its next read instead of holding it at a position."""
     count, key = len(state.count), state.keys[position]
-    for _ in range(40):
+    for _ in range(40 if len(tables.droppable) else 0):
         value = tables.droppable[int(_random(state) * len(tables.droppable))]
         maker = tables.producer[value]
         place = _latest(state, maker, key // count)
@@ -458,4 +458,5 @@ def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: f
                         add(tables, state, slot, operation)
                 real[COST] = cost
         real[WEIGHT] *= 1.0 - pace if whole[EXCESS] == 0 else 1.0 + pace
+        real[WEIGHT] = min(max(real[WEIGHT], 1e-9), 1e12)
     return taken

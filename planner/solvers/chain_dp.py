@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections.abc import Sequence
 from operator import itemgetter
 
 from planner.cut_points import chain_places
@@ -16,17 +17,23 @@ from planner.errors import InfeasibleBudgetError
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, simulate
-from planner.solvers._chain import Chain
+from planner.solvers._chain import Chain, Stage
 from planner.solvers._repair import without_useless
 
-_MOST_SPLITS = 25_000
+_MOST_SPLITS = 8_000
 """Splits of different runs of stages that are tried; with more, neighbouring stages are joined."""
+
+_MOST_STAGES = 250
+"""More are joined at once, without counting splits."""
 
 _MOST_POINTS = 160
 """Points of a trade-off curve that are kept; what is left out rounds memory up, never down."""
 
 _SPARE = 1.25
 """Curves reach so far above the budget, since the chain's account of memory is not exact."""
+
+_MINOR_SHARES = (0.0, 0.25)
+"""Two chains are tried: of clean cuts only, and a finer one."""
 
 _SAVE = 0
 """Choice of saving the first stage of a run; any other is how many stages are passed."""
@@ -60,15 +67,19 @@ class ChainDpSolver:
         started = time.perf_counter()
         search = _Search(problem)
         search.offer(list(Schedule.keep_all(problem.graph).order))
-        if search.best is None and (places := chain_places(problem.graph)):
-            chain = _affordable(problem, places)
+        if search.best is None:
+            several = {tuple(chain_places(problem.graph, minor_share=share)): None for share in _MINOR_SHARES}
+            search.chains = [_affordable(problem, places) for places in several if places]
             for limit_bytes in (int(_SPARE * problem.budget_bytes), 4 * problem.baseline.peak_bytes):
-                curves = Curves(chain, limit_bytes)
-                search.along(curves)
-                if search.best is not None or time.perf_counter() - started > time_limit_seconds:
+                for chain in search.chains:
+                    if time.perf_counter() - started > time_limit_seconds:
+                        break
+                    curves = Curves(chain, limit_bytes)
+                    search.along(curves)
+                    if progress:
+                        progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of them")
+                if search.best is not None:
                     break
-            if progress:
-                progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of stages")
         if search.best is None:
             raise search.infeasible()
         evaluation, schedule = search.best
@@ -86,6 +97,7 @@ class _Search:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.chains: list[Chain] = []
         self.best: tuple[Evaluation, Schedule] | None = None
         self.lowest: tuple[Evaluation, Schedule] | None = None
 
@@ -134,9 +146,9 @@ class _Search:
         )
 
 
-def _affordable(problem: Problem, places: list[int]) -> Chain:
+def _affordable(problem: Problem, places: Sequence[int]) -> Chain:
     """Join neighbouring stages until the number of splits to try is within bounds."""
-    step = 1
+    step = 1 + len(places) // _MOST_STAGES
     while True:
         chain = Chain(problem, places[step - 1 :: step])
         runs = run_names(chain)
@@ -147,16 +159,18 @@ def _affordable(problem: Problem, places: list[int]) -> Chain:
 
 
 def run_names(chain: Chain) -> list[list[int]]:
-    """Number the runs of stages so that equal ones share a number: ``names[s][t - s]`` for stages s to t.
+    """Give equal runs of stages the same number: ``names[s][t - s]`` is that of stages s to t.
 
     Runs that end with the last stage are apart, since their forward is the step's first and costs nothing.
     """
-    known: dict[tuple[object, ...], int] = {}
+    kinds: dict[Stage, int] = {}
+    kind_of = [kinds.setdefault(stage, len(kinds)) for stage in chain.stages]
+    known: dict[tuple[int, int, bool], int] = {}
     names: list[list[int]] = []
     for s in range(chain.count):
         row: list[int] = []
         for t in range(s, chain.count):
-            key = (row[-1] if row else -1, chain.stages[t], t == chain.count - 1)
+            key = (row[-1] if row else -1, kind_of[t], t == chain.count - 1)
             row.append(known.setdefault(key, len(known)))
         names.append(row)
     return names

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError, SolverUnavailableError
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 _HOT, _WARM, _COLD = 2.0, 0.1, 0.003
 """Temperatures at the start from scratch, at the start from a plan, and at the end, in mean costs of an operation."""
 
+_PACE = 1e-3
+"""How fast the price of a byte over the budget follows whether the budget is kept: so much a move."""
+
+_ROUND_MOVES, _ROUND_SHARE = 100, 0.25
+"""Length of a round of cooling: moves for each operation, but at most this share of the time."""
+
 _CHUNK = 2_000
 """Moves between two looks at the clock."""
 
@@ -36,10 +43,22 @@ _MOVES_PER_OPERATION = 6_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When a search ends: at a moment of ``time.perf_counter``, or after a number of moves, the same every time."""
+    """When a search ends.
+
+    Parameters
+    ----------
+    deadline_seconds : float
+        On the clock of ``time.perf_counter``.
+    moves : int
+    enough_seconds : float
+        Recompute time that is good enough.
+    is_over : callable
+    """
 
     deadline_seconds: float
     moves: int
+    enough_seconds: float = 0.0
+    is_over: Callable[[], bool] = lambda: False
 
 
 class SearchSolver:
@@ -61,13 +80,19 @@ class SearchSolver:
         """
         return self.improve(problem, None, time_limit_seconds=time_limit_seconds, progress=progress)
 
+    def require(self) -> None:
+        """Raise SolverUnavailableError if numba is not installed; import nothing."""
+        if find_spec("numba") is None:
+            raise SolverUnavailableError("solver 'search' needs numba: pip install checkpoint-planner[search]")
+
     def improve(
         self,
         problem: Problem,
         incumbent: Schedule | None,
         *,
         time_limit_seconds: float,
-        lower_bound_seconds: float = 0.0,
+        enough_seconds: float = 0.0,
+        is_over: Callable[[], bool] = lambda: False,
         seed: int = 0,
         moves: int | None = None,
         progress: Progress | None = None,
@@ -80,8 +105,10 @@ class SearchSolver:
         incumbent : Schedule, optional
             A plan within the budget, to start from.
         time_limit_seconds : float
-        lower_bound_seconds : float
-            Where the search may stop.
+        enough_seconds : float
+            Recompute time at which the search may stop.
+        is_over : callable, optional
+            Asked now and then whether to stop.
         seed : int
         moves : int, optional
             If given, the search ends after so many, whatever the clock says: the same plan every time.
@@ -98,15 +125,17 @@ class SearchSolver:
         """
         started = time.perf_counter()
         limits = Limits(
-            math.inf if moves else started + time_limit_seconds, moves or _MOVES_PER_OPERATION * len(problem.costs)
+            deadline_seconds=math.inf if moves else started + time_limit_seconds,
+            moves=moves or _MOVES_PER_OPERATION * len(problem.costs),
+            enough_seconds=enough_seconds,
+            is_over=is_over,
         )
         best = incumbent
         if problem.baseline.peak_bytes <= problem.budget_bytes:
             best = Schedule.keep_all(problem.graph)
         elif proven_floor(problem.graph, problem.costs)[0] <= problem.budget_bytes:
-            annealing = _load()
-            run = Annealing(problem, annealing, seed)
-            best = run.search(incumbent, limits, lower_bound_seconds, progress) or incumbent
+            self.require()
+            best = Annealing(problem, seed).search(incumbent, limits, progress or (lambda line: None)) or incumbent
         if best is None:
             raise _infeasible(problem)
         evaluation = simulate(problem.graph, problem.costs, best)
@@ -117,17 +146,6 @@ class SearchSolver:
             recompute_seconds=evaluation.recompute_seconds,
             solve_seconds=time.perf_counter() - started,
         )
-
-
-def _load() -> Any:
-    """Import the compiled half."""
-    try:
-        import_module("numba")
-    except ImportError as error:
-        raise SolverUnavailableError("solver 'search' needs numba: pip install checkpoint-planner[search]") from error
-    from planner.solvers import _annealing
-
-    return _annealing
 
 
 def _infeasible(problem: Problem) -> InfeasibleBudgetError:
@@ -146,10 +164,13 @@ def _infeasible(problem: Problem) -> InfeasibleBudgetError:
 class Annealing:
     """One problem laid out for the kernels, and the set of reruns that they work on."""
 
-    def __init__(self, problem: Problem, kernels: Any, seed: int) -> None:
-        np = import_module("numpy")
+    def __init__(self, problem: Problem, seed: int) -> None:
+        from planner.solvers import _annealing as kernels
+
+        np: Any = import_module("numpy")
         self.problem = problem
         self.kernels = kernels
+        self.random = random.Random(seed)
         graph, costs = problem.graph, problem.costs
         count = len(graph.operations)
         repeatable = [c.seconds for c, o in zip(costs, graph.operations, strict=True) if o.recomputable and c.seconds]
@@ -175,9 +196,10 @@ class Annealing:
             real=np.zeros(3),
         )
         self.state.whole[kernels.BUDGET] = problem.budget_bytes
-        self.state.whole[kernels.RANDOM] = random.Random(seed).getrandbits(62) | 1
+        self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
         self.state.real[kernels.WEIGHT] = 1.0
         self.state.real[kernels.BEST] = math.inf
+        self.moves = 0
         self.reset(())
 
     def reset(self, reruns: Iterable[tuple[int, int]]) -> None:
@@ -211,34 +233,53 @@ class Annealing:
             before.setdefault(int(key) // count, []).append(int(key) % count)
         return Schedule.with_recomputations(self.problem.graph, before)
 
-    def search(
-        self, incumbent: Schedule | None, limits: Limits, lower_bound_seconds: float, progress: Progress | None
-    ) -> Schedule | None:
-        """Anneal until a limit or the bound is reached; give the best schedule seen, None if none was in the budget."""
+    def search(self, incumbent: Schedule | None, limits: Limits, progress: Progress) -> Schedule | None:
+        """Anneal until a limit is reached; give the best schedule seen, None if none was within the budget."""
         kernels, state = self.kernels, self.state
-        pairs = [] if incumbent is None else [(s, o) for s, runs in incumbent.recomputations().items() for o in runs]
+        best = state.real[kernels.BEST :]
         if incumbent is not None:
-            self.reset(pairs)
-            claimed = simulate(self.problem.graph, self.problem.costs, incumbent).recompute_seconds
-            state.real[kernels.BEST] = claimed / self.unit_seconds
-        begun, done = time.perf_counter(), 0
-        top = _HOT if incumbent is None else _WARM
-        told = state.real[kernels.BEST]
-        while done < limits.moves:
-            now = time.perf_counter()
-            spent = max((now - begun) / (limits.deadline_seconds - begun), done / limits.moves)
-            if spent >= 1.0 or state.real[kernels.BEST] * self.unit_seconds <= lower_bound_seconds * (1 + 1e-9):
-                break
-            temperature = top * (_COLD / top) ** spent
-            kernels.anneal(self.tables, state, _CHUNK, temperature, 1e-3)
-            done += _CHUNK
-            if progress and state.real[kernels.BEST] < told * 0.995:
-                told = state.real[kernels.BEST]
-                progress(f"search: overhead {told * self.unit_seconds / self.problem.baseline.seconds:.2%}")
-        self.moves = done
-        if not state.best[0]:
-            return None
-        return self.confirmed(self.schedule(state.best[1 : 1 + state.best[0]]), state.real[kernels.BEST])
+            seconds = simulate(self.problem.graph, self.problem.costs, incumbent).recompute_seconds
+            best[0] = seconds / self.unit_seconds
+            self.reset((slot, index) for slot, runs in incumbent.recomputations().items() for index in runs)
+        told, step = best[0], self.problem.baseline.seconds / self.unit_seconds
+        enough = limits.enough_seconds / self.unit_seconds * (1 + 1e-9)
+        begun = time.perf_counter()
+        longest_seconds = _ROUND_SHARE * (limits.deadline_seconds - begun)
+        number = 0
+        while not self.is_spent(limits, enough):
+            top = self.next_round(number, fresh=incumbent is None)
+            number += 1
+            since, moves, gone = time.perf_counter(), 0, 0.0
+            while gone < 1.0 and not self.is_spent(limits, enough):
+                kernels.anneal(self.tables, state, _CHUNK, top * (_COLD / top) ** gone, _PACE)
+                moves += _CHUNK
+                self.moves += _CHUNK
+                elapsed = time.perf_counter() - since
+                gone = max(elapsed / longest_seconds, moves / (_ROUND_MOVES * len(state.count)))
+                if best[0] < told * 0.995:
+                    told = best[0]
+                    progress(f"search: overhead {told / step:.2%}")
+        return self.confirmed(self.schedule(self.best()), best[0]) if state.best[0] else None
+
+    def next_round(self, number: int, *, fresh: bool) -> float:
+        """Set the plan that a round starts from; give its first temperature."""
+        if number == 0 and not fresh:
+            return _WARM
+        if self.state.best[0] and number % 4:
+            self.reset(divmod(int(key), len(self.state.count)) for key in self.best())
+            return float(_WARM * (_HOT / _WARM) ** self.random.random())
+        self.reset(())
+        return _HOT
+
+    def is_spent(self, limits: Limits, enough: float) -> bool:
+        """Say whether a limit is reached."""
+        if self.moves >= limits.moves or time.perf_counter() >= limits.deadline_seconds or limits.is_over():
+            return True
+        return bool(self.state.real[self.kernels.BEST] <= enough)
+
+    def best(self) -> Any:
+        """Give the keys of the cheapest set within the budget that the moves have come by."""
+        return self.state.best[1 : 1 + self.state.best[0]]
 
     def confirmed(self, schedule: Schedule, cost: float) -> Schedule:
         """Hold what the kernels say of a schedule against the simulator."""
@@ -246,8 +287,8 @@ class Annealing:
         slack = abs(evaluation.recompute_seconds - cost * self.unit_seconds)
         if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
             raise ClaimMismatchError(
-                f"solver 'search' claims {cost * self.unit_seconds} s within {self.problem.budget_bytes} bytes, simulated "
-                f"are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; please report this as a bug"
+                f"solver 'search' claims {cost * self.unit_seconds} s within {self.problem.budget_bytes} bytes, "
+                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; please report this as a bug"
             )
         return schedule
 
