@@ -5,7 +5,7 @@ PYTHON ?= .venv/bin/python
 
 setup:
 	python3.11 -m venv .venv
-	$(PYTHON) -m pip install -q -c constraints.txt -e '.[zoo,test]'
+	$(PYTHON) -m pip install -q -c constraints.txt -e '.[zoo,search,test]'
 
 test:
 	$(PYTHON) -m pytest -q -n 2

@@ -165,8 +165,21 @@ def _markdown(result: Result) -> str:
         f"Of each command about {result['import_seconds']:.1f} s are imports. Capture includes lowering and costs; "
         "budget, unplanned and predicted peak are GiB of the whole device; bound is the proven least overhead."
     )
-    headings = ["model", "seconds", "CPU s", "GiB used", "goals", "capture s", "solve s", "operations", "budget",
-                "unplanned", "predicted", "overhead", "bound"]
+    headings = [
+        "model",
+        "seconds",
+        "CPU s",
+        "GiB used",
+        "goals",
+        "capture s",
+        "solve s",
+        "operations",
+        "budget",
+        "unplanned",
+        "predicted",
+        "overhead",
+        "bound",
+    ]
     commands = "\n".join(f"- `{row['command']}`" for row in result["rows"])
     rows = common.table(headings, [_cells(row) for row in result["rows"]])
     return common.page("Planning without running", result, f"{goals} {legend}", rows, commands)

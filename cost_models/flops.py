@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _MATRIX_OPERANDS = {"mm": 2, "addmm": 3, "bmm": 2, "baddbmm": 3, "_scaled_mm": 2}
 """Leading arguments that matter; overloads with ``out_dtype`` have more than torch's formulas take."""
 
+_ATTENTION_KERNELS = ("flash", "efficient", "cudnn")
+"""Each has a forward and, with the gradient of the output before the query, a backward."""
+
 _GATHERED = {
     "aten.embedding": 0,
     "aten._embedding_bag": 0,
@@ -142,6 +145,10 @@ def _formulas() -> dict[Any, Callable[..., int]]:
     for name, count in _MATRIX_OPERANDS.items():
         packet = getattr(aten, name)
         formulas[packet] = _with_leading(formulas[packet], count)
+    for kernel in _ATTENTION_KERNELS:
+        forward = f"_scaled_dot_product_{kernel}_attention"
+        for packet, query_position in ((getattr(aten, forward), 0), (getattr(aten, f"{forward}_backward"), 1)):
+            formulas[packet] = _with_repeated_heads(formulas[packet], query_position)
     flash, overridable = "_scaled_dot_product_flash_attention", "_scaled_dot_product_fused_attention_overrideable"
     formulas |= {
         aten.convolution_backward: _convolution_backward,
@@ -165,6 +172,19 @@ def _with_leading(formula: Callable[..., int], count: int) -> Callable[..., int]
         return formula(*args[:count], *([None] * (4 - count) if formula.__name__ == "_scaled_mm_flop" else ()))
 
     return leading
+
+
+def _with_repeated_heads(formula: Callable[..., int], query_position: int) -> Callable[..., int]:
+    """Torch's formulas of 2.11 refuse keys and values with fewer heads than the query; later ones count this."""
+    first = query_position + 1
+
+    def repeated(*args: Any, out_val: Any, **kwargs: Any) -> int:
+        heads = args[query_position].shape[1]
+        # The formulas take a shape as well as a tensor.
+        shapes = [(tensor.shape[0], heads, *tensor.shape[2:]) for tensor in args[first : first + 2]]
+        return formula(*args[:first], *shapes, *args[first + 2 :], out_val=out_val, **kwargs)
+
+    return repeated
 
 
 def _convolution_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:

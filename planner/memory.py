@@ -73,7 +73,7 @@ class Recording:
 def record() -> Iterator[Recording]:
     """Record allocations on the CPU; the recording is filled when the block ends."""
     recording = Recording()
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _quiet():
         profiler.start()
     try:

@@ -7,7 +7,8 @@ all runs. A run reads the newest copy made before it; a copy dies at its last re
 is made. Adding or removing one rerun therefore moves the ends of a few lifetimes, and only the
 runs between the old and the new end change their bytes.
 
-Importing this module without numba works, and runs everything uncompiled.
+Without numba all this runs uncompiled. It stands in one file because numba, when it looks whether
+what it kept on disk is still good, sees no changes to functions of other files.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _random(state: State) -> float:
 @_compiled
 def _find(state: State, key: int) -> int:
     """Give the position of the first run whose key is not smaller."""
-    low = key // len(state.count)
+    low = int(key // len(state.count))
     high = min(low + state.whole[RERUNS] + 1, state.whole[RUNS])
     while low < high:
         middle = (low + high) >> 1
@@ -112,7 +113,7 @@ def _find(state: State, key: int) -> int:
             low = middle + 1
         else:
             high = middle
-    return int(low)
+    return low
 
 
 @_compiled
@@ -121,7 +122,7 @@ def _latest(state: State, operation: int, slot: int) -> int:
     place = state.count[operation] - 1
     while place >= 0 and state.slots[operation, place] > slot:
         place -= 1
-    return place
+    return int(place)
 
 
 @_compiled
@@ -182,8 +183,7 @@ def _lifetimes(tables: Tables, state: State, slot: int, operation: int, position
                 change = max(_move_end(state, end, position, size[value]), 0)
             else:
                 _move_end(state, position, end, size[value])
-        if row - tables.input_start[operation] < len(state.extended):
-            state.extended[row - tables.input_start[operation]] = change
+        state.extended[row - tables.input_start[operation]] = change
     place = _latest(state, operation, slot)
     made, until = state.slots[operation, place], _until(state, operation, place)
     for row in range(tables.output_start[operation], tables.output_start[operation + 1]):
@@ -240,8 +240,7 @@ def add(tables: Tables, state: State, slot: int, operation: int) -> None:
 def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
     """Remove a rerun that is there. O(runs + inputs x readers)."""
     keys, live, dying, whole = state.keys, state.live_bytes, state.dying_bytes, state.whole
-    key = slot * len(state.count) + operation
-    position = _find(state, key)
+    key, position = slot * len(state.count) + operation, _find(state, slot * len(state.count) + operation)
     for place in range(_latest(state, operation, slot), state.count[operation] - 1):
         state.slots[operation, place] = state.slots[operation, place + 1]
     state.count[operation] -= 1
@@ -281,10 +280,8 @@ def _change(tables: Tables, state: State, slot: int, operation: int) -> bool:
 @_compiled
 def _drop_useless(tables: Tables, state: State, operation: int, place: int) -> None:
     """Remove a rerun whose copies nobody reads, and those that only it was for."""
-    count, tail = len(state.count), 0
-    if place > 0:
-        state.queue[0] = state.slots[operation, place] * count + operation
-        tail = 1
+    count, tail = len(state.count), 1 if place > 0 else 0
+    state.queue[0] = state.slots[operation, place] * count + operation
     while tail:
         tail -= 1
         slot, operation = state.queue[tail] // count, state.queue[tail] % count
@@ -297,19 +294,20 @@ def _drop_useless(tables: Tables, state: State, operation: int, place: int) -> N
             if not tables.is_retained[value]:
                 useful |= _death(tables, state, value, slot, until) > slot * count + operation
         if not useful and _change(tables, state, slot, operation):
-            tail = _push_makers(tables, state, slot, operation, tail)
+            for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
+                maker = tables.producer[tables.inputs[row]]
+                place = _latest(state, maker, slot)
+                if place > 0 and tail < len(state.queue) // 2:
+                    state.queue[tail] = state.slots[maker, place] * count + maker
+                    tail += 1
 
 
 @_compiled
-def _push_makers(tables: Tables, state: State, slot: int, operation: int, tail: int) -> int:
-    """Queue the reruns whose copies an operation would read at a slot."""
+def _drop_useless_makers(tables: Tables, state: State, slot: int, operation: int) -> None:
+    """Remove what only a rerun that is gone was for."""
     for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
         maker = tables.producer[tables.inputs[row]]
-        place = _latest(state, maker, slot)
-        if place > 0 and tail < len(state.queue) // 2:
-            state.queue[tail] = state.slots[maker, place] * len(state.count) + maker
-            tail += 1
-    return tail
+        _drop_useless(tables, state, maker, _latest(state, maker, slot))
 
 
 @_compiled
@@ -317,9 +315,7 @@ def _undo(tables: Tables, state: State, slot: int, operation: int) -> bool:
     """Remove a rerun and what only it was for."""
     if not _change(tables, state, slot, operation):
         return False
-    for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
-        maker = tables.producer[tables.inputs[row]]
-        _drop_useless(tables, state, maker, _latest(state, maker, slot))
+    _drop_useless_makers(tables, state, slot, operation)
     return True
 
 
@@ -337,10 +333,9 @@ def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
             continue
         if not _change(tables, state, slot, operation):
             return head > 1
-        rows = min(tables.input_start[operation + 1] - tables.input_start[operation], len(state.extended))
-        for number in range(rows):
-            maker = tables.producer[tables.inputs[tables.input_start[operation] + number]]
-            change = state.extended[number]
+        first = tables.input_start[operation]
+        for row in range(first, tables.input_start[operation + 1]):
+            maker, change = tables.producer[tables.inputs[row]], state.extended[row - first]
             if change < 0 or not tables.is_recomputable[maker] or tail >= min(len(pending), 60):
                 continue
             if _random(state) < (0.9 if change * price > tables.costs[maker] else 0.15):
@@ -362,8 +357,7 @@ def _drop_at(tables: Tables, state: State, position: int) -> bool:
             place -= 1
         if place < 0:
             continue
-        until = _until(state, maker, place)
-        following = until * count
+        until, following = _until(state, maker, place), _until(state, maker, place) * count
         for row in range(tables.reader_start[value], tables.reader_start[value + 1]):
             reader = tables.readers[row]
             for other in range(state.count[reader] - 1, -1, -1):
@@ -396,8 +390,7 @@ def _tight_position(state: State) -> int:
 @_compiled
 def _move(tables: Tables, state: State) -> bool:
     """Change something at random."""
-    count = len(state.count)
-    kind = _random(state)
+    count, kind = len(state.count), _random(state)
     if state.whole[RERUNS] == 0 or kind < 0.25:
         return bool(_drop_at(tables, state, _tight_position(state)))
     key = state.reruns[int(_random(state) * state.whole[RERUNS])]
@@ -405,30 +398,22 @@ def _move(tables: Tables, state: State) -> bool:
     if kind < 0.45:  # undo
         return bool(_undo(tables, state, slot, operation))
     if kind < 0.7:  # swap
-        if not _undo(tables, state, slot, operation):
-            return False
-        return bool(_drop_at(tables, state, _tight_position(state)))
-    if kind < 0.9:  # shift
-        reach = 2 if _random(state) < 0.5 else 12
-        other = slot + int((2 * _random(state) - 1) * (reach + 1))
-        if other <= operation or other >= count or other == slot:
-            return False
-        if state.slots[operation, _latest(state, operation, other)] == other:
-            return False
-        if not _change(tables, state, slot, operation):
-            return False
-        added = _rerun(tables, state, other, operation)
-        for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
-            maker = tables.producer[tables.inputs[row]]
-            _drop_useless(tables, state, maker, _latest(state, maker, slot))
-        _drop_useless(tables, state, operation, _latest(state, operation, other))
-        return bool(added)
-    first = tables.input_start[operation]  # make an input again too
+        return bool(_undo(tables, state, slot, operation) and _drop_at(tables, state, _tight_position(state)))
+    first = tables.input_start[operation]
     rows = tables.input_start[operation + 1] - first
-    if not rows:
+    if kind > 0.9 and rows:  # make an input again too
+        maker = tables.producer[tables.inputs[first + int(_random(state) * rows)]]
+        return bool(tables.is_recomputable[maker] and _rerun(tables, state, slot, maker))
+    reach = 2 if _random(state) < 0.5 else 12  # shift
+    other = slot + int((2 * _random(state) - 1) * (reach + 1))
+    if other <= operation or other >= count or state.slots[operation, _latest(state, operation, other)] == other:
         return False
-    maker = tables.producer[tables.inputs[first + int(_random(state) * rows)]]
-    return bool(tables.is_recomputable[maker] and maker < slot and _rerun(tables, state, slot, maker))
+    if not _change(tables, state, slot, operation):
+        return False
+    added = _rerun(tables, state, other, operation)
+    _drop_useless_makers(tables, state, slot, operation)
+    _drop_useless(tables, state, operation, _latest(state, operation, other))
+    return bool(added)
 
 
 @_compiled

@@ -41,6 +41,9 @@ _SAVE = 0
 Point = tuple[int, float, int]
 """Bytes needed above what stands when the backward of the run begins, seconds of recompute, choice."""
 
+Steps = list[tuple[int, float]]
+"""A curve without choices."""
+
 _needed_bytes = itemgetter(0)
 
 
@@ -115,17 +118,14 @@ class _Search:
 
     def along(self, curves: Curves, *, beyond: int = 8) -> None:
         """Find the point of the whole chain's curve up to which plans simulate within the budget."""
-        points = curves.whole
-        if not points:
+        if not (points := curves.whole):
             return
         self.offer(curves.order(points[0][0]))
         low, high = 0, len(points)
         while high - low > 1:
             middle = (low + high) // 2
-            if self.offer(curves.order(points[middle][0])):
-                low = middle
-            else:
-                high = middle
+            fits = self.offer(curves.order(points[middle][0]))
+            low, high = (middle, high) if fits else (low, middle)
         for needed_bytes, _, _ in points[high + 1 : high + 1 + beyond]:
             self.offer(curves.order(needed_bytes))
 
@@ -135,12 +135,10 @@ class _Search:
         graph = self.problem.graph
         operation = graph.operations[schedule.order[evaluation.peak_position]].name
         static_bytes = graph.total_static_bytes
-        what = (
-            "no plan of the chain of stages keeps" if chain_places(graph) else "the forward has no cut points to keep"
-        )
+        cause = "" if self.chains else "the forward has no cut points: "
         return InfeasibleBudgetError(
-            f"{what} {self.problem.budget_bytes + static_bytes} bytes; a plan is known for "
-            f"{evaluation.peak_bytes + static_bytes}, at {operation}",
+            f"{cause}no plan of the chain of stages keeps {self.problem.budget_bytes + static_bytes} bytes; "
+            f"a plan is known for {evaluation.peak_bytes + static_bytes}, at {operation}",
             minimum_feasible_peak_bytes=evaluation.peak_bytes + static_bytes,
             operation=operation,
         )
@@ -179,8 +177,8 @@ def run_names(chain: Chain) -> list[list[int]]:
 class Curves:
     """For each run of stages, the least recompute for every amount of memory.
 
-    Memory is counted as in rotor: the input of the run is held and not counted, nor is what others
-    keep. The curves are exact step functions of bytes, thinned to a fixed number of points.
+    The input of a run is held and not counted, nor is what others keep. Curves are exact step
+    functions of bytes, thinned to a fixed number of points.
     """
 
     def __init__(self, chain: Chain, limit_bytes: int) -> None:
@@ -261,18 +259,11 @@ class Curves:
         return order
 
 
-def _both(
-    one: list[tuple[int, float]],
-    other: list[tuple[int, float]],
-    least_bytes: int,
-    limit_bytes: int,
-    seconds: float,
-    choice: int,
-) -> list[Point]:
+def _both(one: Steps, other: Steps, least_bytes: int, limit_bytes: int, seconds: float, choice: int) -> list[Point]:
     """Add two curves at equal bytes, from ``least_bytes`` up to a limit."""
+    points: list[Point] = []
     if not one or not other:
-        return []
-    points = []
+        return points
     i = j = 0
     needed_bytes = max(least_bytes, one[0][0], other[0][0])
     while needed_bytes <= limit_bytes:

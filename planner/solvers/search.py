@@ -25,7 +25,7 @@ from planner.simulate import simulate
 if TYPE_CHECKING:
     from planner.solvers import _annealing
 
-_HOT, _WARM, _COLD = 2.0, 0.1, 0.003
+_HOT, _WARM, _COLD = 5.0, 0.1, 0.003
 """Temperatures at the start from scratch, at the start from a plan, and at the end, in mean costs of an operation."""
 
 _PACE = 1e-3
@@ -191,7 +191,7 @@ class Annealing:
             best=zeros(1 + capacity),
             changes=zeros(kernels.CHANGES_AT_MOST),
             queue=zeros(2048),
-            extended=zeros(64),
+            extended=zeros(1 + max((len(operation.inputs) for operation in graph.operations), default=0)),
             whole=zeros(6),
             real=np.zeros(3),
         )
@@ -288,7 +288,8 @@ class Annealing:
         if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
             raise ClaimMismatchError(
                 f"solver 'search' claims {cost * self.unit_seconds} s within {self.problem.budget_bytes} bytes, "
-                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; please report this as a bug"
+                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
+                "please report this as a bug"
             )
         return schedule
 
