@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from planner import solvers
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.instances import Reference, load_instance
 from planner.problem import Problem
 
 FOLDER = Path(
@@ -19,33 +17,12 @@ FOLDER = Path(
 )
 
 
-def load(name: str) -> tuple[Problem, dict[str, Any]]:
+def load(name: str) -> tuple[Problem, Reference]:
     """Read an instance as a problem in KiB and hundredths of milliseconds, with its known costs."""
     path = FOLDER / f"{name}.json"
     if not path.is_file():
         pytest.skip(f"no instance {path}; set CHECKPOINT_PLANNER_INSTANCES to the folder that has it")
-    data = json.loads(path.read_text())
-    count, loss = data["num_operations"], data["loss_operation"]
-    inputs: list[list[int]] = [[] for _ in range(count)]
-    for source, reader in data["edges"]:
-        inputs[reader].append(source)
-    graph = TrainingGraph(
-        operations=tuple(
-            Operation(
-                name=f"op{index}",
-                key=f"op{index}",
-                target="",
-                inputs=tuple(inputs[index]),
-                outputs=(index,),
-                phase=Phase.FORWARD if index < loss else Phase.LOSS if index == loss else Phase.BACKWARD,
-            )
-            for index in range(count)
-        ),
-        values=tuple(Value(name=f"v{u}", size_bytes=size) for u, size in enumerate(data["output_kib"])),
-        name=name,
-    )
-    costs = tuple(OperationCost(seconds=float(cost)) for cost in data["cost"])
-    return Problem(graph=graph, costs=costs, budget_bytes=data["budget_kib"]), data
+    return load_instance(path)
 
 
 QUICK = [
@@ -62,28 +39,28 @@ QUICK = [
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_ilp_is_as_good_as_the_best_known(name: str) -> None:
-    problem, data = load(name)
+    problem, known = load(name)
     solution = solvers.solve(problem, "ilp", time_limit_seconds=20)
-    total = data["base_cost"] + solution.recompute_seconds
-    bound = data["base_cost"] + solution.lower_bound_seconds
-    assert problem.baseline.seconds == data["base_cost"]
-    assert solution.peak_bytes <= data["budget_kib"]
-    assert total <= 1.0002 * data["best_known_cost"]
-    assert bound <= data["best_known_cost"] * (1 + 1e-9)
-    assert bound >= 0.999 * data["lower_bound_cost"]
+    total = known.base_cost + solution.recompute_seconds
+    bound = known.base_cost + solution.lower_bound_seconds
+    assert problem.baseline.seconds == known.base_cost
+    assert solution.peak_bytes <= problem.budget_bytes
+    assert total <= 1.0002 * known.best_known_cost
+    assert bound <= known.best_known_cost * (1 + 1e-9)
+    assert bound >= 0.999 * known.lower_bound_cost
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2-5gb", "mobilenet_v2-6gb", "resnet50-6gb"])
 def test_tight_instances_get_a_plan_near_the_best_known(name: str) -> None:
-    problem, data = load(name)
+    problem, known = load(name)
     solution = solvers.solve(problem, "auto", time_limit_seconds=8)
-    assert solution.peak_bytes <= data["budget_kib"]
-    assert data["base_cost"] + solution.recompute_seconds <= 1.03 * data["best_known_cost"]
-    assert data["base_cost"] + solution.lower_bound_seconds <= data["best_known_cost"] * (1 + 1e-9)
+    assert solution.peak_bytes <= problem.budget_bytes
+    assert known.base_cost + solution.recompute_seconds <= 1.03 * known.best_known_cost
+    assert known.base_cost + solution.lower_bound_seconds <= known.best_known_cost * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2-7gb", "resnet50-10gb"])
 def test_segmentation_costs_at_least_the_best_known(name: str) -> None:
-    problem, data = load(name)
+    problem, known = load(name)
     solution = solvers.solve(problem, "sqrt")
-    assert data["base_cost"] + solution.recompute_seconds >= data["lower_bound_cost"]
+    assert known.base_cost + solution.recompute_seconds >= known.lower_bound_cost

@@ -135,7 +135,9 @@ class SearchSolver:
             best = Schedule.keep_all(problem.graph)
         elif proven_floor(problem.graph, problem.costs)[0] <= problem.budget_bytes:
             self.require()
-            best = Annealing(problem, seed).search(incumbent, limits, progress or (lambda line: None)) or incumbent
+            tell = progress or (lambda line: None)
+            tell("search: starts (its kernels are compiled once for each installation, which takes half a minute)")
+            best = Annealing(problem, seed).search(incumbent, limits, tell) or incumbent
         if best is None:
             raise _infeasible(problem)
         evaluation = simulate(problem.graph, problem.costs, best)
