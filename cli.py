@@ -189,6 +189,8 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
         loss_fn=loaded.loss_fn,
         solver=args.solver,
         time_limit_seconds=args.time_limit,
+        deterministic=args.deterministic,
+        seed=args.seed,
         device=args.device,
         optimizer=args.optimizer,
         name=loaded.name,

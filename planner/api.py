@@ -35,6 +35,8 @@ def plan(
     loss_fn: LossFunction | None = None,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
     device: str | None = None,
     cost_model: str = "roofline",
     optimizer: str = "none",
@@ -64,6 +66,10 @@ def plan(
         Name of a solver; ``"auto"`` picks.
     time_limit_seconds : float
         Roughly when the solver stops improving.
+    deterministic : bool
+        Count work instead of seconds, so that the same step gives the same plan every time.
+    seed : int
+        Of whatever draws random numbers in a solver.
     device : str, optional
         Accelerator to plan for; by default the one that the model is on.
     cost_model : str
@@ -107,6 +113,8 @@ def plan(
         activation_budget=activation_budget,
         solver=solver,
         time_limit_seconds=time_limit_seconds,
+        deterministic=deterministic,
+        seed=seed,
         device=device,
         cost_model=cost_model,
         optimizer=optimizer,
@@ -138,6 +146,8 @@ def auto_wrap(
     loss_fn: LossFunction | None = None,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
     cost_model: str = "roofline",
     optimizer: str = "none",
     gradient_accumulation: bool = False,
@@ -157,7 +167,9 @@ def auto_wrap(
         call, or replaced if ``replan``.
     replan : bool
         Whether a plan that does not match may be replaced.
-    example_kwargs, loss_fn, solver, time_limit_seconds, cost_model, optimizer, gradient_accumulation, progress
+    example_kwargs, loss_fn, solver, time_limit_seconds, deterministic, seed
+        See :func:`plan`.
+    cost_model, optimizer, gradient_accumulation, progress
         See :func:`plan`.
 
     Returns
@@ -193,6 +205,8 @@ def auto_wrap(
         activation_budget=activation_budget,
         solver=solver,
         time_limit_seconds=time_limit_seconds,
+        deterministic=deterministic,
+        seed=seed,
         cost_model=cost_model,
         optimizer=optimizer,
         gradient_accumulation=gradient_accumulation,

@@ -28,7 +28,7 @@ class PlanMismatchError(UsageError):
 
 
 class InfeasibleBudgetError(PlannerError):
-    """No plan keeps the budget.
+    """No plan keeps the budget, or none was found that does.
 
     Attributes
     ----------
@@ -36,14 +36,28 @@ class InfeasibleBudgetError(PlannerError):
         Smallest peak for which a plan is known, everything on the device included.
     operation : str
         Operation at which that peak stands.
+    is_proven : bool
+        Whether it is proven that no plan in the base order keeps the budget.
+    lower_bound_seconds : float
+        Proven all the same: a plan that keeps it, if there is any, recomputes for as long.
     """
 
     exit_code = 3
 
-    def __init__(self, message: str, *, minimum_feasible_peak_bytes: int, operation: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        minimum_feasible_peak_bytes: int,
+        operation: str,
+        is_proven: bool = False,
+        lower_bound_seconds: float = 0.0,
+    ) -> None:
         super().__init__(message)
         self.minimum_feasible_peak_bytes = minimum_feasible_peak_bytes
         self.operation = operation
+        self.is_proven = is_proven
+        self.lower_bound_seconds = lower_bound_seconds
 
 
 class CaptureError(PlannerError):

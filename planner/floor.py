@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from planner.effort import Clock
 from planner.graph import OperationCost, TrainingGraph
 from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.solvers._repair import lower_peak
 from planner.solvers.sqrt import segmentations
+
+_SECONDS_PER_OPERATION, _SECONDS_PER_RUN = 1e-3, 3e-6
+"""How long to look for a low peak, and about what it takes to look at one schedule; counted as work, so that
+the answer is the same every time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,13 +112,14 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
 def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:
     """Give the schedule of the lowest peak that quick methods find, stopping at a target."""
     problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=target_bytes)
-    deadline = time.perf_counter() + 1e-3 * len(graph.operations)
+    clock = Clock(_SECONDS_PER_OPERATION * len(graph.operations), counts_work=True)
     lowest = (problem.baseline.peak_bytes, Schedule.keep_all(graph))
     for schedule in segmentations(graph):
         peak_bytes = simulate(graph, costs, schedule).peak_bytes
         if peak_bytes < lowest[0]:
             lowest = (peak_bytes, schedule)
-        if lowest[0] <= target_bytes or time.perf_counter() > deadline:
+        clock.work(_SECONDS_PER_RUN * len(schedule.order))
+        if lowest[0] <= target_bytes or clock.left() < 0:
             break
-    order, _ = lower_peak(problem, lowest[1].order, budget_bytes=target_bytes, deadline_seconds=deadline)
+    order, _ = lower_peak(problem, lowest[1].order, budget_bytes=target_bytes, clock=clock)
     return Schedule(tuple(order))

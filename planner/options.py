@@ -52,6 +52,10 @@ def solving_options() -> Parser:
     group.add_argument(
         "--time-limit", type=_seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
     )
+    group.add_argument(
+        "--deterministic", action="store_true", help="count work instead of seconds: the same plan every time"
+    )
+    group.add_argument("--seed", type=_whole, metavar="N", default=0, help="of random choices in a solver (default 0)")
     group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
     group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
     return parser
@@ -68,6 +72,12 @@ def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusi
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 

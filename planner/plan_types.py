@@ -194,8 +194,6 @@ class Plan:
 class NoPlanFitsError(InfeasibleBudgetError):
     """No plan keeps the budget; ``report`` says so in the JSON keys of schema 1."""
 
-    def __init__(
-        self, message: str, *, minimum_feasible_peak_bytes: int, operation: str, report: dict[str, Any]
-    ) -> None:
-        super().__init__(message, minimum_feasible_peak_bytes=minimum_feasible_peak_bytes, operation=operation)
+    def __init__(self, message: str, *, report: dict[str, Any], **facts: Any) -> None:
+        super().__init__(message, **facts)
         self.report = report

@@ -55,6 +55,8 @@ def make_plan(
     activation_budget: Size | None = None,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
     fingerprint: Mapping[str, str | int] | None = None,
     capture_seconds: float = 0.0,
     cost_model: str = "roofline",
@@ -79,6 +81,8 @@ def make_plan(
         Name of a solver.
     time_limit_seconds : float
         Roughly when the solver stops improving.
+    deterministic, seed
+        See :class:`planner.effort.Effort`.
     fingerprint, capture_seconds, cost_model, device, torch_version
         See :class:`PlanOrigin`.
     progress : callable, optional
@@ -108,7 +112,14 @@ def make_plan(
     try:
         if problem.budget_bytes <= 0:
             raise _nothing_left(problem)
-        solution = solve(problem, solver, time_limit_seconds=time_limit_seconds, progress=progress)
+        solution = solve(
+            problem,
+            solver,
+            time_limit_seconds=time_limit_seconds,
+            deterministic=deterministic,
+            seed=seed,
+            progress=progress,
+        )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, solver, origin) from error
     return plan_from_solution(problem, solution, origin=origin, compare=compare)
@@ -214,11 +225,12 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
     floor = minimum_peak(graph, problem.costs)
     smallest_bytes = error.minimum_feasible_peak_bytes
+    proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0)
     where = locate_operation(graph, error.operation)
     report = infeasible_report(
         problem,
         minimum_feasible_peak_bytes=smallest_bytes,
-        proven_minimum_peak_bytes=floor.proven_peak_bytes + static_bytes,
+        proven_minimum_peak_bytes=proven_bytes + static_bytes,
         where=where,
         origin=origin,
     )
@@ -227,6 +239,8 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
         message,
         minimum_feasible_peak_bytes=smallest_bytes,
         operation=where.operation,
+        is_proven=proven_bytes > problem.budget_bytes,
+        lower_bound_seconds=error.lower_bound_seconds,
         report={**report, "message": message},
     )
 

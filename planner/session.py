@@ -47,6 +47,8 @@ class Options:
         Name of a solver; ``"auto"`` picks.
     time_limit_seconds : float
         Roughly when the solver stops improving.
+    deterministic, seed
+        See :class:`planner.effort.Effort`.
     device : str, optional
         Name in the table of devices; by default the kind of device that the model is on.
     cost_model : str
@@ -71,6 +73,8 @@ class Options:
     activation_budget: Size | None = None
     solver: str = "auto"
     time_limit_seconds: float = 10.0
+    deterministic: bool = False
+    seed: int = 0
     device: str | None = None
     cost_model: str = "roofline"
     optimizer: str = "none"
@@ -208,6 +212,8 @@ def plan_step(
         activation_budget=options.activation_budget,
         solver=options.solver,
         time_limit_seconds=options.time_limit_seconds,
+        deterministic=options.deterministic,
+        seed=options.seed,
         fingerprint=origin.fingerprint,
         capture_seconds=origin.capture_seconds,
         cost_model=origin.cost_model,

@@ -36,8 +36,8 @@ TOUCHES_TORCH = {
 """With the runtimes, all that may import torch. Every other module, a new one too, is of the core that runs without."""
 
 ONLY_IN = {
-    "pulp": ("planner.solvers.ilp",),
-    "highspy": ("planner.solvers.ilp",),
+    "pulp": ("planner.solvers._pulp",),
+    "highspy": ("planner.solvers._pulp",),
     "rich": ("planner.report", "cli"),
     "transformers": ("planner.zoo_catalogue",),
 }

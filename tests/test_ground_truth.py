@@ -53,9 +53,9 @@ def test_the_ilp_is_as_good_as_the_best_known(name: str) -> None:
 @pytest.mark.parametrize("name", ["mobilenet_v2-5gb", "mobilenet_v2-6gb", "resnet50-6gb"])
 def test_tight_instances_get_a_plan_near_the_best_known(name: str) -> None:
     problem, known = load(name)
-    solution = solvers.solve(problem, "auto", time_limit_seconds=8)
+    solution = solvers.solve(problem, "auto", time_limit_seconds=30)
     assert solution.peak_bytes <= problem.budget_bytes
-    assert known.base_cost + solution.recompute_seconds <= 1.03 * known.best_known_cost
+    assert known.base_cost + solution.recompute_seconds <= 1.005 * known.best_known_cost
     assert known.base_cost + solution.lower_bound_seconds <= known.best_known_cost * (1 + 1e-9)
 
 

@@ -231,3 +231,41 @@ def test_auto_finds_a_plan_at_the_peak_that_the_floor_found() -> None:
         floor = minimum_peak(graph, costs)
         problem = Problem(graph=graph, costs=costs, budget_bytes=floor.found_peak_bytes)
         assert solvers.solve(problem, time_limit_seconds=3).peak_bytes <= floor.found_peak_bytes
+
+
+# ----------------------------------------------------------------------------- deterministic, and what errors carry
+
+
+@pytest.mark.parametrize("name", solvers.names())
+@pytest.mark.parametrize("step", [GPT, CNN], ids=["gpt", "cnn"])
+def test_counting_work_gives_the_same_plan_every_time(
+    name: str, step: tuple[TrainingGraph, tuple[OperationCost, ...]]
+) -> None:
+    found = []
+    for _ in range(2):
+        try:
+            solution = solvers.solve(at(step, 0.45), name, time_limit_seconds=1, deterministic=True, seed=3)
+        except InfeasibleBudgetError as error:
+            found.append((str(error), error.lower_bound_seconds))
+        else:
+            found.append((solution.schedule, solution.lower_bound_seconds))
+    assert found[0] == found[1]
+
+
+def test_the_bound_survives_where_no_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.solvers.ilp.lower_peak", lambda problem, order, **_: (list(order), 10**18))
+    monkeypatch.setattr("planner.solvers.ilp.carry_out", lambda problem, *_: (Schedule.keep_all(problem.graph), [0]))
+    monkeypatch.setattr("planner.solvers.ilp._Search.cut_at", lambda *_: None)
+    with pytest.raises(InfeasibleBudgetError, match="found no plan") as caught:
+        solvers.solve(at(GPT, 0.5), "ilp", time_limit_seconds=2)
+    assert caught.value.lower_bound_seconds > 0
+    assert not caught.value.is_proven
+
+
+def test_that_no_plan_exists_is_told_apart_from_that_none_was_found() -> None:
+    graph, costs = GPT
+    problem = Problem(graph=graph, costs=costs, budget_bytes=minimum_peak(graph, costs).proven_peak_bytes - 1)
+    for name in ("ilp", "auto"):
+        with pytest.raises(InfeasibleBudgetError, match="no plan keeps") as caught:
+            solvers.solve(problem, name, time_limit_seconds=5)
+        assert caught.value.is_proven

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
 
+from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.problem import Problem, Progress, Solution, confirm
 
@@ -38,7 +39,7 @@ class Solver(Protocol):
     summary: str
     proves_bound: bool
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Propose a schedule within the budget.
 
         Raises
@@ -90,6 +91,8 @@ def solve(
     solver: str = "auto",
     *,
     time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    deterministic: bool = False,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> Solution:
     """Solve a problem and confirm the claim by simulation.
@@ -101,6 +104,10 @@ def solve(
         One of :func:`names`.
     time_limit_seconds : float
         Roughly when to stop improving.
+    deterministic : bool
+        Count work instead of seconds: the same plan every time, see :class:`planner.effort.Effort`.
+    seed : int
+        Of whatever draws random numbers.
     progress : callable, optional
         Told in short lines how it stands.
 
@@ -143,12 +150,11 @@ def solve(
     >>> solution.peak_bytes, solution.recompute_seconds, solution.is_optimal
     (12, 1.0, True)
     """
-    if not time_limit_seconds > 0:
-        raise UsageError(f"time limit must be above 0 s, not {time_limit_seconds}")
+    effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     chosen = get(solver)
     started = time.perf_counter()
     try:
-        solution = chosen.solve(problem, time_limit_seconds=time_limit_seconds, progress=progress)
+        solution = chosen.solve(problem, effort=effort, progress=progress)
     except InfeasibleBudgetError as error:
         raise _with_known_minimum(problem, error) from None
     solution = replace(solution, solve_seconds=time.perf_counter() - started)
@@ -169,4 +175,6 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
         f"{verdict}; a plan is known for {known_bytes} bytes, at {floor.found_operation}",
         minimum_feasible_peak_bytes=known_bytes,
         operation=floor.found_operation,
+        is_proven=error.is_proven,
+        lower_bound_seconds=error.lower_bound_seconds,
     )

@@ -6,11 +6,14 @@ somewhere under it.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from planner.effort import Clock
 from planner.problem import Problem
+
+_SECONDS_PER_RUN = 1e-5
+"""About what it takes to look at a schedule, for each of its runs."""
 
 
 def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
@@ -162,9 +165,7 @@ def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
     return found
 
 
-def lower_peak(
-    problem: Problem, order: Sequence[int], *, budget_bytes: int, deadline_seconds: float
-) -> tuple[list[int], int]:
+def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> tuple[list[int], int]:
     """Insert reruns, cheapest per byte freed first, until the peak is within the budget.
 
     Parameters
@@ -174,8 +175,8 @@ def lower_peak(
     order : sequence of int
         Where to start.
     budget_bytes : int
-    deadline_seconds : float
-        When to give up, on the clock of ``time.perf_counter``.
+    clock : Clock
+        Says when to give up.
 
     Returns
     -------
@@ -187,7 +188,8 @@ def lower_peak(
     layout = Layout(problem, order)
     best, best_peak = order, layout.peak_bytes
     patience = 0
-    while layout.peak_bytes > budget_bytes and patience < 60 and time.perf_counter() < deadline_seconds:
+    while layout.peak_bytes > budget_bytes and patience < 60 and clock.left() > 0:
+        clock.work(len(order) * _SECONDS_PER_RUN)
         peak = layout.bytes.index(layout.peak_bytes)
         over = layout.peak_bytes - budget_bytes
         offers = []
@@ -215,7 +217,7 @@ def lower_peak(
     return best, best_peak
 
 
-def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, deadline_seconds: float) -> list[int]:
+def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> list[int]:
     """Remove reruns, dearest first, as long as the peak stays within the budget.
 
     Notes
@@ -227,7 +229,7 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, dead
     values = problem.graph.values
     layout = Layout(problem, order)
     refused: set[tuple[int, int]] = set()
-    while time.perf_counter() < deadline_seconds:
+    while clock.left() > 0:
         occurrence: dict[int, int] = {}
         reruns = []
         for position, index in enumerate(order):
@@ -240,6 +242,7 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, dead
                 return order
             index = order[position]
             if _can_go(layout, position, index, budget_bytes, values):
+                clock.work(len(order) * _SECONDS_PER_RUN)
                 trial = order[:position] + order[position + 1 :]
                 trial = without_useless(problem, trial)
                 trial_layout = Layout(problem, trial)

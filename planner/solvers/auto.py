@@ -1,13 +1,13 @@
-"""Try the quick answer and the good ones, and give the best with the best proven bound.
+"""Race the good solvers, and give the best plan with the best proven bound.
 
-The integer programme goes first, alone: it nearly always closes the gap at once. Where it has not
-after a moment, annealing starts from scratch in a second thread (neither the kernels nor HiGHS hold
-the interpreter's lock), and at the end goes on from the best plan of either until time is up.
+The integer programme nearly always closes the gap at once. Beside it, in a second thread (neither
+HiGHS nor the kernels of the annealing hold the interpreter's lock), goes annealing where the gap is
+still open after a moment, from what is quick if there is no plan yet. All share one standing, so
+that each goes on from the best plan of any.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,20 +15,29 @@ from threading import Event
 from typing import Protocol
 
 from planner import solvers
+from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.floor import lowest_schedule
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.solvers._standing import Standing
 
-_CLOSED, _ENOUGH = 1e-4, 3e-4
-"""Gap, as a share of the step, at which a search that goes on stops, and one is not worth starting."""
+_ENOUGH = 3e-4
+"""Gap, as a share of the step, at which no search is started and one that goes on stops, where no more is asked."""
 
 _PROOF_SHARE = 0.6
-"""Share of the time that the integer programme may take where annealing goes on after it."""
+"""Share of the work that the integer programme may take where both go one after the other."""
 
 _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
-"""How long the integer programme runs alone: so long, but no more than this share of the time."""
+"""How long the integer programme runs without annealing: so long, but no more than this share of the time."""
+
+
+class Prover(Protocol):
+    """What ``auto`` asks of the solver that proves a bound."""
+
+    def prove(self, standing: Standing, *, effort: Effort, progress: Progress | None = None) -> None:
+        """Better plan and bound."""
+        ...
 
 
 class Improver(Protocol):
@@ -38,17 +47,19 @@ class Improver(Protocol):
         """Raise SolverUnavailableError if what it stands on is not installed."""
         ...
 
+    def prepare(self, is_over: Callable[[], bool], progress: Progress) -> bool:
+        """Get ready; False if it was over before."""
+        ...
+
     def improve(
         self,
-        problem: Problem,
-        incumbent: Schedule | None,
+        standing: Standing,
         *,
-        time_limit_seconds: float,
-        enough_seconds: float = 0.0,
+        effort: Effort,
+        gap_seconds: float = 0.0,
         is_over: Callable[[], bool] = ...,
-        progress: Progress | None = None,
-    ) -> Solution:
-        """Give a plan no worse than the incumbent."""
+    ) -> None:
+        """Better the plan."""
         ...
 
 
@@ -63,137 +74,96 @@ class AutoSolver:
     prover = "ilp"
     improver = "search"
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
-        """Run the solvers within the time limit, until the gap between the best plan and the best bound is closed."""
-        baseline = problem.baseline
-        if baseline.peak_bytes <= problem.budget_bytes:
-            return Solution(
-                solver=self.name,
-                schedule=Schedule.keep_all(problem.graph),
-                peak_bytes=baseline.peak_bytes,
-                recompute_seconds=0.0,
-            )
-        return _Race(problem, time_limit_seconds, progress or (lambda line: None)).run()
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+        """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
+        tell = progress or (lambda line: None)
+        standing = Standing(problem, lambda line: tell(f"auto: {line}"))
+        if not standing.offer(Schedule.keep_all(problem.graph), self.name):
+            _Race(standing, effort, tell).run()
+        if standing.schedule is None:
+            target_bytes = problem.budget_bytes
+            standing.offer(lowest_schedule(problem.graph, problem.costs, target_bytes=target_bytes), self.name)
+        if standing.schedule is None:
+            raise standing.infeasible()
+        return standing.solution()
 
 
 class _Race:
-    """One solve: what was found, what is proven, and how much time is left."""
+    """One solve: how it stands, and who still runs."""
 
-    def __init__(self, problem: Problem, time_limit_seconds: float, progress: Progress) -> None:
-        self.problem = problem
-        self.tell = progress
-        self.time_limit_seconds = time_limit_seconds
-        self.started = time.perf_counter()
-        self.found: list[Solution] = []
-        self.failures: list[InfeasibleBudgetError] = []
+    def __init__(self, standing: Standing, effort: Effort, tell: Progress) -> None:
+        self.standing = standing
+        self.effort = effort
+        self.tell = tell
+        self.clock = effort.clock()
+        self.gap_seconds = _ENOUGH * standing.problem.baseline.seconds
+        self.prover: Prover = solvers.get(AutoSolver.prover)  # type: ignore[assignment]
         self.improver: Improver = solvers.get(AutoSolver.improver)  # type: ignore[assignment]
-        self.missing: SolverUnavailableError | None = None
+
+    def run(self) -> None:
+        if self.effort.deterministic:
+            self.prove(_PROOF_SHARE)
+            self.look_quickly()
+            self.anneal(Event())
+            return
+        proven, over = Event(), Event()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            beside = pool.submit(self.run_beside, proven, over)
+            try:
+                self.prove()
+            except BaseException:
+                over.set()
+                raise
+            finally:
+                proven.set()
+            beside.result()
+
+    def run_beside(self, proven: Event, over: Event) -> None:
+        """After a head start, look quickly, and anneal until time is up if the gap is open."""
+        proven.wait(min(_HEAD_START_SECONDS, _HEAD_START_SHARE * self.clock.limit_seconds))
+        self.look_quickly()
+        self.anneal(over, proven)
+
+    def look_quickly(self) -> None:
+        """Take the plan of the solver that needs little time, if there is none at all."""
+        if self.standing.schedule is not None:
+            return
+        try:
+            found = solvers.get(AutoSolver.quick).solve(self.standing.problem, effort=self.rest())
+        except InfeasibleBudgetError:
+            return
+        self.standing.offer(found.schedule, found.solver)
+
+    def prove(self, share: float = 1.0) -> None:
+        """Run the integer programme; that no plan exists is final, that it found none is not."""
+        try:
+            self.prover.prove(self.standing, effort=self.rest(share), progress=self.tell)
+        except SolverUnavailableError as error:
+            self.tell(f"auto: {error}")
+        except InfeasibleBudgetError as error:
+            if error.is_proven:
+                raise
+
+    def anneal(self, over: Event, proven: Event | None = None) -> None:
+        """Anneal until the gap is closed, or time is up."""
+
+        def is_over() -> bool:
+            may_stop = proven is None or proven.is_set()
+            return over.is_set() or (may_stop and self.standing.is_closed(self.gap_seconds))
+
+        if is_over():
+            return
         try:
             self.improver.require()
         except SolverUnavailableError as error:
-            self.missing = error
+            self.tell(f"auto: {error}; going without")
+            return
+        if self.effort.deterministic or self.improver.prepare(lambda: is_over() or self.clock.left() < 0, self.tell):
+            self.improver.improve(self.standing, effort=self.rest(), is_over=is_over)
 
-    def left(self, share: float = 1.0) -> float:
-        """Seconds until a share of the time limit is used up, a tenth at least."""
-        return max(self.started + share * self.time_limit_seconds - time.perf_counter(), 0.1)
-
-    def run(self) -> Solution:
-        self.attempt(AutoSolver.quick)
-        if self.missing:
-            self.attempt(AutoSolver.prover)
-            if self.is_open(_ENOUGH):
-                self.tell(f"auto: {self.missing}; going without")
-        else:
-            self.race()
-            if self.is_open(_ENOUGH) and self.left() > 0.1:
-                self.go_on()
-        if not self.found:
-            self.found.append(self.last_resort())
-        return replace(self.best(), lower_bound_seconds=min(self.bound_seconds(), self.best().recompute_seconds))
-
-    def race(self) -> None:
-        """Run the integer programme and, once it has had its head start, annealing from scratch beside it."""
-        stop = Event()
-
-        def anneal() -> Solution | None:
-            head_start_seconds = min(_HEAD_START_SECONDS, _HEAD_START_SHARE * self.time_limit_seconds)
-            if stop.wait(head_start_seconds):
-                return None
-            left = self.left()
-            return self.improver.improve(self.problem, None, time_limit_seconds=left, is_over=stop.is_set)
-
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            beside = pool.submit(anneal)
-            try:
-                self.attempt(AutoSolver.prover, share=_PROOF_SHARE)
-            finally:
-                stop.set()
-            try:
-                annealed = beside.result()
-            except InfeasibleBudgetError:
-                annealed = None
-        if annealed:
-            self.found.append(annealed)
-            self.report(AutoSolver.improver)
-
-    def go_on(self) -> None:
-        """Anneal from the best plan until time is up."""
-        incumbent = self.best().schedule if self.found else None
-        enough = self.bound_seconds() + _CLOSED * self.problem.baseline.seconds
-        try:
-            improved = self.improver.improve(
-                self.problem, incumbent, time_limit_seconds=self.left(), enough_seconds=enough, progress=self.tell
-            )
-        except InfeasibleBudgetError as error:
-            self.failures.append(error)
-        else:
-            self.found.append(improved)
-            self.report(AutoSolver.improver)
-
-    def attempt(self, name: str, *, share: float = 1.0) -> None:
-        """Run one solver and keep what comes of it."""
-        try:
-            left = self.left(share)
-            self.found.append(solvers.get(name).solve(self.problem, time_limit_seconds=left, progress=self.tell))
-        except InfeasibleBudgetError as error:
-            self.failures.append(error)
-        except SolverUnavailableError as error:
-            self.tell(f"auto: {error}")
-        else:
-            self.report(name)
-
-    def best(self) -> Solution:
-        return min(self.found, key=lambda solution: (solution.recompute_seconds, solution.peak_bytes))
-
-    def bound_seconds(self) -> float:
-        return max((solution.lower_bound_seconds for solution in self.found), default=0.0)
-
-    def is_open(self, share: float) -> bool:
-        """Say whether the gap is more than a share of the step, and a plan not known to be impossible."""
-        if not self.found:
-            return not any(str(error).startswith("no plan") for error in self.failures)
-        slack = self.best().recompute_seconds - self.bound_seconds()
-        return slack > share * self.problem.baseline.seconds
-
-    def report(self, name: str) -> None:
-        """Tell how it stands after a solver."""
-        step = self.problem.baseline.seconds
-        best, bound = self.best().recompute_seconds / step, self.bound_seconds() / step
-        self.tell(f"auto: after {name}: overhead {best:.2%}, bound {bound:.2%}, gap {best - bound:.2%}")
-
-    def last_resort(self) -> Solution:
-        """Give the schedule of the lowest peak that is known, if that is low enough."""
-        problem = self.problem
-        schedule = lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)
-        evaluation = simulate(problem.graph, problem.costs, schedule)
-        if evaluation.peak_bytes > problem.budget_bytes:
-            raise min(self.failures, key=lambda error: error.minimum_feasible_peak_bytes)
-        return Solution(
-            solver=AutoSolver.name,
-            schedule=schedule,
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.recompute_seconds,
-        )
+    def rest(self, share: float = 1.0) -> Effort:
+        """Give the effort that is left, a tenth of a second at least."""
+        return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1))
 
 
 SOLVER = AutoSolver()

@@ -7,18 +7,17 @@ backward arrives; so stages may run several times.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 
 from planner.cut_points import chain_places
-from planner.errors import InfeasibleBudgetError
+from planner.effort import Effort
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
-from planner.simulate import Evaluation, simulate
 from planner.solvers._chain import Chain, Stage
 from planner.solvers._repair import without_useless
+from planner.solvers._standing import Standing
 
 _MOST_SPLITS = 8_000
 """Splits of different runs of stages that are tried; with more, neighbouring stages are joined."""
@@ -54,7 +53,7 @@ class ChainDpSolver:
     summary = "dynamic programme over the chain of stages, nested recompute (rotor, Beaumont et al. 2019); seconds"
     proves_bound = False
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Solve the chain of the graph's cut points, and give its cheapest plan that simulates within the budget.
 
         Notes
@@ -67,32 +66,25 @@ class ChainDpSolver:
         Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
         chains: how to train deep neural networks with limited memory", RR-9302, Inria, 2019.
         """
-        started = time.perf_counter()
+        clock = effort.clock()
         search = _Search(problem)
-        search.offer(list(Schedule.keep_all(problem.graph).order))
-        if search.best is None:
+        if not search.offer(Schedule.keep_all(problem.graph).order):
             several = {tuple(chain_places(problem.graph, minor_share=share)): None for share in _MINOR_SHARES}
             search.chains = [_affordable(problem, places) for places in several if places]
             for limit_bytes in (int(_SPARE * problem.budget_bytes), 4 * problem.baseline.peak_bytes):
                 for chain in search.chains:
-                    if time.perf_counter() - started > time_limit_seconds:
+                    if clock.left() < 0:
                         break
                     curves = Curves(chain, limit_bytes)
                     search.along(curves)
                     if progress:
                         progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of them")
-                if search.best is not None:
+                if search.standing.schedule is not None:
                     break
-        if search.best is None:
-            raise search.infeasible()
-        evaluation, schedule = search.best
-        return Solution(
-            solver=self.name,
-            schedule=schedule,
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.recompute_seconds,
-            solve_seconds=time.perf_counter() - started,
-        )
+        if search.standing.schedule is None:
+            cause = "" if search.chains else "the forward has no cut points: "
+            raise search.standing.infeasible(what=f"{cause}no plan of the chain of stages keeps")
+        return search.standing.solution()
 
 
 class _Search:
@@ -101,20 +93,11 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.chains: list[Chain] = []
-        self.best: tuple[Evaluation, Schedule] | None = None
-        self.lowest: tuple[Evaluation, Schedule] | None = None
+        self.standing = Standing(problem)
 
-    def offer(self, order: list[int]) -> bool:
+    def offer(self, order: Sequence[int]) -> bool:
         """Simulate a schedule and say whether it keeps the budget."""
-        problem = self.problem
-        schedule = Schedule(tuple(without_useless(problem, order)))
-        evaluation = simulate(problem.graph, problem.costs, schedule)
-        fits = evaluation.peak_bytes <= problem.budget_bytes
-        if self.lowest is None or evaluation.peak_bytes < self.lowest[0].peak_bytes:
-            self.lowest = (evaluation, schedule)
-        if fits and (self.best is None or evaluation.recompute_seconds < self.best[0].recompute_seconds):
-            self.best = (evaluation, schedule)
-        return fits
+        return self.standing.offer(Schedule(tuple(without_useless(self.problem, order))), ChainDpSolver.name)
 
     def along(self, curves: Curves, *, beyond: int = 8) -> None:
         """Find the point of the whole chain's curve up to which plans simulate within the budget."""
@@ -128,20 +111,6 @@ class _Search:
             low, high = (middle, high) if fits else (low, middle)
         for needed_bytes, _, _ in points[high + 1 : high + 1 + beyond]:
             self.offer(curves.order(needed_bytes))
-
-    def infeasible(self) -> InfeasibleBudgetError:
-        assert self.lowest is not None
-        evaluation, schedule = self.lowest
-        graph = self.problem.graph
-        operation = graph.operations[schedule.order[evaluation.peak_position]].name
-        static_bytes = graph.total_static_bytes
-        cause = "" if self.chains else "the forward has no cut points: "
-        return InfeasibleBudgetError(
-            f"{cause}no plan of the chain of stages keeps {self.problem.budget_bytes + static_bytes} bytes; "
-            f"a plan is known for {evaluation.peak_bytes + static_bytes}, at {operation}",
-            minimum_feasible_peak_bytes=evaluation.peak_bytes + static_bytes,
-            operation=operation,
-        )
 
 
 def _affordable(problem: Problem, places: Sequence[int]) -> Chain:

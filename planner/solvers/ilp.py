@@ -5,40 +5,44 @@ put a cut where it does and solve again. Each optimum is a lower bound on any pl
 order; the first one whose schedule keeps the budget at that cost is optimal. Where more cuts cost
 more time than there is, local search brings the carried-out schedule under the budget, so that a
 plan comes back with its proven gap.
-
-The only module that knows PuLP.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from planner.errors import InfeasibleBudgetError, SolverUnavailableError
+from planner.effort import Clock, Effort
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers._pulp import Answer, Library
 from planner.solvers._repair import lower_peak, take_back, without_useless
+from planner.solvers._standing import Standing
 from planner.solvers._stepcut import Cut, Model, build, carry_out, needed_after
 
-_NEAR, _ENOUGH = 1e-4, 3e-4
-"""How near to the bound the search is content with, early and late, as a share of the step."""
+_LEVELS = ((1e-3, 0.8), (3e-4, 0.9), (1e-4, 0.7), (0.0, 0.4))
+"""How near to the bound to come, as a share of the step, and until what share of the time that is tried."""
+
+_ENOUGH = 3e-4
+"""The gap, as a share of the step, that is worth leaving some of the budget free for."""
+
+_RELAXED_SHARE = 0.5
+"""Until what share of the time cuts are found by relaxations alone."""
+
+_NEAR_SHARE = 0.25
+"""How near to its own bound a programme must come while cuts are still being found, as a share of the open gap."""
+
+_TURN_SHARE = 0.65
+"""What share of the time one programme may take while cuts are still being found."""
 
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
+_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_SQUARED, _TURN_SECONDS_PER_ROW = 2e-5, 2e-9, 2e-6
+"""About what a relaxation takes, and HiGHS between two questions whether to stop, where work is counted."""
+
 _SMALL = 60
 """Up to so many operations, the optimum itself is looked for from the start."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What came back from a library: the columns, if any, and a proven bound on the objective."""
-
-    columns: list[float] | None
-    bound: float
-    infeasible: bool = False
 
 
 class IlpSolver:
@@ -48,88 +52,94 @@ class IlpSolver:
     summary = "step-cut integer programme: near-optimal, with a proven bound on any plan"
     proves_bound = True
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Find a schedule within the budget and a proven bound.
 
         Notes
         -----
-        Each round is one mixed-integer programme of O(cuts x operations) columns; a single cut
-        nearly always has a whole LP optimum and takes well under a second for 1,500 operations.
+        Each round is one programme of O(cuts x operations) columns. A single cut takes well under a
+        second for 7,000 operations, its optimum nearly always being that of its relaxation; the
+        relaxation of three takes half a second for 2,000 and three for 7,000.
 
         References
         ----------
         Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
         MLSys 2020, whose programme over all steps this relaxes.
         """
-        return _Search(problem, time_limit_seconds, progress or (lambda line: None)).run()
+        standing = Standing(problem)
+        self.prove(standing, effort=effort, progress=progress)
+        return standing.solution()
+
+    def prove(self, standing: Standing, *, effort: Effort, progress: Progress | None = None) -> None:
+        """Better the plan and the bound of a standing that others may work on at the same time.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If no plan keeps the budget, or none was found.
+        """
+        _Search(standing, effort.clock(), progress or (lambda line: None)).run()
 
 
 class _Search:
-    """One solve: what is proven, what was found, and how much time is left."""
+    """One solve: how it stands, and how much time is left."""
 
-    def __init__(self, problem: Problem, time_limit_seconds: float, progress: Progress) -> None:
-        self.problem = problem
+    def __init__(self, standing: Standing, clock: Clock, progress: Progress) -> None:
+        self.standing = standing
+        self.problem = standing.problem
+        self.clock = clock
         self.tell = progress
-        self.time_limit_seconds = time_limit_seconds
-        self.started = time.perf_counter()
-        self.scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
-        self.lower_bound_seconds = 0.0
-        self.best: list[int] | None = None
-        self.best_seconds = float("inf")
+        self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
         self.fits = False  # whether the last programme's own solution kept the budget; what is left is its gap
-        self.lowest_peak = (problem.baseline.peak_bytes, list(range(len(problem.graph.operations))))
 
-    def left(self, share: float = 1.0) -> float:
-        """Seconds until a share of the time limit is used up."""
-        return self.started + share * self.time_limit_seconds - time.perf_counter()
-
-    def run(self) -> Solution:
-        problem = self.problem
-        self.offer(list(range(len(problem.graph.operations))))
-        if self.best is None:
-            self.library = _Library(self.tell)
+    def run(self) -> None:
+        problem, count = self.problem, len(self.problem.graph.operations)
+        if not self.standing.offer(Schedule.keep_all(problem.graph), IlpSolver.name):
+            self.library = Library(self.tell)
             cuts = [Cut(problem.baseline.peak_position)]
-            if len(problem.graph.operations) <= _SMALL:
+            if count <= _SMALL:
                 self.add_cuts(cuts, gap_seconds=0.0, share=1.0)
             else:
                 self.search(cuts)
-        if self.best is None:
-            raise self.infeasible(proven=False)
-        return self.solution()
+        if self.standing.schedule is None:
+            raise self.standing.infeasible()
 
     def search(self, cuts: list[Cut]) -> None:
-        """Come near the bound first, reach it where that is quick, be content with less as time goes."""
-        near, enough = (share * self.problem.baseline.seconds for share in (_NEAR, _ENOUGH))
-        first = cuts
-        cuts = self.add_cuts(cuts, gap_seconds=near, share=0.2)
-        if self.is_closed(near):
-            self.add_cuts(cuts, gap_seconds=0.0, share=0.1)
-        if self.is_closed(near) or self.fits:
-            return
-        cuts = self.add_cuts(cuts, gap_seconds=enough, share=0.5)
-        if not self.fits:
-            self.leave_spare(first, enough)
-            self.add_cuts(cuts, gap_seconds=enough, share=1.0)
+        """Find the cuts that matter by relaxations, then come nearer and nearer to the bound."""
+        first, step = cuts, self.problem.baseline.seconds
+        cuts = self.add_cuts(cuts, gap_seconds=_LEVELS[0][0] * step, share=_RELAXED_SHARE, relax=True)
+        self.fits = False
+        for gap, share in _LEVELS:
+            cuts = self.add_cuts(cuts, gap_seconds=gap * step, share=share)
+            if not self.standing.is_closed(gap * step):
+                break
+        if not self.standing.is_closed(_ENOUGH * step) and not self.fits:
+            self.leave_spare(first, _ENOUGH * step)
+            self.add_cuts(cuts, gap_seconds=_ENOUGH * step, share=1.0)
 
-    def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float) -> list[Cut]:
+    def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float, relax: bool = False) -> list[Cut]:
         """Solve, carry out, and cut where the budget breaks, until bound and schedule meet."""
-        problem = self.problem
-        while self.left(share) > 0 and not self.is_closed(gap_seconds):
-            columns, model = self.solve_cuts(cuts, gap_seconds, share)
-            if columns is None or self.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
+        problem, standing = self.problem, self.standing
+        while self.clock.left(share) > 0 and not standing.is_closed(gap_seconds):
+            is_last = self.fits  # nothing but the gap of this programme itself is left: it may take all the time
+            near_seconds = max(gap_seconds, _NEAR_SHARE * self.open_seconds()) if not self.fits else gap_seconds
+            columns, model = self.solve_cuts(cuts, near_seconds, share, relax=relax)
+            if columns is None or standing.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
                 break
             schedule, segment = carry_out(problem, cuts, model, columns)
             evaluation = simulate(problem.graph, problem.costs, schedule)
-            self.offer(list(schedule.order))
+            self.offer(schedule.order)
             share_of_budget = evaluation.peak_bytes / max(problem.budget_bytes, 1)
             self.tell(
-                f"ilp: {len(cuts)} cuts, bound {self.lower_bound_seconds:.6g} s, carried out at "
-                f"{share_of_budget:.2%} of the budget, found {self.best_seconds:.6g} s"
+                f"ilp: {len(cuts)} cuts{', relaxed' if relax else ''}, bound {standing.lower_bound_seconds:.6g} s, "
+                f"carried out at {share_of_budget:.2%} of the budget, found {standing.recompute_seconds:.6g} s"
             )
             self.fits = evaluation.peak_bytes <= problem.budget_bytes
-            if self.fits:
+            if self.fits and (is_last or relax):
                 break
-            self.mend(list(schedule.order))
+            if self.fits:
+                continue
+            self.mend(schedule.order)
             more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
             if more is None:
                 break
@@ -141,9 +151,9 @@ class _Search:
 
         By bisection, since each try costs a programme; what it finds proves nothing.
         """
-        problem = self.problem
+        problem, standing = self.problem, self.standing
         low, high = 0.0, 0.5
-        while self.left() > 0 and not self.is_closed(gap_seconds) and high - low > 0.005:
+        while self.clock.left() > 0 and not standing.is_closed(gap_seconds) and high - low > 0.005:
             spare = (low + high) / 2
             columns, model = self.solve_cuts(cuts, gap_seconds, 1.0, spare=spare)
             if columns is None:
@@ -151,54 +161,63 @@ class _Search:
                 continue
             schedule, _ = carry_out(problem, cuts, model, columns)
             evaluation = simulate(problem.graph, problem.costs, schedule)
-            before = self.best_seconds
-            self.offer(list(schedule.order))
+            before = standing.recompute_seconds
+            self.offer(schedule.order)
             if evaluation.peak_bytes > problem.budget_bytes:
-                self.mend(list(schedule.order))
+                self.mend(schedule.order)
                 low = spare
             else:
                 high = spare
-            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {self.best_seconds:.6g} s")
+            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {standing.recompute_seconds:.6g} s")
 
     def solve_cuts(
-        self, cuts: list[Cut], gap_seconds: float, share: float, *, spare: float = 0.0
+        self, cuts: list[Cut], gap_seconds: float, share: float, *, spare: float = 0.0, relax: bool = False
     ) -> tuple[list[float] | None, Model]:
         """Solve the programme of some cuts and keep the bound that it proves."""
         spare_bytes = int(spare * self.problem.budget_bytes)
         model = build(self.problem, cuts, [spare_bytes] * len(cuts))
         if model is None:
             if not spare:
-                raise self.infeasible(proven=True)
+                raise self.standing.infeasible(proven=True)
             return None, Model()
-        seconds = max(min(self.left(share), 0.25 * self.time_limit_seconds), 0.05)
-        answer = self.library.minimise(model, seconds, gap=gap_seconds / self.scale)
+        answer = self.answer(model, gap_seconds, share, relax=relax)
         if not spare:
             if answer.infeasible:
-                raise self.infeasible(proven=True)
-            self.lower_bound_seconds = max(self.lower_bound_seconds, answer.bound * self.scale)
+                raise self.standing.infeasible(proven=True)
+            self.standing.prove(answer.bound * self.scale)
         return answer.columns, model
 
-    def is_closed(self, gap_seconds: float) -> bool:
-        slack = self.best_seconds - self.lower_bound_seconds
-        return self.best is not None and slack <= max(gap_seconds, 1e-9 * self.best_seconds)
+    def answer(self, model: Model, gap_seconds: float, share: float, *, relax: bool) -> Answer:
+        """Hand a programme to the library, for as long as it may take."""
+        clock, rows = self.clock, len(model.rows)
+        turn_seconds = clock.left(share)
+        if not self.fits:
+            turn_seconds = min(turn_seconds, _TURN_SHARE * clock.limit_seconds)
+        turn_seconds = max(turn_seconds, 0.05)
+        gap = gap_seconds / self.scale
+        if not clock.counts_work:
+            return self.library.minimise(model, seconds=turn_seconds, gap=gap, relax=relax)
+        turns = 1 + int(turn_seconds / (rows * _TURN_SECONDS_PER_ROW + 1e-6))
+        answer = self.library.minimise(model, turns=turns, gap=gap, relax=relax)
+        clock.work(rows * (_LP_SECONDS_PER_ROW + rows * _LP_SECONDS_PER_ROW_SQUARED))
+        clock.work(answer.turns * rows * _TURN_SECONDS_PER_ROW)
+        return answer
 
-    def offer(self, order: list[int]) -> None:
-        """Take a schedule as the best so far if it is."""
-        problem = self.problem
-        order = without_useless(problem, order)
-        evaluation = simulate(problem.graph, problem.costs, Schedule(tuple(order)))
-        if evaluation.peak_bytes < self.lowest_peak[0]:
-            self.lowest_peak = (evaluation.peak_bytes, order)
-        if evaluation.peak_bytes <= problem.budget_bytes and evaluation.recompute_seconds < self.best_seconds:
-            self.best, self.best_seconds = order, evaluation.recompute_seconds
+    def open_seconds(self) -> float:
+        """Give the gap between the best plan and the bound; 0 where there is no plan yet."""
+        standing = self.standing
+        return standing.recompute_seconds - standing.lower_bound_seconds if standing.schedule else 0.0
 
-    def mend(self, order: list[int]) -> None:
+    def offer(self, order: Sequence[int]) -> None:
+        """Offer a schedule without the reruns that nobody needs."""
+        self.standing.offer(Schedule(tuple(without_useless(self.problem, order))), IlpSolver.name)
+
+    def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search."""
         budget = self.problem.budget_bytes
-        deadline = self.started + self.time_limit_seconds
-        order, peak = lower_peak(self.problem, order, budget_bytes=budget, deadline_seconds=deadline)
+        order, peak = lower_peak(self.problem, order, budget_bytes=budget, clock=self.clock)
         if peak <= budget:
-            order = take_back(self.problem, order, budget_bytes=budget, deadline_seconds=deadline)
+            order = take_back(self.problem, order, budget_bytes=budget, clock=self.clock)
         self.offer(order)
 
     def cut_at(
@@ -232,87 +251,6 @@ class _Search:
         if step < 0 or Cut(step) in cuts:
             return None
         return sorted([*cuts, Cut(step)], key=lambda cut: cut.step)
-
-    def solution(self) -> Solution:
-        assert self.best is not None
-        schedule = Schedule(tuple(self.best))
-        evaluation = simulate(self.problem.graph, self.problem.costs, schedule)
-        return Solution(
-            solver=IlpSolver.name,
-            schedule=schedule,
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.recompute_seconds,
-            lower_bound_seconds=min(self.lower_bound_seconds, evaluation.recompute_seconds),
-            solve_seconds=time.perf_counter() - self.started,
-        )
-
-    def infeasible(self, *, proven: bool) -> InfeasibleBudgetError:
-        peak, order = self.lowest_peak
-        graph = self.problem.graph
-        evaluation = simulate(graph, self.problem.costs, Schedule(tuple(order)))
-        operation = graph.operations[order[evaluation.peak_position]].name
-        static = graph.total_static_bytes
-        how = "no plan keeps" if proven else "found no plan that keeps"
-        return InfeasibleBudgetError(
-            f"{how} {self.problem.budget_bytes + static} bytes; a plan is known for {peak + static}, at {operation}",
-            minimum_feasible_peak_bytes=peak + static,
-            operation=operation,
-        )
-
-
-class _Library:
-    """PuLP with HiGHS or CBC."""
-
-    def __init__(self, tell: Progress) -> None:
-        try:
-            import pulp
-        except ImportError as error:
-            raise SolverUnavailableError("solver 'ilp' needs PuLP: pip install pulp highspy") from error
-        self.pulp: Any = pulp
-        self.has_highs = bool(pulp.HiGHS().available())
-        if not self.has_highs:
-            if not pulp.PULP_CBC_CMD().available():
-                raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
-            tell("ilp: highspy is not installed, falling back on CBC, which is slower")
-
-    def minimise(self, model: Model, time_limit_seconds: float, *, gap: float = 0.0, relax: bool = False) -> _Answer:
-        """Solve a model, or its LP relaxation."""
-        pulp = self.pulp
-        if not model.rows:
-            return _Answer([0.0] * len(model.cost), 0.0)
-        programme = pulp.LpProblem("stepcut", pulp.LpMinimize)
-        columns = [
-            pulp.LpVariable(f"x{c}", 0, 1, pulp.LpInteger if whole else pulp.LpContinuous)
-            for c, whole in enumerate(model.integer)
-        ]
-        programme += pulp.LpAffineExpression([(columns[c], cost) for c, cost in enumerate(model.cost) if cost])
-        for terms, least in model.rows:
-            programme += pulp.LpAffineExpression([(columns[c], weight) for c, weight in terms]) >= least
-        if self.has_highs:
-            solver = pulp.HiGHS(
-                mip=not relax, msg=False, gapRel=0.0, gapAbs=max(gap, 1e-9), threads=1, timeLimit=time_limit_seconds
-            )
-        else:
-            solver = pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=time_limit_seconds)
-        programme.solve(solver)
-        if programme.status == pulp.LpStatusInfeasible:
-            return _Answer(None, 0.0, infeasible=True)
-        found = programme.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
-        values = [column.varValue or 0.0 for column in columns]
-        found = found and bool(programme.variables())
-        optimal = programme.sol_status == pulp.LpSolutionOptimal
-        exact = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
-        bound = 0.0
-        if self.has_highs:
-            info = programme.solverModel.getInfo()
-            bound = info.objective_function_value if relax else info.mip_dual_bound
-        elif optimal or relax:
-            bound = pulp.value(programme.objective) if optimal else 0.0
-        else:  # CBC keeps its dual bound to itself
-            bound = self.minimise(model, time_limit_seconds, relax=True).bound
-        if optimal and not relax and abs(exact - bound) <= 1e-6 * max(1.0, exact):
-            bound = exact
-        return _Answer(values if found else None, max(bound, 0.0))
 
 
 SOLVER = IlpSolver()

@@ -8,19 +8,24 @@ which is loaded when a search starts and not before.
 from __future__ import annotations
 
 import math
+import os
 import random
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import ClaimMismatchError, InfeasibleBudgetError, SolverUnavailableError
+from planner.effort import Clock, Effort
+from planner.errors import ClaimMismatchError, SolverUnavailableError
 from planner.floor import lowest_schedule, proven_floor
+from planner.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers._standing import Standing
 
 if TYPE_CHECKING:
     from planner.solvers import _annealing
@@ -40,25 +45,10 @@ _CHUNK = 2_000
 _MOVES_PER_OPERATION = 6_000
 """After so many, a search is over however much time is left."""
 
+_MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 5e-6, 2e-8
+"""About what a move takes, where work is counted and not time."""
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a search ends.
-
-    Parameters
-    ----------
-    deadline_seconds : float
-        On the clock of ``time.perf_counter``.
-    moves : int
-    enough_seconds : float
-        Recompute time that is good enough.
-    is_over : callable
-    """
-
-    deadline_seconds: float
-    moves: int
-    enough_seconds: float = 0.0
-    is_over: Callable[[], bool] = lambda: False
+_COMPILES = "compiles its kernels, once for this installation, which takes up to half a minute"
 
 
 class SearchSolver:
@@ -68,7 +58,7 @@ class SearchSolver:
     summary = "annealing on recomputations (needs numba): good plans for very tight budgets, no bound"
     proves_bound = False
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Search from scratch.
 
         Raises
@@ -78,42 +68,55 @@ class SearchSolver:
         SolverUnavailableError
             If numba is not installed.
         """
-        return self.improve(problem, None, time_limit_seconds=time_limit_seconds, progress=progress)
+        standing = Standing(problem, progress)
+        if not standing.offer(Schedule.keep_all(problem.graph), self.name):
+            if progress and not _is_compiled():
+                progress(f"search: {_COMPILES}")
+            self.improve(standing, effort=effort)
+        if standing.schedule is None:
+            standing.offer(lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes), self.name)
+        if standing.schedule is None:
+            raise standing.infeasible()
+        return standing.solution()
 
     def require(self) -> None:
         """Raise SolverUnavailableError if numba is not installed; import nothing."""
         if find_spec("numba") is None:
             raise SolverUnavailableError("solver 'search' needs numba: pip install checkpoint-planner[search]")
 
+    def prepare(self, is_over: Callable[[], bool], progress: Progress) -> bool:
+        """Have the kernels compiled without holding up other threads; False if it was over before they were."""
+        if _is_compiled():
+            return True
+        progress(f"search: {_COMPILES}, in a process beside this one")
+        process = _compile_beside()
+        while not is_over():
+            try:
+                process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                continue
+            return True
+        return False
+
     def improve(
         self,
-        problem: Problem,
-        incumbent: Schedule | None,
+        standing: Standing,
         *,
-        time_limit_seconds: float,
-        enough_seconds: float = 0.0,
+        effort: Effort,
+        gap_seconds: float = 0.0,
         is_over: Callable[[], bool] = lambda: False,
-        seed: int = 0,
-        moves: int | None = None,
-        progress: Progress | None = None,
-    ) -> Solution:
-        """Search from a plan, or from scratch, and give the best plan within the budget that was seen.
+    ) -> None:
+        """Better the plan of a standing that others may work on at the same time.
 
         Parameters
         ----------
-        problem : Problem
-        incumbent : Schedule, optional
-            A plan within the budget, to start from.
-        time_limit_seconds : float
-        enough_seconds : float
-            Recompute time at which the search may stop.
+        standing : Standing
+            Its plan, if any, is where to start; every better one is offered to it.
+        effort : Effort
+        gap_seconds : float
+            Distance from its bound at which the search may stop.
         is_over : callable, optional
             Asked now and then whether to stop.
-        seed : int
-        moves : int, optional
-            If given, the search ends after so many, whatever the clock says: the same plan every time.
-        progress : callable, optional
-            Told in short lines how it stands.
 
         Notes
         -----
@@ -123,44 +126,47 @@ class SearchSolver:
         ----------
         Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983.
         """
-        started = time.perf_counter()
-        limits = Limits(
-            deadline_seconds=math.inf if moves else started + time_limit_seconds,
-            moves=moves or _MOVES_PER_OPERATION * len(problem.costs),
-            enough_seconds=enough_seconds,
-            is_over=is_over,
-        )
-        best = incumbent
-        if problem.baseline.peak_bytes <= problem.budget_bytes:
-            best = Schedule.keep_all(problem.graph)
-        elif proven_floor(problem.graph, problem.costs)[0] <= problem.budget_bytes:
-            self.require()
-            tell = progress or (lambda line: None)
-            tell("search: starts (its kernels are compiled once for each installation, which takes half a minute)")
-            best = Annealing(problem, seed).search(incumbent, limits, tell) or incumbent
-        if best is None:
-            raise _infeasible(problem)
-        evaluation = simulate(problem.graph, problem.costs, best)
-        return Solution(
-            solver=self.name,
-            schedule=best,
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.recompute_seconds,
-            solve_seconds=time.perf_counter() - started,
-        )
+        problem = standing.problem
+        if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
+            return
+        self.require()
+        clock = effort.clock()
+        annealing = Annealing(problem, effort.seed)
+        annealing.search(standing, clock, lambda: is_over() or standing.is_closed(gap_seconds))
 
 
-def _infeasible(problem: Problem) -> InfeasibleBudgetError:
-    graph, static = problem.graph, problem.graph.total_static_bytes
-    schedule = lowest_schedule(graph, problem.costs, target_bytes=problem.budget_bytes)
-    evaluation = simulate(graph, problem.costs, schedule)
-    operation = graph.operations[schedule.order[evaluation.peak_position]].name
-    return InfeasibleBudgetError(
-        f"found no plan that keeps {problem.budget_bytes + static} bytes; a plan is known for "
-        f"{evaluation.peak_bytes + static}, at {operation}",
-        minimum_feasible_peak_bytes=evaluation.peak_bytes + static,
-        operation=operation,
+def _is_compiled() -> bool:
+    """Say whether numba has kept the kernels of an earlier run; a guess that costs time where it is wrong."""
+    from planner.solvers import _annealing as kernels
+
+    stats = getattr(kernels.anneal, "stats", None)  # none where numba is not installed
+    return stats is None or any(Path(stats.cache_path).glob("_annealing.anneal-*.nbi"))
+
+
+def _compile_beside() -> subprocess.Popen[bytes]:
+    """Compile the kernels in a process of their own, which outlives this one: numba would hold up all threads here."""
+    command = f"from {__name__} import SOLVER, smallest; SOLVER.solve(smallest(), effort=Effort(deterministic=True))"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"from {Effort.__module__} import Effort; {command}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
+
+
+def smallest() -> Problem:
+    """Give a problem for which one operation must be run again: enough to compile all kernels."""
+    reads = [(), (0,), (1,), (2, 0)]
+    graph = TrainingGraph(
+        operations=tuple(
+            Operation(name=f"o{i}", key=f"o{i}", target="", inputs=inputs, outputs=(i,))
+            for i, inputs in enumerate(reads)
+        ),
+        values=tuple(Value(name=f"v{i}", size_bytes=size) for i, size in enumerate((2, 4, 4, 2))),
+    )
+    return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(reads), budget_bytes=9)
 
 
 class Annealing:
@@ -201,7 +207,7 @@ class Annealing:
         self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
         self.state.real[kernels.WEIGHT] = 1.0
         self.state.real[kernels.BEST] = math.inf
-        self.moves = 0
+        self.adopted: list[tuple[int, int]] | None = None
         self.reset(())
 
     def reset(self, reruns: Iterable[tuple[int, int]]) -> None:
@@ -235,61 +241,57 @@ class Annealing:
             before.setdefault(int(key) // count, []).append(int(key) % count)
         return Schedule.with_recomputations(self.problem.graph, before)
 
-    def search(self, incumbent: Schedule | None, limits: Limits, progress: Progress) -> Schedule | None:
-        """Anneal until a limit is reached; give the best schedule seen, None if none was within the budget."""
+    def search(self, standing: Standing, clock: Clock, is_over: Callable[[], bool]) -> None:
+        """Anneal until time is up, offering each plan better than the best known."""
         kernels, state = self.kernels, self.state
-        best = state.real[kernels.BEST :]
-        if incumbent is not None:
-            seconds = simulate(self.problem.graph, self.problem.costs, incumbent).recompute_seconds
-            best[0] = seconds / self.unit_seconds
-            self.reset((slot, index) for slot, runs in incumbent.recomputations().items() for index in runs)
-        told, step = best[0], self.problem.baseline.seconds / self.unit_seconds
-        enough = limits.enough_seconds / self.unit_seconds * (1 + 1e-9)
-        begun = time.perf_counter()
-        longest_seconds = _ROUND_SHARE * (limits.deadline_seconds - begun)
-        number = 0
-        while not self.is_spent(limits, enough):
-            top = self.next_round(number, fresh=incumbent is None)
+        longest_seconds = _ROUND_SHARE * clock.left()
+        move_seconds = _MOVE_SECONDS + _MOVE_SECONDS_PER_OPERATION * len(state.count)
+        number = moved = 0
+        most = _MOVES_PER_OPERATION * len(state.count)
+        while moved < most and clock.left() > 0 and not is_over():
+            top = self.next_round(number, standing)
             number += 1
-            since, moves, gone = time.perf_counter(), 0, 0.0
-            while gone < 1.0 and not self.is_spent(limits, enough):
+            begun, moves, gone = clock.left(), 0, 0.0
+            while gone < 1.0 and moved < most and clock.left() > 0 and not is_over():
                 kernels.anneal(self.tables, state, _CHUNK, top * (_COLD / top) ** gone, _PACE)
+                clock.work(_CHUNK * move_seconds)
                 moves += _CHUNK
-                self.moves += _CHUNK
-                elapsed = time.perf_counter() - since
-                gone = max(elapsed / longest_seconds, moves / (_ROUND_MOVES * len(state.count)))
-                if best[0] < told * 0.995:
-                    told = best[0]
-                    progress(f"search: overhead {told / step:.2%}")
-        return self.confirmed(self.schedule(self.best()), best[0]) if state.best[0] else None
+                moved += _CHUNK
+                gone = max((begun - clock.left()) / longest_seconds, moves / (_ROUND_MOVES * len(state.count)))
+            self.hand_in(standing)
 
-    def next_round(self, number: int, *, fresh: bool) -> float:
-        """Set the plan that a round starts from; give its first temperature."""
-        if number == 0 and not fresh:
-            return _WARM
-        if self.state.best[0] and number % 4:
-            self.reset(divmod(int(key), len(self.state.count)) for key in self.best())
-            return float(_WARM * (_HOT / _WARM) ** self.random.random())
-        self.reset(())
-        return _HOT
+    def hand_in(self, standing: Standing) -> None:
+        """Offer the best plan of the kernels, and hold what they say of it against the simulator."""
+        seconds = float(self.state.real[self.kernels.BEST]) * self.unit_seconds
+        if self.state.best[0] and seconds < standing.recompute_seconds * (1 - 1e-9):
+            standing.offer(self.confirmed(self.schedule(self.best()), seconds), SearchSolver.name)
 
-    def is_spent(self, limits: Limits, enough: float) -> bool:
-        """Say whether a limit is reached."""
-        if self.moves >= limits.moves or time.perf_counter() >= limits.deadline_seconds or limits.is_over():
-            return True
-        return bool(self.state.real[self.kernels.BEST] <= enough)
+    def next_round(self, number: int, standing: Standing) -> float:
+        """Set the plan that a round starts from, every fourth time none; give its first temperature."""
+        state, kernels, incumbent = self.state, self.kernels, standing.schedule
+        if incumbent is not None and standing.recompute_seconds < state.real[kernels.BEST] * self.unit_seconds:
+            state.real[kernels.BEST] = standing.recompute_seconds / self.unit_seconds
+            state.best[0] = 0
+            self.adopted = [(slot, index) for slot, runs in incumbent.recomputations().items() for index in runs]
+        elif state.best[0]:
+            self.adopted = [divmod(int(key), len(state.count)) for key in self.best()]
+        if self.adopted is None or number % 4 == 3:
+            self.reset(())
+            return _HOT
+        self.reset(self.adopted)
+        return _WARM if number == 0 else float(_WARM * (_HOT / _WARM) ** self.random.random())
 
     def best(self) -> Any:
         """Give the keys of the cheapest set within the budget that the moves have come by."""
         return self.state.best[1 : 1 + self.state.best[0]]
 
-    def confirmed(self, schedule: Schedule, cost: float) -> Schedule:
+    def confirmed(self, schedule: Schedule, seconds: float) -> Schedule:
         """Hold what the kernels say of a schedule against the simulator."""
         evaluation = simulate(self.problem.graph, self.problem.costs, schedule)
-        slack = abs(evaluation.recompute_seconds - cost * self.unit_seconds)
+        slack = abs(evaluation.recompute_seconds - seconds)
         if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
             raise ClaimMismatchError(
-                f"solver 'search' claims {cost * self.unit_seconds} s within {self.problem.budget_bytes} bytes, "
+                f"solver 'search' claims {seconds} s within {self.problem.budget_bytes} bytes, "
                 f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
                 "please report this as a bug"
             )

@@ -6,15 +6,19 @@ The answer that fits on a blackboard, as a quick plan and as a baseline.
 from __future__ import annotations
 
 import math
-import time
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from planner.cut_points import crossing_bytes, narrow_places, turning_point
-from planner.errors import InfeasibleBudgetError
+from planner.effort import Effort
 from planner.graph import TrainingGraph
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule, recompute_lazily
-from planner.simulate import simulate
+from planner.solvers._standing import Standing
+
+_SECONDS_PER_RUN = 5e-6
+"""About what one schedule takes, for each of its runs, where work is counted and not time."""
 
 
 class SqrtSolver:
@@ -24,7 +28,7 @@ class SqrtSolver:
     summary = "segments of the forward with kept boundaries (Chen et al. 2016); instant"
     proves_bound = False
 
-    def solve(self, problem: Problem, *, time_limit_seconds: float, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Try several numbers of segments and give the cheapest schedule within the budget.
 
         Notes
@@ -35,37 +39,16 @@ class SqrtSolver:
         ----------
         Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
         """
-        started = time.perf_counter()
-        best: tuple[float, int, Schedule] | None = None
-        lowest: tuple[int, Schedule, int] | None = None
+        standing = Standing(problem)
+        clock = effort.clock()
         for schedule in segmentations(problem.graph):
-            evaluation = simulate(problem.graph, problem.costs, schedule)
-            claim = (evaluation.recompute_seconds, evaluation.peak_bytes)
-            if lowest is None or evaluation.peak_bytes < lowest[0]:
-                lowest = (evaluation.peak_bytes, schedule, evaluation.peak_position)
-            if evaluation.peak_bytes <= problem.budget_bytes and (best is None or claim < best[:2]):
-                best = (*claim, schedule)
-                if not evaluation.recompute_seconds:
-                    break
-            if time.perf_counter() - started > time_limit_seconds:
+            standing.offer(schedule, self.name)
+            clock.work(_SECONDS_PER_RUN * len(schedule.order))
+            if standing.recompute_seconds == 0.0 or clock.left() < 0:
                 break
-        if best is None:
-            assert lowest is not None
-            static_bytes = problem.graph.total_static_bytes
-            operation = problem.graph.operations[lowest[1].order[lowest[2]]].name
-            raise InfeasibleBudgetError(
-                f"no segmentation keeps {problem.budget_bytes + static_bytes} bytes; a plan is known for "
-                f"{lowest[0] + static_bytes}, at {operation}",
-                minimum_feasible_peak_bytes=lowest[0] + static_bytes,
-                operation=operation,
-            )
-        return Solution(
-            solver=self.name,
-            schedule=best[2],
-            peak_bytes=best[1],
-            recompute_seconds=best[0],
-            solve_seconds=time.perf_counter() - started,
-        )
+        if standing.schedule is None:
+            raise standing.infeasible(what="no segmentation keeps")
+        return standing.solution()
 
 
 def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
@@ -80,12 +63,12 @@ def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
     if not graph.operations:
         return
     turn = turning_point(graph)
-    crossing = crossing_bytes(graph, turn)
+    crossing, before = crossing_bytes(graph, turn), _saved_before(graph, turn)
     seen: set[tuple[int, ...]] = set()
     # Where sizes shrink along the forward, as in a CNN, the narrow places leave its start uncut.
     for candidates in (narrow_places(crossing), list(range(1, turn - 1))):
         for count in _counts(len(candidates)):
-            places = _boundaries(graph, crossing, candidates, count, turn)
+            places = _boundaries(crossing, before, candidates, count)
             if not places or places in seen:
                 continue
             seen.add(places)
@@ -102,18 +85,18 @@ def _counts(places: int) -> list[int]:
     )
 
 
-def _boundaries(graph: TrainingGraph, crossing: list[int], narrow: list[int], count: int, turn: int) -> tuple[int, ...]:
-    """Choose the narrow places that cut what is saved for the backward into about equal segments."""
+def _saved_before(graph: TrainingGraph, turn: int) -> list[int]:
+    """Give, up to and with each operation of the forward, the bytes that it saves for the backward."""
     saved = [0] * turn
     for u, maker in enumerate(graph.producer):
         if maker < turn and graph.readers[u] and graph.readers[u][-1] >= turn:
             saved[maker] += graph.values[u].size_bytes
-    total = sum(saved)
-    before = []
-    running = 0
-    for size in saved:
-        running += size
-        before.append(running)
+    return list(accumulate(saved))
+
+
+def _boundaries(crossing: list[int], before: list[int], narrow: list[int], count: int) -> tuple[int, ...]:
+    """Choose the narrow places that cut what is saved for the backward into about equal segments."""
+    total = before[-1]
     window = total / count / 2
     chosen: set[int] = set()
     for number in range(1, count):
@@ -130,8 +113,10 @@ def _segmented(graph: TrainingGraph, turn: int, places: tuple[int, ...], *, keep
     for u, maker in enumerate(graph.producer):
         if maker >= turn or not graph.operations[maker].recomputable or (keeps_last and maker > places[-1]):
             continue
-        last = max((reader for reader in graph.readers[u] if reader < turn), default=-1)
-        if not any(maker <= place < last for place in places):
+        readers = graph.readers[u]
+        last = readers[bisect_left(readers, turn) - 1] if readers and readers[0] < turn else -1
+        place = bisect_left(places, maker)
+        if place == len(places) or places[place] >= last:
             dropped.append(u)
     return recompute_lazily(graph, {turn: dropped})
 

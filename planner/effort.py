@@ -1,0 +1,76 @@
+"""How hard to try: until so many seconds have passed, or until so much work is done."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from planner.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """What a solve may take.
+
+    Parameters
+    ----------
+    time_limit_seconds : float
+        Roughly when to stop improving.
+    deterministic : bool
+        Count work, not seconds: with the same versions of the libraries, the same problem gives the
+        same plan every time, on a slow machine later than on a quick one. The limit then is what the
+        work would take on a machine of 2024, within a factor of a few.
+    seed : int
+        Of whatever draws random numbers.
+
+    Raises
+    ------
+    UsageError
+        If the limit is not above zero.
+    """
+
+    time_limit_seconds: float = 30.0
+    deterministic: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds)):
+            raise UsageError(f"time limit must be above 0 s, not {self.time_limit_seconds}")
+
+    def clock(self) -> Clock:
+        """Start to count."""
+        return Clock(self.time_limit_seconds, counts_work=self.deterministic)
+
+
+class Clock:
+    """How much of a limit is left.
+
+    Parameters
+    ----------
+    limit_seconds : float
+    counts_work : bool, optional
+        Whether time passes only by :meth:`work`, the same on every machine.
+
+    Examples
+    --------
+    >>> clock = Clock(10.0, counts_work=True)
+    >>> clock.work(4.0)
+    >>> clock.left(), clock.left(0.5)
+    (6.0, 1.0)
+    """
+
+    def __init__(self, limit_seconds: float, *, counts_work: bool = False) -> None:
+        self.limit_seconds = limit_seconds
+        self.counts_work = counts_work
+        self._started = 0.0 if counts_work else time.perf_counter()
+        self._worked = 0.0
+
+    def work(self, seconds: float) -> None:
+        """Say that something was done that takes about so long."""
+        self._worked += seconds
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until a share of the limit is used up; negative after it."""
+        now = self._worked if self.counts_work else time.perf_counter()
+        return self._started + share * self.limit_seconds - now
