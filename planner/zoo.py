@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError, UsageError
-from planner.zoo_catalogue import ZOO, Entry, Sizes
+from planner.zoo_catalogue import ZOO, Entry, Sizes, image_inputs, token_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -118,12 +118,8 @@ def build(
     sizes = _chosen(name, entry.sizes, wanted, _dtype_name(dtype or entry.sizes.dtype))
     with _building(getattr(torch, sizes.dtype), seed, fake_mode):
         model, classes = entry.make(sizes)
-        if sizes.seq_len:
-            shape = (sizes.batch_size, sizes.seq_len)
-            inputs = {"input_ids": torch.randint(classes, shape), "labels": torch.randint(classes, shape)}
-        else:
-            pixels = torch.randn(sizes.batch_size, 3, sizes.image_size or 1, sizes.image_size or 1)
-            inputs = {"pixel_values": pixels, "labels": torch.randint(classes, (sizes.batch_size,))}
+        usual = token_inputs if sizes.seq_len else image_inputs
+        inputs = (entry.inputs or usual)(sizes, classes)
     return ZooModel(name=name.lower(), model=model.train(), example_kwargs=inputs)
 
 

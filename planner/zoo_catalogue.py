@@ -40,6 +40,8 @@ class Entry:
     """Gives the model and its number of token ids or classes."""
     layer_name: str = "layers"
     """What ``sizes.layers`` counts."""
+    inputs: Callable[[Sizes, int], dict[str, torch.Tensor]] | None = None
+    """Gives what a step is called with, if not token ids or images with a class each."""
 
 
 def _minigpt(sizes: Sizes) -> tuple[torch.nn.Module, int]:
@@ -131,6 +133,82 @@ def _resnet(*depths: int) -> Callable[[Sizes], tuple[torch.nn.Module, int]]:
     return make
 
 
+def _t5(sizes: Sizes) -> tuple[torch.nn.Module, int]:
+    hf = _transformers()
+    config = hf.T5Config(
+        d_model=768,
+        d_kv=64,
+        d_ff=3072,
+        num_layers=sizes.layers,
+        num_heads=12,
+        decoder_start_token_id=0,
+        initializer_factor=0.1,  # else an untrained one is surer of its guesses than its loss can bear
+        use_cache=False,
+    )
+    return hf.T5ForConditionalGeneration(config), config.vocab_size
+
+
+def _unet(sizes: Sizes) -> tuple[torch.nn.Module, int]:
+    from planner.zoo_unets import UNet
+
+    _halves("unet", sizes, sizes.layers)
+    return UNet(levels=sizes.layers), 21
+
+
+def _diffusion_unet(sizes: Sizes) -> tuple[torch.nn.Module, int]:
+    from planner.zoo_unets import DiffusionUNet
+
+    _halves("diffusion-unet", sizes, 3)
+    return DiffusionUNet(blocks=sizes.layers), 1000
+
+
+def _halves(name: str, sizes: Sizes, times: int) -> None:
+    if not sizes.image_size or sizes.image_size % 2**times:
+        raise UsageError(
+            f"{name} halves images {times} times: image size {sizes.image_size} is not a multiple of {2**times}"
+        )
+
+
+def token_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
+    """Give token ids and the ids to predict."""
+    import torch
+
+    shape = (sizes.batch_size, sizes.seq_len or 1)
+    return {"input_ids": torch.randint(tokens, shape), "labels": torch.randint(tokens, shape)}
+
+
+def image_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
+    """Give images and a class for each."""
+    import torch
+
+    return {"pixel_values": torch.randn(_image_shape(sizes)), "labels": torch.randint(classes, (sizes.batch_size,))}
+
+
+def _pixel_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
+    """Give images and a class for each pixel."""
+    import torch
+
+    batch, _, *extent = _image_shape(sizes)
+    return {"pixel_values": torch.randn(_image_shape(sizes)), "labels": torch.randint(classes, (batch, *extent))}
+
+
+def _noise_inputs(sizes: Sizes, steps: int) -> dict[str, torch.Tensor]:
+    """Give noisy images, how noisy they are, and the noise."""
+    import torch
+
+    shape = _image_shape(sizes)
+    return {
+        "pixel_values": torch.randn(shape),
+        "timesteps": torch.randint(steps, shape[:1]),
+        "labels": torch.randn(shape),
+    }
+
+
+def _image_shape(sizes: Sizes) -> tuple[int, ...]:
+    extent = sizes.image_size or 1
+    return sizes.batch_size, 3, extent, extent
+
+
 def _transformers() -> ModuleType:
     try:
         return import_module("transformers")
@@ -211,5 +289,25 @@ ZOO = {
         sizes=Sizes(batch_size=32, layers=36, image_size=224),
         make=_resnet(3, 8, 36, 3),
         layer_name="blocks per stage at most",
+    ),
+    "t5-base": Entry(
+        description="T5 base, encoder and decoder (transformers), 223M parameters",
+        sizes=Sizes(batch_size=8, layers=12, seq_len=512),
+        make=_t5,
+        layer_name="layers each way",
+    ),
+    "unet": Entry(
+        description="U-Net, a class for each pixel, 31M parameters",
+        sizes=Sizes(batch_size=8, layers=4, image_size=256),
+        make=_unet,
+        layer_name="levels",
+        inputs=_pixel_inputs,
+    ),
+    "diffusion-unet": Entry(
+        description="Denoising diffusion U-Net with attention and dropout, 36M parameters",
+        sizes=Sizes(batch_size=32, layers=2, image_size=32),
+        make=_diffusion_unet,
+        layer_name="residual blocks a level",
+        inputs=_noise_inputs,
     ),
 }

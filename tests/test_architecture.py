@@ -32,6 +32,7 @@ TOUCHES_TORCH = {
     "planner.zoo",
     "planner.zoo_catalogue",
     "planner.zoo_modules",
+    "planner.zoo_unets",
 }
 """With the runtimes, all that may import torch. Every other module, a new one too, is of the core that runs without."""
 

@@ -1,0 +1,192 @@
+"""The zoo's networks with long skips: a U-Net that segments images, and one that takes noise out of them.
+
+The first takes ``(pixel_values, labels)`` with a class for each pixel, the second
+``(pixel_values, timesteps, labels)`` with the noise to be found; both return their mean loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def double_convolution(incoming: int, outgoing: int) -> nn.Sequential:
+    """Give two 3x3 convolutions, each normalised over the batch and rectified."""
+    return nn.Sequential(
+        nn.Conv2d(incoming, outgoing, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outgoing),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outgoing, outgoing, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outgoing),
+        nn.ReLU(inplace=True),
+    )
+
+
+class UNet(nn.Module):
+    """Ronneberger, Fischer and Brox's network of 2015, padded, with batch normalisation.
+
+    Parameters
+    ----------
+    levels : int
+        How often the image is halved.
+    width : int
+        Channels of the first level; each further one has twice as many.
+    classes : int
+    """
+
+    def __init__(self, *, levels: int = 4, width: int = 64, classes: int = 21) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        self.stem = double_convolution(3, width)
+        self.down = nn.ModuleList(double_convolution(a, b) for a, b in itertools.pairwise(widths))
+        upwards = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.enlarge = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in upwards)
+        self.up = nn.ModuleList(double_convolution(2 * b, b) for _, b in upwards)
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        skips = [self.stem(pixel_values)]
+        for block in self.down:
+            skips.append(block(F.max_pool2d(skips[-1], 2)))
+        x = skips.pop()
+        for enlarge, block in zip(self.enlarge, self.up, strict=True):
+            x = block(torch.cat((skips.pop(), enlarge(x)), dim=1))
+        return F.cross_entropy(self.head(x), labels)
+
+
+class ResidualBlock(nn.Module):
+    """Two normalised convolutions around what the time step adds, with dropout before the second."""
+
+    def __init__(self, incoming: int, outgoing: int, embedding: int, dropout: float) -> None:
+        super().__init__()
+        self.first_norm = nn.GroupNorm(32, incoming)
+        self.first = nn.Conv2d(incoming, outgoing, 3, padding=1)
+        self.time = nn.Linear(embedding, outgoing)
+        self.second_norm = nn.GroupNorm(32, outgoing)
+        self.dropout = nn.Dropout(dropout)
+        self.second = nn.Conv2d(outgoing, outgoing, 3, padding=1)
+        self.shortcut = nn.Conv2d(incoming, outgoing, 1) if incoming != outgoing else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        h = self.first(F.silu(self.first_norm(x))) + self.time(F.silu(embedding))[:, :, None, None]
+        h = self.second(self.dropout(F.silu(self.second_norm(h))))
+        mixed: Tensor = self.shortcut(x) + h
+        return mixed
+
+
+class PixelAttention(nn.Module):
+    """Attention of every pixel to every other, one head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(32, width)
+        self.qkv = nn.Conv2d(width, 3 * width, 1)
+        self.projection = nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.flatten(2).transpose(1, 2).unsqueeze(1) for part in self.qkv(self.norm(x)).chunk(3, dim=1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value)
+        added: Tensor = x + self.projection(mixed.squeeze(1).transpose(1, 2).reshape(x.shape))
+        return added
+
+
+class DiffusionUNet(nn.Module):
+    """The network of Ho, Jain and Abbeel's denoising diffusion (2020): residual blocks, time steps, attention.
+
+    Parameters
+    ----------
+    blocks : int
+        Residual blocks on each level going down; one more going up.
+    width : int
+        Channels of the first level; the others have twice as many.
+    levels : int
+        Sizes of the image; each is half the one before.
+    attention_level : int
+        The level on which pixels attend to each other, beside the lowest.
+    dropout : float
+    """
+
+    def __init__(
+        self, *, blocks: int = 2, width: int = 128, levels: int = 4, attention_level: int = 1, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.width = width
+        embedding = 4 * width
+        self.time = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        stack, channels = [width], width
+        for level in range(levels):
+            wide, attends = width * min(2, 2**level), level == attention_level
+            for _ in range(blocks):
+                self.down.append(DiffusionBlock(channels, wide, embedding, dropout, attends=attends))
+                channels = wide
+                stack.append(channels)
+            if level < levels - 1:
+                self.down.append(Resize(channels, "down"))
+                stack.append(channels)
+        self.middle = nn.ModuleList(
+            DiffusionBlock(channels, channels, embedding, dropout, attends=attends) for attends in (True, False)
+        )
+        for level in reversed(range(levels)):
+            wide, attends = width * min(2, 2**level), level == attention_level
+            for _ in range(blocks + 1):
+                self.up.append(DiffusionBlock(channels + stack.pop(), wide, embedding, dropout, attends=attends))
+                channels = wide
+            if level:
+                self.up.append(Resize(channels, "up"))
+        self.norm = nn.GroupNorm(32, channels)
+        self.head = nn.Conv2d(channels, 3, 3, padding=1)
+        # The original starts these at zero, so that a block begins as its shortcut; then most gradients would be zero.
+        for last in (*(m.second for m in self.modules() if isinstance(m, ResidualBlock)), self.head):
+            nn.init.normal_(last.weight, std=1e-3)
+
+    def forward(self, pixel_values: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
+        half = self.width // 2
+        frequencies = torch.exp(-math.log(10_000) * torch.arange(half, device=timesteps.device) / half)
+        angles = timesteps[:, None] * frequencies
+        waves = torch.cat((angles.sin(), angles.cos()), dim=1)
+        embedding = self.time(waves.to(pixel_values.dtype))
+        x = self.stem(pixel_values)
+        skips = [x]
+        for block in self.down:
+            x = block(x, embedding)
+            skips.append(x)
+        for block in self.middle:
+            x = block(x, embedding)
+        for block in self.up:
+            x = block(x if isinstance(block, Resize) else torch.cat((x, skips.pop()), dim=1), embedding)
+        return F.mse_loss(self.head(F.silu(self.norm(x))), labels)
+
+
+class DiffusionBlock(nn.Module):
+    """A residual block, with attention after it on some levels."""
+
+    def __init__(self, incoming: int, outgoing: int, embedding: int, dropout: float, *, attends: bool) -> None:
+        super().__init__()
+        self.residual = ResidualBlock(incoming, outgoing, embedding, dropout)
+        self.attention = PixelAttention(outgoing) if attends else nn.Identity()
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        attended: Tensor = self.attention(self.residual(x, embedding))
+        return attended
+
+
+class Resize(nn.Module):
+    """Halve or double the image."""
+
+    def __init__(self, width: int, direction: str) -> None:
+        super().__init__()
+        self.doubles = direction == "up"
+        self.convolution = nn.Conv2d(width, width, 3, stride=1 if self.doubles else 2, padding=1)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        x = F.interpolate(x, scale_factor=2.0, mode="nearest") if self.doubles else x
+        resized: Tensor = self.convolution(x)
+        return resized
