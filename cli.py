@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 # Nothing slow is imported up here: --help must answer at once.
 from planner.errors import PlannerError, UsageError
-from planner.options import DTYPES, Parser, budget_options, model_options, solving_options
+from planner.options import DTYPES, Parser, budget_options, model_options, profile_options, solving_options
 
 if TYPE_CHECKING:
     from planner.planning import Plan
@@ -89,6 +89,11 @@ def _parser() -> Parser:
     budget_options(verify).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
     verify.set_defaults(run=_run_plan, save=None, verify=True)
 
+    profile = commands.add_parser("profile", parents=[common, model], help="measure each operation on this machine")
+    profile.add_argument("--output", metavar="FILE", required=True, help="write the measured costs to a file")
+    profile_options(profile)
+    profile.set_defaults(run=_run_profile)
+
     models = commands.add_parser("models", parents=[common], help="list the models that can be named")
     models.set_defaults(run=_run_models)
     return parser
@@ -123,6 +128,34 @@ def _run_plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_profile(args: argparse.Namespace) -> int:
+    from planner import zoo
+    from planner.atomic import check_writable
+
+    _check_name(args)
+    check_writable(args.output)
+    with _quiet(args), _progress(args) as progress:
+        from planner import api
+        from planner.profile_file import save
+
+        progress("building the model")
+        loaded: zoo.ZooModel = _load(args, real=False)
+        made = api.profile(
+            loaded.model,
+            loaded.example_args,
+            example_kwargs=loaded.example_kwargs,
+            loss_fn=loaded.loss_fn,
+            time_limit_seconds=args.time_limit,
+            name=loaded.name,
+            progress=progress,
+        )
+    save(made, args.output)
+    from planner.report import render_profile
+
+    _show(lambda console: render_profile(made, args.output, console))
+    return 0
+
+
 def _run_models(args: argparse.Namespace) -> int:
     from planner import zoo
 
@@ -135,14 +168,11 @@ def _run_models(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     import cost_models
-    from planner import solvers, zoo
+    from planner import solvers
     from planner.atomic import check_writable
     from planner.units import parse_size
 
-    if (args.name is None) == (args.model is None):
-        raise UsageError("name one model: a name that 'checkpoint-planner models' lists, or --model file.py:factory")
-    if ":" not in (args.model or args.name):
-        zoo.describe(args.model or args.name)
+    _check_name(args)
     if budget := args.budget or args.activation_budget:
         parse_size(budget, whole_bytes=2**60)
     for path in (args.save, args.json if args.json != "-" else None):
@@ -150,9 +180,19 @@ def _check(args: argparse.Namespace) -> None:
             check_writable(path)
     solvers.get(args.solver)
     try:
+        cost_models.get(args.cost_model)
         cost_models.device(args.device)
     except cost_models.UnknownNameError as error:
         raise UsageError(str(error)) from error
+
+
+def _check_name(args: argparse.Namespace) -> None:
+    from planner import zoo
+
+    if (args.name is None) == (args.model is None):
+        raise UsageError("name one model: a name that 'checkpoint-planner models' lists, or --model file.py:factory")
+    if ":" not in (args.model or args.name):
+        zoo.describe(args.model or args.name)
 
 
 def _load(args: argparse.Namespace, *, real: bool) -> ZooModel:
@@ -174,6 +214,7 @@ def _load(args: argparse.Namespace, *, real: bool) -> ZooModel:
 
 def _make(args: argparse.Namespace, progress: Progress) -> Plan:
     """Load the model, make or read the plan, and verify it where that is asked for."""
+    import planner
     from planner import api
     from planner.planning import Plan
 
@@ -193,6 +234,8 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
         seed=args.seed,
         device=args.device,
         optimizer=args.optimizer,
+        cost_model=args.cost_model,
+        profile=planner.load_profile(args.profile) if args.profile else None,
         name=loaded.name,
         progress=progress,
     )

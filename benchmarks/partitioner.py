@@ -28,13 +28,14 @@ from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import zoo
 from planner.capture import capture, fake_mode
+from planner.costing import operation_costs
 from planner.errors import PlannerError
 from planner.inputs import Inputs
 from planner.joint import JointGraph, is_tangent, tensors_of
 from planner.lowering import LoweredGraph
 from planner.planning import NoPlanFitsError, make_plan
 from planner.schedule import Schedule
-from planner.session import Options, lower_step, operation_costs
+from planner.session import Options, lower_step
 from planner.simulate import simulate
 from planner.torch_internals import eliminate_common_subexpressions, storage_id
 
@@ -303,9 +304,9 @@ def _markdown(result: Result) -> str:
     legend = (
         f"{summary}\n\n{common.sizes_text(result['sizes'])}, else the sizes of the zoo; captured without memory. "
         "At each `activation_memory_budget` (dp solver, run time estimated by FLOPs) PyTorch's peak is simulated, "
-        "and we plan for exactly that peak. MiB above what is resident before the step; overhead is the time of recomputation over "
-        "the step without any, by the roofline of the device. *counted* is PyTorch's peak counted on its own graphs, "
-        "without the random states that exact gradients need."
+        "and we plan for exactly that peak. MiB above what is resident before the step; overhead is the time of "
+        "recomputation over the step without any, by the roofline of the device. *counted* is PyTorch's peak counted "
+        "on its own graphs, without the random states that exact gradients need."
     )
     headings = ["ratio", "peak", "counted", "recomputed", "PyTorch", "planned", "bound", "planned / PyTorch"]
     brief = ["model", "case", "device", "points", "geometric mean", "worst"]

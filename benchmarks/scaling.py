@@ -21,12 +21,13 @@ from benchmarks import common
 from benchmarks.common import Result, percent
 from planner import solvers
 from planner.capture import capture, fake_mode
+from planner.costing import operation_costs
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.graph import TrainingGraph
 from planner.inputs import Inputs
 from planner.problem import Problem
 from planner.schedule import Schedule
-from planner.session import Options, lower_step, operation_costs
+from planner.session import Options, lower_step
 from planner.simulate import simulate
 
 

@@ -37,6 +37,10 @@ class CostedOperation(Protocol):
     def dtype(self) -> str:
         """Element type that it computes in, for example ``"float32"``."""
 
+    @property
+    def signature(self) -> str:
+        """What it is called with, the same for calls that run the same kernels; empty if it cannot be run alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationCost:

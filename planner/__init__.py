@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from planner.api import auto_wrap as auto_wrap
     from planner.api import plan as plan
     from planner.api import plan_of as plan_of
+    from planner.api import profile as profile
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
     from planner.instances import load_instance as load_instance
     from planner.plan_types import Plan as Plan
     from planner.plan_types import Verification as Verification
+    from planner.profile_file import load as load_profile
+    from planner.profile_file import save as save_profile
     from planner.solvers import solve as solve
 
 __version__ = "0.1.0"
@@ -28,6 +31,7 @@ _HOME = {
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
+    "profile": "planner.api",
     "solve": "planner.solvers",
     "unwrap": "planner.api",
     "verify": "planner.api",
@@ -39,8 +43,11 @@ __all__ = [
     "__version__",
     "auto_wrap",
     "load_instance",
+    "load_profile",
     "plan",
     "plan_of",
+    "profile",
+    "save_profile",
     "solve",
     "unwrap",
     "verify",
@@ -48,6 +55,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("load_profile", "save_profile"):
+        return getattr(import_module("planner.profile_file"), name.removesuffix("_profile"))
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'planner' has no attribute {name!r}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from cost_models.measured import MeasuredCosts, Profile
 from planner import loss
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
@@ -17,7 +18,7 @@ from planner.inputs import Inputs
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes.graph import GraphRuntime
-from planner.session import Options, options_of, plan_step
+from planner.session import Options, cost, lower_step, options_of, plan_step
 from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.verification import LossFunction
 from planner.verification import verify as _verify
@@ -39,6 +40,7 @@ def plan(
     seed: int = 0,
     device: str | None = None,
     cost_model: str = "roofline",
+    profile: Profile | None = None,
     optimizer: str = "none",
     gradient_accumulation: bool = False,
     name: str = "",
@@ -73,7 +75,9 @@ def plan(
     device : str, optional
         Accelerator to plan for; by default the one that the model is on.
     cost_model : str
-        Name of a cost model.
+        Name of a cost model: ``"roofline"`` of the device, or ``"measured"`` by running each different operation here.
+    profile : Profile, optional
+        Costs recorded before, by :func:`profile` or read from a file.
     optimizer : str
         ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state counts as resident.
     gradient_accumulation : bool
@@ -117,6 +121,7 @@ def plan(
         seed=seed,
         device=device,
         cost_model=cost_model,
+        profile=profile,
         optimizer=optimizer,
         gradient_accumulation=gradient_accumulation,
         name=name,
@@ -134,6 +139,52 @@ def plan(
     return replace(made, capture_seconds=made.capture_seconds + captured)
 
 
+def profile(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    time_limit_seconds: float = 60.0,
+    name: str = "",
+    progress: Progress | None = None,
+) -> Profile:
+    """Measure what each different operation of a step costs on the device that the model is on.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Real, or built under ``planner.capture.fake_mode()`` to need no memory; one operation at a time is run.
+    example_inputs, example_kwargs, loss_fn, name, progress
+        See :func:`plan`.
+    time_limit_seconds : float
+        How long to measure; what is left then costs what the roofline says.
+
+    Returns
+    -------
+    Profile
+        For :func:`plan`, or for a file by ``planner.save_profile``.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    CaptureError
+        If the model cannot be captured as one graph.
+    """
+    _check_model(model)
+    if not time_limit_seconds > 0:
+        raise UsageError(f"time limit must be above 0 s, not {time_limit_seconds}")
+    inputs = Inputs.of(example_inputs, example_kwargs)
+    options = Options(budget="100%", cost_model=MeasuredCosts.name, name=name, progress=progress)
+    options = _with_loss(model, options, loss_fn, inputs)
+    joint = capture(model, inputs)
+    lowered, spec = lower_step(model, joint, options)
+    costing = cost(model, joint, lowered, spec, options, time_limit_seconds=time_limit_seconds)
+    assert costing.profile is not None
+    return costing.profile
+
+
 def auto_wrap(
     model: ModelT,
     example_inputs: Any = None,
@@ -149,6 +200,7 @@ def auto_wrap(
     deterministic: bool = False,
     seed: int = 0,
     cost_model: str = "roofline",
+    profile: Profile | None = None,
     optimizer: str = "none",
     gradient_accumulation: bool = False,
     progress: Progress | None = None,
@@ -169,7 +221,7 @@ def auto_wrap(
         Whether a plan that does not match may be replaced.
     example_kwargs, loss_fn, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
-    cost_model, optimizer, gradient_accumulation, progress
+    cost_model, profile, optimizer, gradient_accumulation, progress
         See :func:`plan`.
 
     Returns
@@ -208,6 +260,7 @@ def auto_wrap(
         deterministic=deterministic,
         seed=seed,
         cost_model=cost_model,
+        profile=profile,
         optimizer=optimizer,
         gradient_accumulation=gradient_accumulation,
         resident_bytes=beside,

@@ -27,6 +27,14 @@ class PlanMismatchError(UsageError):
     """A plan belongs to another model, other shapes or other versions."""
 
 
+class ProfileFileError(UsageError):
+    """A profile is damaged, of an unknown schema, or not a profile at all."""
+
+
+class ProfileMismatchError(UsageError):
+    """A profile belongs to another step, device or version."""
+
+
 class InfeasibleBudgetError(PlannerError):
     """No plan keeps the budget, or none was found that does.
 

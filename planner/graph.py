@@ -81,6 +81,8 @@ class Operation:
         Bytes read and written, each storage once.
     dtype : str
         Element type that it computes in, for example ``"float32"``.
+    signature : str
+        What it is called with, the same for calls that run the same kernels; ``""`` if it cannot be run alone.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Operation:
     flops: int = 0
     moved_bytes: int = 0
     dtype: str = "float32"
+    signature: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

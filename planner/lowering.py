@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from cost_models.flops import count_flops, moved_bytes
-from planner import provenance
+from planner import operands, provenance
 from planner.errors import UnsupportedModelError
 from planner.graph import Operation, Phase, TrainingGraph, Value
 from planner.joint import (
@@ -212,6 +212,7 @@ class _Lowering:
                 flops=count_flops(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
                 moved_bytes=moved_bytes(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                signature=operands.signature(node) if operands.runs_alone(node) else "",
             )
         )
         self.operation_nodes.append(node)

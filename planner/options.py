@@ -48,6 +48,13 @@ def solving_options() -> Parser:
     parser = Parser(add_help=False)
     group = parser.add_argument_group("solving and results")
     group.add_argument("--device", metavar="NAME", default="cpu", help="accelerator that the costs are for")
+    group.add_argument(
+        "--cost-model",
+        metavar="NAME",
+        default="roofline",
+        help="roofline (from the device's data sheet) or measured (each different operation is run here)",
+    )
+    group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded, here or on another machine")
     group.add_argument("--solver", metavar="NAME", default="auto")
     group.add_argument(
         "--time-limit", type=_seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
@@ -59,6 +66,13 @@ def solving_options() -> Parser:
     group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
     group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
     return parser
+
+
+def profile_options(parser: argparse.ArgumentParser) -> None:
+    """Add what measuring takes."""
+    parser.add_argument(
+        "--time-limit", type=_seconds, metavar="S", default=60.0, help="seconds to measure (default 60)"
+    )
 
 
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:

@@ -27,12 +27,12 @@ def parse(text: str) -> Any:
         raise
     except json.JSONDecodeError as error:
         raise PlanFileError(
-            f"not a whole plan: {error.msg.lower()} at line {error.lineno}, column {error.colno}; save it again"
+            f"not a whole plan or profile: {error.msg.lower()} at line {error.lineno}, column {error.colno}; save it again"
         ) from error
     except RecursionError as error:
-        raise PlanFileError("not a plan: it is nested too deeply") from error
+        raise PlanFileError("not a plan or profile: it is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits, which Python will not convert
-        raise PlanFileError("not a plan: it holds a number of absurd length") from error
+        raise PlanFileError("not a plan or profile: it holds a number of absurd length") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -40,12 +40,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise PlanFileError(f"not a plan: key {twice[:80]!r} appears twice in one object")
+        raise PlanFileError(f"not a plan or profile: key {twice[:80]!r} appears twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise PlanFileError(f"not a plan: it holds {name}, and every number must be finite")
+    raise PlanFileError(f"not a plan or profile: it holds {name}, and every number must be finite")
 
 
 class Node:
@@ -72,7 +72,7 @@ class Node:
 
     def _path(self, key: str) -> str:
         key = key if len(key) <= 120 else key[:117] + "..."
-        return key if self.where == "the plan" else f"{self.where}.{key}"
+        return key if self.where in ("the plan", "the profile") else f"{self.where}.{key}"
 
     def __getitem__(self, key: str) -> Node:
         """Give a field of an object; it must be there."""

@@ -168,6 +168,8 @@ class PlanOrigin:
         What the plan is made for: model class, shapes, dtypes, versions, hash of the graph.
     capture_seconds : float
     cost_model, device, torch_version : str
+    warnings : tuple of PlanWarning
+        On the costs.
     """
 
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)
@@ -175,3 +177,4 @@ class PlanOrigin:
     cost_model: str = "roofline"
     device: str = "cpu"
     torch_version: str = ""
+    warnings: tuple[PlanWarning, ...] = ()

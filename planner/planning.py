@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from planner.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.baselines import baseline_rows
@@ -57,11 +57,7 @@ def make_plan(
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
     seed: int = 0,
-    fingerprint: Mapping[str, str | int] | None = None,
-    capture_seconds: float = 0.0,
-    cost_model: str = "roofline",
-    device: str = "cpu",
-    torch_version: str = "",
+    origin: PlanOrigin | None = None,
     progress: Progress | None = None,
     compare: bool = True,
 ) -> Plan:
@@ -83,8 +79,8 @@ def make_plan(
         Roughly when the solver stops improving.
     deterministic, seed
         See :class:`planner.effort.Effort`.
-    fingerprint, capture_seconds, cost_model, device, torch_version
-        See :class:`PlanOrigin`.
+    origin : PlanOrigin, optional
+        What the graph and its costs come from.
     progress : callable, optional
         Told in short lines how it stands.
     compare : bool
@@ -102,13 +98,7 @@ def make_plan(
         If the budget or the solver is not understood.
     """
     problem = make_problem(graph, costs, budget=budget, activation_budget=activation_budget)
-    origin = PlanOrigin(
-        fingerprint=fingerprint or {},
-        capture_seconds=capture_seconds,
-        cost_model=cost_model,
-        device=device,
-        torch_version=torch_version,
-    )
+    origin = origin or PlanOrigin()
     try:
         if problem.budget_bytes <= 0:
             raise _nothing_left(problem)
@@ -206,7 +196,7 @@ def plan_from_solution(
             graph.operations[index].key: tuple(graph.operations[again].key for again in before)
             for index, before in schedule.recomputations().items()
         },
-        warnings=plan_warnings(problem, evaluation, solution),
+        warnings=(*plan_warnings(problem, evaluation, solution), *origin.warnings),
         operations=_operation_rows(problem, schedule),
     )
 

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import cost_models
+from cost_models.measured import MeasuredCosts, Profile
 from planner import workspace
 from planner.capture import is_fake
+from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.errors import PlanMismatchError, UsageError
 from planner.graph import OperationCost, TrainingGraph
 from planner.inputs import static_bytes
@@ -53,6 +55,8 @@ class Options:
         Name in the table of devices; by default the kind of device that the model is on.
     cost_model : str
         Name of a cost model.
+    profile : Profile, optional
+        Costs that were recorded before.
     optimizer : str
         ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state is resident.
     gradient_accumulation : bool
@@ -77,6 +81,7 @@ class Options:
     seed: int = 0
     device: str | None = None
     cost_model: str = "roofline"
+    profile: Profile | None = None
     optimizer: str = "none"
     gradient_accumulation: bool = False
     resident_bytes: Mapping[str, int] | None = None
@@ -91,12 +96,15 @@ class Options:
 
 
 def options_of(plan: Plan, **changes: Any) -> Options:
-    """Give the options under which a plan was made, as far as they decide whether it fits elsewhere."""
+    """Give the options under which a plan was made, as far as they decide whether it fits elsewhere.
+
+    Times do not, so nothing is measured again.
+    """
     beside = {kind: size for kind, size in plan.static_bytes.items() if kind not in OF_THE_MODEL}
     made = Options(
         budget=plan.budget_bytes,
         device=plan.device or None,
-        cost_model=plan.cost_model,
+        cost_model="roofline" if plan.cost_model == MeasuredCosts.name else plan.cost_model,
         resident_bytes=beside,
         name=plan.model,
         compare=False,
@@ -184,16 +192,15 @@ def plan_step(
     """
     begun = time.perf_counter()
     lowered, spec = lower_step(model, joint, options)
-    costs = operation_costs(lowered.graph, spec, options.cost_model)
-    if options.device is None or spec == device_spec(model, None):  # a device that is here can be asked
-        effort = workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN
-        costs = workspace.measure(lowered, costs, device_of(model), effort)
+    costing = cost(model, joint, lowered, spec, options)
+    costs = costing.costs
     origin = PlanOrigin(
         fingerprint=fingerprint(model, lowered.graph, spec.name, joint.inputs),
         capture_seconds=time.perf_counter() - begun,
-        cost_model=options.cost_model,
+        cost_model=costing.cost_model,
         device=spec.name,
         torch_version=torch.__version__,
+        warnings=costing.warnings,
     )
     if reuse is not None:
         if must_match:
@@ -214,27 +221,41 @@ def plan_step(
         time_limit_seconds=options.time_limit_seconds,
         deterministic=options.deterministic,
         seed=options.seed,
-        fingerprint=origin.fingerprint,
-        capture_seconds=origin.capture_seconds,
-        cost_model=origin.cost_model,
-        device=origin.device,
-        torch_version=origin.torch_version,
+        origin=origin,
         progress=options.progress,
         compare=options.compare,
     )
     return PlannedStep(lowered, costs, plan, plan.schedule_for(lowered.graph))
 
 
-def operation_costs(graph: TrainingGraph, spec: cost_models.DeviceSpec, cost_model: str) -> tuple[OperationCost, ...]:
-    """Ask a cost model; the loss outside the graph costs nothing that a plan could change."""
-    try:
-        factory = cost_models.get(cost_model)
-    except cost_models.UnknownNameError as error:
-        raise UsageError(str(error)) from error
-    return tuple(
-        OperationCost(seconds=0.0) if index == graph.loss_index else cost
-        for index, cost in enumerate(factory(spec).costs(graph.operations))
+def cost(
+    model: nn.Module,
+    joint: JointGraph,
+    lowered: LoweredGraph,
+    spec: cost_models.DeviceSpec,
+    options: Options,
+    *,
+    time_limit_seconds: float = SECONDS_TO_MEASURE,
+) -> Costing:
+    """Find out what every operation costs, by asking the device where it is here."""
+    is_here = options.device is None or spec == device_spec(model, None)
+    return cost_step(
+        lowered,
+        spec,
+        cost_model=options.cost_model,
+        here=device_of(model) if is_here else None,
+        inputs=input_shapes(model, joint.inputs),
+        effort=workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN,
+        profile=options.profile,
+        time_limit_seconds=time_limit_seconds,
+        progress=options.progress,
     )
+
+
+def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Give the shapes of what a step is called with, parameters and buffers left out."""
+    own = {id(p) for p in [*model.parameters(), *model.buffers()]}
+    return tuple(tuple(t.shape) for t in inputs if id(t) not in own)
 
 
 def fingerprint(
@@ -297,6 +318,14 @@ def _take_over(
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same_graph else 0.0,
     )
-    return PlannedStep(
-        lowered, costs, plan_from_solution(problem, solution, origin=origin, compare=options.compare), schedule
-    )
+    taken = plan_from_solution(problem, solution, origin=origin, compare=options.compare)
+    if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
+        taken = replace(
+            taken,
+            cost_model=plan.cost_model,
+            baseline_step_seconds=plan.baseline_step_seconds,
+            recompute_seconds=plan.recompute_seconds,
+            lower_bound_seconds=plan.lower_bound_seconds,
+            status=plan.status,
+        )
+    return PlannedStep(lowered, costs, taken, schedule)

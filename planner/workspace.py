@@ -18,11 +18,11 @@ from torch import fx
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from planner import operands
 from planner.graph import OperationCost
-from planner.joint import mutates, tensors_of
 from planner.lowering import LoweredGraph
 from planner.memory import record
-from planner.torch_internals import FakeTensor, OpOverload, profiler_is_running, storage_id
+from planner.torch_internals import profiler_is_running, storage_id
 
 SECONDS_FOR_ONE = 1.0
 """An operation that a roofline puts above this is not run: its own time dwarfs its workspace's worth."""
@@ -79,16 +79,14 @@ def measure(
     Each distinct (operator, shapes, strides, dtypes, other arguments) runs once, one at a time, on
     ones and zeros; the random state is left as it was.
     """
+    where = (device.type, torch.get_num_threads())
     signatures: dict[int, Hashable] = {}
     new: dict[Hashable, int] = {}
-    for index, node in enumerate(lowered.operation_nodes):
-        if node is None or not isinstance(node.target, OpOverload) or mutates(node):
+    for index, operation in enumerate(lowered.graph.operations):
+        if not operation.signature:
             continue
-        signatures[index] = signature = _signature(node, device)
-        too_much = (
-            costs[index].seconds > SECONDS_FOR_ONE
-            or lowered.graph.operations[index].moved_bytes > effort.operation_bytes
-        )
+        signatures[index] = signature = (where, operation.signature)
+        too_much = costs[index].seconds > SECONDS_FOR_ONE or operation.moved_bytes > effort.operation_bytes
         if signature not in _known and signature not in new and not too_much:
             new[signature] = index
     if new:
@@ -115,7 +113,7 @@ def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> 
         for index, node in nodes.items():
             if time.perf_counter() - begun > seconds:
                 break
-            args, kwargs = _arguments(node, device)
+            args, kwargs = operands.arguments(node, device)
             try:
                 with record_function(f"{_LABEL}{index}"):
                     result = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -139,7 +137,7 @@ def _on_cuda(nodes: dict[int, fx.Node], device: torch.device, seconds: float) ->
         if time.perf_counter() - begun > seconds:
             break
         try:
-            args, kwargs = _arguments(node, device)
+            args, kwargs = operands.arguments(node, device)
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before_bytes = torch.cuda.memory_allocated(device)
@@ -154,22 +152,6 @@ def _on_cuda(nodes: dict[int, fx.Node], device: torch.device, seconds: float) ->
         del args, kwargs, result
 
 
-def _arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
-    def real(leaf: Any) -> Any:
-        if not isinstance(leaf, FakeTensor):
-            return leaf
-        elements = leaf.untyped_storage().nbytes() // leaf.element_size()
-        fill = torch.ones if leaf.dtype.is_floating_point or leaf.dtype.is_complex else torch.zeros
-        where = device if leaf.device.type != "cpu" or device.type == "cpu" else leaf.device
-        return fill(elements, dtype=leaf.dtype, device=where).as_strided(
-            leaf.shape, leaf.stride(), leaf.storage_offset()
-        )
-
-    arguments = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    args, kwargs = pytree.tree_map(real, arguments)
-    return args, kwargs
-
-
 def _new_bytes(result: Any, arguments: Any, alignment_bytes: int = 1) -> int:
     known = {storage_id(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
     total = 0
@@ -178,16 +160,3 @@ def _new_bytes(result: Any, arguments: Any, alignment_bytes: int = 1) -> int:
             known.add(storage_id(tensor))
             total += -(-tensor.untyped_storage().nbytes() // alignment_bytes) * alignment_bytes
     return total
-
-
-def _signature(node: fx.Node, device: torch.device) -> Hashable:
-    def described(argument: Any) -> Hashable:
-        if isinstance(argument, fx.Node):
-            tensors = tensors_of(argument)
-            return tuple((tuple(t.shape), t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in tensors)
-        if isinstance(argument, (list, tuple)):
-            return tuple(described(a) for a in argument)
-        return repr(argument)
-
-    where = (device.type, torch.get_num_threads())
-    return (where, node.target, described(node.args), tuple((k, described(v)) for k, v in node.kwargs.items()))

@@ -29,6 +29,7 @@ class Call:
     flops: int = 2 * 512**3
     moved_bytes: int = 3 * 512**2 * 4
     dtype: str = "float32"
+    signature: str = ""
 
 
 def seconds(model, *operations: Call) -> list[float]:

@@ -27,6 +27,7 @@ from planner.errors import (
 )
 from planner.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.layers import collapse, find_layers
+from planner.plan_parts import PlanOrigin
 from planner.planning import NoPlanFitsError, Plan, Verification, make_plan, make_problem, plan_from_solution
 from planner.problem import Solution
 from planner.schedule import Schedule, recompute_lazily
@@ -58,7 +59,9 @@ def solution_for(graph: TrainingGraph, costs: tuple[OperationCost, ...], schedul
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return make_plan(GRAPH, COSTS, budget="65%", solver="sqrt", fingerprint={"class": "Toy", "layers": 4})
+    return make_plan(
+        GRAPH, COSTS, budget="65%", solver="sqrt", origin=PlanOrigin(fingerprint={"class": "Toy", "layers": 4})
+    )
 
 
 # What a plan says.

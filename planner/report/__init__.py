@@ -8,8 +8,9 @@ from rich.console import Console
 
 from planner.plan_types import Plan
 from planner.report import anatomy, baselines, operations, origin, placement, verdict, verification, warnings
+from planner.report.profile import render as render_profile
 
-__all__ = ["render", "render_infeasible"]
+__all__ = ["render", "render_infeasible", "render_profile"]
 
 
 def render(plan: Plan, console: Console, *, show_operations: bool = False) -> None:

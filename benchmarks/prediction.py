@@ -1,0 +1,268 @@
+"""Do predictions hold? Peak and overhead of planned steps with measured costs, and the time of every operation.
+
+For each model, its operations are measured one by one, then plans at several budgets are run:
+predicted against measured peak, and predicted against measured overhead in points. The times of
+single operations are compared with those inside a real step by rank correlation. Exit code 1 if a
+peak is more than 0.1% from its prediction or above its budget, an overhead more than 3 points
+away, or a rank correlation below 0.95.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import correlation, fmean
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from benchmarks import common
+from benchmarks.common import Result, mebibytes, percent
+from benchmarks.exactness import SIZES
+from cost_models.measured import Profile
+from planner import api, zoo
+from planner.errors import PlannerError
+from planner.planning import NoPlanFitsError, Plan
+from planner.zoo import ZooModel
+
+PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95
+
+MODELS: dict[str, dict[str, Any]] = {
+    **{name: SIZES[name] for name in ("minigpt", "minimind-26m", "gpt2", "bert-large", "vit-b16", "resnet50")},
+    "resnet152": SIZES["resnet152"],
+    "t5-base": {"batch_size": 2, "layers": 3, "seq_len": 256},
+    "unet": {"batch_size": 4, "layers": 4, "image_size": 128},
+    "diffusion-unet": {"batch_size": 16, "layers": 2, "image_size": 32},
+}
+"""Sizes at which a step takes seconds on two cores."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the benchmark; see the module."""
+    parser = common.parser("prediction", __doc__)
+    parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("--budgets", metavar="PERCENT", type=common.ratios, default="85,70,55,40")
+    parser.add_argument("--steps", metavar="N", type=int, default=7, help="timed steps each way (default: 7)")
+    parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="for each solve (default: 10)")
+    parser.add_argument("--layers", metavar="N", type=int, help="in place of each model's own")
+    args = parser.parse_args(arguments)
+    names = common.chosen(args.models, list(MODELS))
+    common.check_destination(args.json)
+    result: Result = {**common.environment("prediction", arguments), "models": []}
+    for name in names:
+        result["models"].append(_model(name, args))
+        if args.json != "-":
+            common.write(args.json, result, _markdown(result))
+    if args.json == "-":
+        common.write("-", result, "")
+    return 1 if any(_misses(entry) for entry in result["models"]) else 0
+
+
+def _model(name: str, args: argparse.Namespace) -> Result:
+    sizes = {**MODELS[name], **({"layers": args.layers} if args.layers else {})}
+    common.progress(f"{name}: {common.sizes_text(sizes)}")
+    loaded = zoo.build(name, **sizes)
+    profile = api.profile(
+        loaded.model, loaded.example_args, example_kwargs=loaded.example_kwargs, time_limit_seconds=120, name=name
+    )
+    pairs = _in_step_and_alone(loaded, profile)
+    entry: Result = {
+        "model": name,
+        "sizes": sizes,
+        "measured_operations": len(profile.measurements),
+        "rank_correlation": rank_correlation(pairs),
+        "compared_operations": len(pairs),
+        "rows": [],
+    }
+    common.progress(f"  {len(pairs)} different operations, rank correlation {entry['rank_correlation']:.3f}")
+    for ratio in args.budgets:
+        entry["rows"].append(_row(loaded, profile, ratio, args))
+        common.progress("  " + " | ".join(map(str, _cells(name, entry["rows"][-1]))))
+    del loaded
+    gc.collect()
+    return entry
+
+
+def _row(loaded: ZooModel, profile: Profile, ratio: float, args: argparse.Namespace) -> Result:
+    """Plan at a share of the activations, run it, and hold both against each other."""
+    row: Result = {"budget_ratio": ratio, "status": "infeasible"}
+    try:
+        plan = _plan(loaded, profile, ratio, args.time_limit)
+    except NoPlanFitsError as error:
+        return {**row, "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
+    try:
+        measured = api.verify(
+            loaded.model,
+            loaded.example_args,
+            plan,
+            example_kwargs=loaded.example_kwargs,
+            loss_fn=loaded.loss_fn,
+            timed_steps=args.steps,
+        )
+    except (PlannerError, RuntimeError) as error:
+        return {**row, "status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return {
+        **row,
+        "status": plan.status,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "measured_peak_bytes": measured.peak_bytes,
+        "predicted_overhead": plan.overhead,
+        "measured_overhead": measured.overhead,
+        "bitwise_equal": measured.exact,
+    }
+
+
+def _plan(loaded: ZooModel, profile: Profile, ratio: float, limit_seconds: float) -> Plan:
+    return api.plan(
+        loaded.model,
+        loaded.example_args,
+        example_kwargs=loaded.example_kwargs,
+        loss_fn=loaded.loss_fn,
+        activation_budget=f"{100 * ratio:g}%",
+        profile=profile,
+        time_limit_seconds=limit_seconds,
+        name=loaded.name,
+        compare=False,
+    )
+
+
+def _in_step_and_alone(loaded: ZooModel, profile: Profile) -> list[tuple[float, float]]:
+    """Pair the mean time of each kind of call inside a real step with its time when it was run alone."""
+    alone: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for operation in profile.operations:
+        found = profile.measurements.get(operation.signature)
+        if found is not None:
+            alone[_call(operation.target, operation.signature)].append(found.seconds)
+    model = api.auto_wrap(loaded.model, activation_budget="100%", time_limit_seconds=1.0)
+    inside: dict[tuple[str, str], list[float]] = defaultdict(list)
+    try:
+        for _ in range(2):
+            _step(model, loaded)
+        with torch_profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+            _step(model, loaded)
+        for event in profiler.events():
+            parent = event.cpu_parent
+            if event.name.startswith("aten::") and not (parent and parent.name.startswith("aten::")):
+                shapes = [list(shape) for shape in event.input_shapes if shape]
+                inside[(event.name.removeprefix("aten::"), str(shapes))].append(event.time_range.elapsed_us() / 1e6)
+    finally:
+        api.unwrap(model)
+    return [(fmean(inside[call]), fmean(seconds)) for call, seconds in alone.items() if call in inside]
+
+
+def _step(model: torch.nn.Module, loaded: ZooModel) -> None:
+    output = model(*loaded.example_args, **loaded.example_kwargs)
+    (output if isinstance(output, torch.Tensor) else output.loss).backward()
+    model.zero_grad(set_to_none=True)
+
+
+def _call(target: str, signature: str) -> tuple[str, str]:
+    """Give an operator's name and the shapes of its tensors, as torch's profiler writes them.
+
+    Examples
+    --------
+    >>> _call("aten.mm.default", "aten.mm.default(float32[4, 8][8, 1]/128, float32[8, 2][2, 1]/64)")
+    ('mm', '[[4, 8], [8, 2]]')
+    """
+    shapes = []
+    for part in signature.split("/")[:-1]:
+        shape, strides = part.rfind("["), part.rfind("[", 0, part.rfind("["))
+        shapes.append([int(size) for size in part[strides + 1 : shape - 1].split(",") if size.strip()])
+    return target.split(".")[1], str([shape for shape in shapes if shape])
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Give Spearman's coefficient; ties share their mean rank.
+
+    Examples
+    --------
+    >>> rank_correlation([(1.0, 10.0), (2.0, 30.0), (3.0, 20.0)])
+    0.5
+    """
+    if len(pairs) < 2:
+        return 1.0
+    columns = [_ranks(column) for column in zip(*pairs, strict=True)]
+    return round(correlation(*columns), 9)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    places: dict[float, list[int]] = defaultdict(list)
+    for place, value in enumerate(sorted(values)):
+        places[value].append(place)
+    return [fmean(places[value]) for value in values]
+
+
+def _misses(entry: Result) -> bool:
+    far = entry["rank_correlation"] < RANK_GOAL
+    return far or any(not (_peak_held(row) and _overhead_held(row)) for row in entry["rows"])
+
+
+def _peak_held(row: Result) -> bool:
+    if row["status"] in ("infeasible", "error"):
+        return bool(row["status"] == "infeasible")
+    near = abs(row["measured_peak_bytes"] / row["predicted_peak_bytes"] - 1) <= PEAK_GOAL
+    return near and bool(row["measured_peak_bytes"] <= row["budget_bytes"]) and bool(row["bitwise_equal"])
+
+
+def _overhead_held(row: Result) -> bool:
+    if row["status"] in ("infeasible", "error"):
+        return bool(row["status"] == "infeasible")
+    return bool(abs(row["measured_overhead"] - row["predicted_overhead"]) <= OVERHEAD_GOAL)
+
+
+def _cells(name: str, row: Result) -> list[object]:
+    start = [name, f"{100 * row['budget_ratio']:g}%"]
+    if row["status"] == "infeasible":
+        return [*start, f"smallest {mebibytes(row['minimum_feasible_peak_bytes'])}", *["-"] * 6]
+    if row["status"] == "error":
+        return [*start, row["error"].split(":")[0], *["-"] * 6]
+    difference = row["measured_peak_bytes"] / row["predicted_peak_bytes"] - 1
+    return [
+        *start,
+        mebibytes(row["predicted_peak_bytes"]),
+        mebibytes(row["measured_peak_bytes"]),
+        percent(difference, 4),
+        percent(row["predicted_overhead"]),
+        percent(row["measured_overhead"]),
+        f"{100 * (row['measured_overhead'] - row['predicted_overhead']):+.1f}",
+        "equal" if row["bitwise_equal"] else "DIFFER",
+    ]
+
+
+def _markdown(result: Result) -> str:
+    entries = result["models"]
+    rows = [row for entry in entries for row in entry["rows"]]
+    run = [row for row in rows if row["status"] not in ("infeasible", "error")]
+    summary = (
+        f"{len(run)} plans run: {sum(map(_peak_held, run))} peaks within {percent(PEAK_GOAL)} and their budget, "
+        f"{sum(map(_overhead_held, run))} overheads within {100 * OVERHEAD_GOAL:g} points; rank correlation above "
+        f"{RANK_GOAL:g} on {sum(e['rank_correlation'] > RANK_GOAL for e in entries)} of {len(entries)} models."
+    )
+    headings = ["model", "budget", "predicted peak", "measured peak", "difference", "predicted overhead"]
+    ranks = [
+        [e["model"], common.sizes_text(e["sizes"]), e["compared_operations"], f"{e['rank_correlation']:.3f}"]
+        for e in entries
+    ]
+    return common.page(
+        "Prediction",
+        result,
+        summary,
+        "Budgets are shares of what the step allocates without recompute. MiB of the whole device; overhead is step "
+        "time over that of the step without recompute, less one; costs were measured operation by operation.",
+        common.table(
+            [*headings, "measured overhead", "points", "bits"],
+            [_cells(entry["model"], row) for entry in entries for row in entry["rows"]],
+        ),
+        "## Time of each kind of operation, alone against inside a step",
+        common.table(["model", "sizes", "different operations", "rank correlation"], ranks),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(common.run(main))

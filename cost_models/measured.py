@@ -1,0 +1,189 @@
+"""Costs that were measured: each distinct operation was run on the device, here or elsewhere.
+
+A :class:`Profile` holds what was measured, as plain data; ``planner.profiling`` makes one. An
+operation that it does not know costs what the roofline says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from cost_models.base import CostedOperation, OperationCost
+from cost_models.devices import DeviceSpec
+from cost_models.roofline import RooflineCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What running one operation took.
+
+    Parameters
+    ----------
+    seconds : float
+        Median of the runs.
+    runs : int
+        How many there were.
+    workspace_bytes : int
+        What the kernel allocated beyond its outputs.
+    """
+
+    seconds: float
+    runs: int = 1
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledOperation:
+    """One operation of the step that a profile was made of.
+
+    Parameters
+    ----------
+    key : str
+        Its place in the model, the same at every batch size.
+    signature : str
+        What it was called with.
+    target : str
+        The operator.
+    dtype : str
+        Element type that it computes in.
+    flops, moved_bytes : int
+        Its arithmetic and its traffic, for carrying its time over to another batch size.
+    """
+
+    key: str
+    signature: str
+    target: str
+    dtype: str
+    flops: int
+    moved_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Its key: what a cost model calls a name."""
+        return self.key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Measured costs of one step on one device.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    device : str
+        Name of the device.
+    torch : str
+        Version of torch.
+    date : str
+        Day of the measurement.
+    inputs : tuple of tuple of int
+        Shapes of what the step was called with, parameters left out.
+    measurements : mapping of str to Measurement
+        By signature.
+    operations : tuple of ProfiledOperation
+        In base order.
+    scaled_from : tuple of tuple of int, optional
+        Where the times were carried over from another batch size: the shapes that were measured.
+    """
+
+    model: str
+    device: str
+    torch: str
+    date: str
+    inputs: tuple[tuple[int, ...], ...]
+    measurements: Mapping[str, Measurement] = field(hash=False)
+    operations: tuple[ProfiledOperation, ...] = ()
+    scaled_from: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """The cost model of this file.
+
+    Parameters
+    ----------
+    device : DeviceSpec
+        Device that the costs hold for.
+    profile : Profile, optional
+        What was measured on it; without one, all costs are the roofline's.
+    """
+
+    device: DeviceSpec
+    profile: Profile | None = None
+    name: ClassVar[str] = "measured"
+
+    def costs(self, operations: Sequence[CostedOperation]) -> tuple[OperationCost, ...]:
+        """Give the cost of one run of each operation, in their order."""
+        known = self.profile.measurements if self.profile else {}
+        estimates = RooflineCosts(self.device).costs(operations)
+        return tuple(
+            OperationCost(seconds=found.seconds, workspace_bytes=found.workspace_bytes)
+            if (found := known.get(operation.signature))
+            else estimate
+            for operation, estimate in zip(operations, estimates, strict=True)
+        )
+
+    def missing(self, operations: Sequence[CostedOperation]) -> tuple[str, ...]:
+        """Give the signatures that the profile does not know, each once."""
+        known = self.profile.measurements if self.profile else {}
+        wanted = dict.fromkeys(operation.signature for operation in operations if operation.signature)
+        return tuple(signature for signature in wanted if signature not in known)
+
+
+def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tuple[tuple[int, ...], ...]) -> Profile:
+    """Carry a profile over to another batch size: times grow as arithmetic and traffic do.
+
+    Parameters
+    ----------
+    profile : Profile
+    operations : sequence of ProfiledOperation
+        Of the step at hand, with the same keys in the same order.
+    inputs : tuple of tuple of int
+        Shapes of its inputs.
+
+    Notes
+    -----
+    Whichever of arithmetic and traffic grew more decides; workspace grows likewise.
+    """
+    measurements = dict(profile.measurements)
+    for old, new in zip(profile.operations, operations, strict=True):
+        found = profile.measurements.get(old.signature)
+        if found is None or new.signature in measurements:
+            continue
+        growth = max(new.flops / max(old.flops, 1), new.moved_bytes / max(old.moved_bytes, 1))
+        measurements[new.signature] = Measurement(
+            seconds=found.seconds * growth, runs=found.runs, workspace_bytes=int(found.workspace_bytes * growth)
+        )
+    return Profile(
+        model=profile.model,
+        device=profile.device,
+        torch=profile.torch,
+        date=profile.date,
+        inputs=inputs,
+        measurements=measurements,
+        operations=tuple(operations),
+        scaled_from=profile.inputs,
+    )
+
+
+def differ_in_batch_only(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> bool:
+    """Say whether shapes are the same but for a first dimension that changes alike everywhere.
+
+    Examples
+    --------
+    >>> differ_in_batch_only([(8, 1024), (8,)], [(4, 1024), (4,)])
+    True
+    >>> differ_in_batch_only([(8, 1024)], [(8, 512)])
+    False
+    """
+    if len(one) != len(other):
+        return False
+    changes = {(a[0], b[0]) for a, b in zip(one, other, strict=True) if a[:1] != b[:1] and a and b}
+    same_rest = all(len(a) == len(b) and tuple(a[1:]) == tuple(b[1:]) for a, b in zip(one, other, strict=True))
+    return same_rest and len(changes) == 1
+
+
+COST_MODEL = MeasuredCosts

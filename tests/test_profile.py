@@ -1,0 +1,208 @@
+"""Measured costs: every distinct operation once, kept as data, never taken for another step's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cli
+import planner
+from cost_models import device
+from cost_models.measured import MeasuredCosts, Measurement, Profile, differ_in_batch_only
+from planner import profiling
+from planner.errors import ProfileFileError, ProfileMismatchError, UsageError
+
+BATCH = 512
+
+
+class Net(torch.nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(depth))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+        return x.sum()
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    return planner.profile(Net(), torch.randn(BATCH, 64), name="net")
+
+
+def planned(profile: Profile | None, batch: int = BATCH, **options: Any) -> planner.Plan:
+    return planner.plan(Net(), torch.randn(batch, 64), activation_budget="80%", profile=profile, **options)
+
+
+def test_what_repeats_is_measured_once(profile: Profile) -> None:
+    known = {operation.signature for operation in profile.operations} - {""}
+    assert known == set(profile.measurements)
+    assert len(known) < len([o for o in profile.operations if o.signature]) / 2
+    assert all(0 < m.seconds < 1 and m.runs >= 1 for m in profile.measurements.values())
+    assert profile.inputs == ((BATCH, 64),)
+    assert (profile.device, profile.torch, profile.model) == ("cpu", torch.__version__, "net")
+
+
+def test_the_random_state_is_left_alone() -> None:
+    model, data = Net(2), torch.randn(4, 64)
+    before = torch.get_rng_state()
+    planner.profile(model, data)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_file_gives_back_the_same_profile(profile: Profile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    planner.save_profile(profile, path)
+    assert planner.load_profile(path) == profile
+
+
+def test_plans_take_their_times_from_it(profile: Profile) -> None:
+    plan = planned(profile)
+    assert plan.cost_model == "measured"
+    once = sum(profile.measurements[o.signature].seconds for o in profile.operations if o.signature)
+    assert plan.baseline_step_seconds == pytest.approx(once)
+    assert not any(warning.rule == "profile-scaled" for warning in plan.warnings)
+    slow = replace(
+        profile,
+        measurements={
+            s: replace(m, seconds=m.seconds * (1000 if "tanh" in s else 1)) for s, m in profile.measurements.items()
+        },
+    )
+    again = [row for row in planned(slow).operations if row.operation == "aten.tanh.default"]
+    assert all(row.runs == 1 for row in again), "what is measured to be slow is not run twice"
+
+
+def test_measured_by_name_does_the_same_on_the_spot() -> None:
+    plan = planned(None, cost_model="measured")
+    assert plan.cost_model == "measured" and plan.baseline_step_seconds > 0
+    with pytest.raises(UsageError, match="not here to be measured"):
+        planned(None, cost_model="measured", device="h100")
+
+
+def test_a_measured_plan_is_applied_without_measuring_again(
+    profile: Profile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, path = Net(), tmp_path / "plan.json"
+    plan = planner.plan(model, torch.randn(BATCH, 64), activation_budget="80%", profile=profile)
+    plan.save(path)
+    monkeypatch.setattr(profiling, "measure", None)
+    wrapped = planner.auto_wrap(model, plan=planner.Plan.load(path))
+    wrapped(torch.randn(BATCH, 64)).backward()
+    used = planner.plan_of(wrapped)
+    assert used is not None
+    assert (used.cost_model, used.overhead, used.status) == ("measured", plan.overhead, plan.status)
+
+
+def test_another_batch_is_scaled_and_says_so(profile: Profile) -> None:
+    plan = planned(profile, batch=4 * BATCH)
+    assert [warning.rule for warning in plan.warnings if warning.rule == "profile-scaled"]
+    assert 1.5 < plan.baseline_step_seconds / planned(profile).baseline_step_seconds < 4.5
+
+
+def test_another_step_device_or_version_is_refused(profile: Profile) -> None:
+    with pytest.raises(ProfileMismatchError, match="another step"):
+        planner.plan(Net(depth=3), torch.randn(2 * BATCH, 64), activation_budget="80%", profile=profile)
+    with pytest.raises(ProfileMismatchError, match="profile is of cpu, the plan for h100"):
+        planned(profile, device="h100")
+    with pytest.raises(ProfileMismatchError, match=r"torch 1\.0"):
+        planned(replace(profile, torch="1.0"))
+
+
+def test_what_cannot_be_run_alone_falls_back_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_known", {})
+    time_one = profiling._time
+
+    def out_of_memory(node: Any, where: Any) -> Measurement:
+        if "tanh" in str(node.target):
+            raise RuntimeError("not enough memory: you tried to allocate a lot")
+        return time_one(node, where)
+
+    monkeypatch.setattr(profiling, "_time", out_of_memory)
+    plan = planned(None, cost_model="measured")
+    (warning,) = [warning for warning in plan.warnings if warning.rule == "not-measured"]
+    assert "aten.tanh.default" in warning.cause
+
+
+def test_time_is_bounded_and_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_known", {})
+    some = planner.profile(Net(), torch.randn(BATCH, 64), time_limit_seconds=1e-9)
+    assert len(some.measurements) < 2
+    assert MeasuredCosts(device("cpu"), some).missing(some.operations)
+    with pytest.raises(UsageError, match="time limit"):
+        planner.profile(Net(), torch.randn(BATCH, 64), time_limit_seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ([(8, 4)], [(2, 4)], True),
+        ([(8, 4), (8,)], [(2, 4), (2,)], True),
+        ([(8, 4), (8,)], [(2, 4), (3,)], False),
+        ([(8, 4)], [(8, 2)], False),
+        ([(8, 4)], [(8, 4), (8,)], False),
+        ([()], [()], False),
+    ],
+)
+def test_what_a_batch_is(one: list[tuple[int, ...]], other: list[tuple[int, ...]], same: bool) -> None:
+    assert differ_in_batch_only(one, other) is same
+
+
+def spoilt(profile: Profile, change: Any, path: Path) -> Path:
+    planner.save_profile(profile, path)
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(schema=99), "schema 99"),
+        (lambda data: data.update(kind="plan"), "this is no profile"),
+        (lambda data: data["measurements"][0].update(seconds="long"), "seconds"),
+        (lambda data: data["measurements"][0].update(seconds=-1.0), "seconds"),
+        (lambda data: data["operations"][0].update(measurement=10**6), "names measurement"),
+        (lambda data: data.pop("device"), "device"),
+        (lambda data: data.update(inputs=[[1, "2"]]), "inputs"),
+    ],
+)
+def test_damaged_files_are_refused(profile: Profile, change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ProfileFileError, match=message):
+        planner.load_profile(spoilt(profile, change, tmp_path / "bad.json"))
+
+
+def test_what_is_no_profile_at_all_is_refused(tmp_path: Path) -> None:
+    for name, content in {"half": b'{"schema": 1, "ki', "binary": b"\xff\xfe\x00", "deep": b"[" * 100_000}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ProfileFileError):
+            planner.load_profile(tmp_path / name)
+    with pytest.raises(ProfileFileError, match="cannot read"):
+        planner.load_profile(tmp_path / "nowhere")
+
+
+def test_the_command_line_records_and_uses_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)]\n"
+        "    return torch.nn.Sequential(*layers), torch.ones(1024, 64)\n"
+    )
+    model, file = ["--model", f"{tmp_path / 'net.py'}:make"], str(tmp_path / "profile.json")
+    assert cli.main(["profile", *model, "--output", file]) == 0
+    assert capsys.readouterr().out.startswith("MEASURED ")
+    assert cli.main(["plan", *model, "--activation-budget", "80%", "--profile", file, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["cost_model"] == "measured"
+    assert cli.main(["plan", "minigpt", "--layers", "1", "--budget", "80%", "--profile", file]) == 2
+    assert "another step" in capsys.readouterr().err
+    assert cli.main(["plan", *model, "--budget", "80%", "--cost-model", "guess"]) == 2
+    assert "roofline" in capsys.readouterr().err
+    assert cli.main(["profile", *model, "--output", str(tmp_path / "no" / "where")]) == 2
