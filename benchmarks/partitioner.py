@@ -131,8 +131,8 @@ def read_schedule(split: Partition, lowered: LoweredGraph) -> Schedule:
 def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
     """Count the peak of the two graphs from their nodes alone, each storage freed after its last use.
 
-    Nothing of lowering or the simulator is used. Parameters and inputs do not count; outputs,
-    gradients and tangents stay to the end.
+    Nothing of lowering or the simulator is used. Parameters, inputs and constants do not count;
+    outputs, gradients and tangents stay to the end.
     """
     size_bytes: list[int] = []
     born: list[int] = []
@@ -150,9 +150,9 @@ def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
 
     def walk(graph: fx.Graph, placeholders: dict[fx.Node, Held]) -> dict[fx.Node, Held]:
         nonlocal clock
-        held = dict(placeholders)
+        held = dict(placeholders) | resident(graph.find_nodes(op="get_attr"))
         for node in graph.nodes:
-            if node.op == "placeholder":
+            if node.op in ("placeholder", "get_attr"):
                 continue
             clock += 1
             seen: Held = {storage: copy for source in node.all_input_nodes for storage, copy in held[source].items()}

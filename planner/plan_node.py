@@ -26,9 +26,8 @@ def parse(text: str) -> Any:
     except PlanFileError:
         raise
     except json.JSONDecodeError as error:
-        raise PlanFileError(
-            f"not a whole plan or profile: {error.msg.lower()} at line {error.lineno}, column {error.colno}; save it again"
-        ) from error
+        where = f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"
+        raise PlanFileError(f"not a whole plan or profile: {where}; save it again") from error
     except RecursionError as error:
         raise PlanFileError("not a plan or profile: it is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits, which Python will not convert
