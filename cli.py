@@ -20,11 +20,20 @@ from typing import TYPE_CHECKING, Any
 
 # Nothing slow is imported up here: --help must answer at once.
 from planner.errors import PlannerError, UsageError
-from planner.options import DTYPES, Parser, budget_options, model_options, profile_options, solving_options
+from planner.options import (
+    DTYPES,
+    Parser,
+    budget_options,
+    model_options,
+    profile_options,
+    solving_options,
+    training_options,
+)
 
 if TYPE_CHECKING:
     from planner.planning import Plan
     from planner.problem import Progress
+    from planner.training import Training
     from planner.zoo import ZooModel
 
 _INTERRUPTED = 130
@@ -77,15 +86,16 @@ def _parser() -> Parser:
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     model = model_options()
     solving = solving_options()
+    planning = [common, model, training_options(), solving]
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    plan = commands.add_parser("plan", parents=[common, model, solving], help="plan a model; nothing is run")
+    plan = commands.add_parser("plan", parents=planning, help="plan a model; nothing is run")
     budget_options(plan)
     plan.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
     plan.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
     plan.set_defaults(run=_run_plan, plan=None)
 
-    verify = commands.add_parser("verify", parents=[common, model, solving], help="plan, and run real steps")
+    verify = commands.add_parser("verify", parents=planning, help="plan, and run real steps")
     budget_options(verify).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
     verify.set_defaults(run=_run_plan, save=None, verify=True)
 
@@ -93,6 +103,10 @@ def _parser() -> Parser:
     profile.add_argument("--output", metavar="FILE", required=True, help="write the measured costs to a file")
     profile_options(profile)
     profile.set_defaults(run=_run_profile)
+
+    calibrate = commands.add_parser("calibrate", parents=[common], help="measure how fast this machine is")
+    calibrate.add_argument("--output", metavar="FILE.json", required=True, help="write a device file for --device")
+    calibrate.set_defaults(run=_run_calibrate)
 
     models = commands.add_parser("models", parents=[common], help="list the models that can be named")
     models.set_defaults(run=_run_models)
@@ -136,9 +150,11 @@ def _run_profile(args: argparse.Namespace) -> int:
     check_writable(args.output)
     with _quiet(args), _progress(args) as progress:
         from planner import api
+        from planner.memory import keep_freed_memory
         from planner.profile_file import save
 
         progress("building the model")
+        keep_freed_memory()
         loaded: zoo.ZooModel = _load(args, real=False)
         made = api.profile(
             loaded.model,
@@ -156,6 +172,24 @@ def _run_profile(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_calibrate(args: argparse.Namespace) -> int:
+    from planner.atomic import check_writable
+
+    if not args.output.endswith(".json"):
+        raise UsageError(f"--output {args.output}: a device file is found by its name, which ends in .json")
+    check_writable(args.output)
+    with _quiet(args), _progress(args) as progress:
+        from planner import device_file
+        from planner.calibration import calibrate
+
+        spec = calibrate(progress=progress)
+    device_file.save(spec, args.output)
+    from planner.report import render_device
+
+    _show(lambda console: render_device(spec, args.output, console))
+    return 0
+
+
 def _run_models(args: argparse.Namespace) -> int:
     from planner import zoo
 
@@ -168,7 +202,7 @@ def _run_models(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     import cost_models
-    from planner import solvers
+    from planner import device_file, solvers
     from planner.atomic import check_writable
     from planner.units import parse_size
 
@@ -179,11 +213,25 @@ def _check(args: argparse.Namespace) -> None:
         if path is not None:
             check_writable(path)
     solvers.get(args.solver)
+    _training(args)
+    device_file.find(args.device)
     try:
         cost_models.get(args.cost_model)
-        cost_models.device(args.device)
     except cost_models.UnknownNameError as error:
         raise UsageError(str(error)) from error
+
+
+def _training(args: argparse.Namespace) -> Training:
+    from planner.training import Training
+
+    return Training(
+        optimizer=args.optimizer,
+        master_weights=args.master_weights,
+        gradient_accumulation=args.accumulate,
+        data_parallel=args.data_parallel,
+        ranks=args.ranks,
+        reserve=args.reserve or 0,
+    )
 
 
 def _check_name(args: argparse.Namespace) -> None:
@@ -216,10 +264,13 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
     """Load the model, make or read the plan, and verify it where that is asked for."""
     import planner
     from planner import api
+    from planner.memory import keep_freed_memory
     from planner.planning import Plan
 
     saved = Plan.load(args.plan) if args.plan else None
     progress("building the model")
+    if args.verify or args.cost_model == "measured":
+        keep_freed_memory()  # this process is ours, and its times are to mean something
     loaded = _load(args, real=args.verify)
     plan = saved or api.plan(
         loaded.model,
@@ -233,7 +284,7 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
         deterministic=args.deterministic,
         seed=args.seed,
         device=args.device,
-        optimizer=args.optimizer,
+        **dataclasses.asdict(_training(args)),
         cost_model=args.cost_model,
         profile=planner.load_profile(args.profile) if args.profile else None,
         name=loaded.name,

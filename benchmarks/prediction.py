@@ -12,25 +12,34 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Sequence
-from statistics import correlation, fmean
+from statistics import correlation, fmean, median
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as torch_profile
+from torch import fx
 
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.exactness import SIZES
 from cost_models.measured import Profile
-from planner import api, zoo
+from planner import api, operands, zoo
+from planner.capture import capture
 from planner.errors import PlannerError
+from planner.inputs import Inputs
+from planner.joint import is_tangent, tensors_of
+from planner.memory import keep_freed_memory
 from planner.planning import NoPlanFitsError, Plan
+from planner.rewrite import split
+from planner.schedule import Schedule
+from planner.session import Options, lower_step
 from planner.zoo import ZooModel
 
 PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95
+
+_WARM_UPS, _TIMED_STEPS = 2, 5
 
 MODELS: dict[str, dict[str, Any]] = {
     **{name: SIZES[name] for name in ("minigpt", "minimind-26m", "gpt2", "bert-large", "vit-b16", "resnet50")},
@@ -51,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="for each solve (default: 10)")
     parser.add_argument("--layers", metavar="N", type=int, help="in place of each model's own")
     args = parser.parse_args(arguments)
+    if not keep_freed_memory():
+        common.progress("this system's allocator cannot be told to keep memory: times include page faults")
     names = common.chosen(args.models, list(MODELS))
     common.check_destination(args.json)
     result: Result = {**common.environment("prediction", arguments), "models": []}
@@ -133,48 +144,43 @@ def _plan(loaded: ZooModel, profile: Profile, ratio: float, limit_seconds: float
 
 
 def _in_step_and_alone(loaded: ZooModel, profile: Profile) -> list[tuple[float, float]]:
-    """Pair the mean time of each kind of call inside a real step with its time when it was run alone."""
-    alone: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for operation in profile.operations:
-        found = profile.measurements.get(operation.signature)
-        if found is not None:
-            alone[_call(operation.target, operation.signature)].append(found.seconds)
-    model = api.auto_wrap(loaded.model, activation_budget="100%", time_limit_seconds=1.0)
-    inside: dict[tuple[str, str], list[float]] = defaultdict(list)
-    try:
-        for _ in range(2):
-            _step(model, loaded)
-        with torch_profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
-            _step(model, loaded)
-        for event in profiler.events():
-            parent = event.cpu_parent
-            if event.name.startswith("aten::") and not (parent and parent.name.startswith("aten::")):
-                shapes = [list(shape) for shape in event.input_shapes if shape]
-                inside[(event.name.removeprefix("aten::"), str(shapes))].append(event.time_range.elapsed_us() / 1e6)
-    finally:
-        api.unwrap(model)
-    return [(fmean(inside[call]), fmean(seconds)) for call, seconds in alone.items() if call in inside]
+    """Pair the median time of each different operation inside whole steps with its time when it was run alone."""
+    joint = capture(loaded.model, Inputs.of(loaded.example_args, loaded.example_kwargs))
+    lowered = lower_step(loaded.model, joint, Options(budget="100%")).lowered
+    forward, backward = split(lowered, Schedule.keep_all(lowered.graph))
+    inside: dict[str, list[float]] = defaultdict(list)
+    for number in range(_WARM_UPS + _TIMED_STEPS):
+        seen: dict[str, list[float]] = defaultdict(list)
+        with torch.no_grad():
+            saved = _Timed(forward, seen).run(*joint.inputs)[joint.num_forward_outputs :]
+            tangents = [t for n in backward.graph.find_nodes(op="placeholder") if is_tangent(n) for t in tensors_of(n)]
+            _Timed(backward, seen).run(*saved, *(torch.ones(t.shape, dtype=t.dtype) for t in tangents))
+            del saved
+        if number >= _WARM_UPS:
+            for signature, seconds in seen.items():
+                inside[signature] += seconds
+    known = profile.measurements
+    return [(median(inside[signature]), known[signature].seconds) for signature in inside if signature in known]
 
 
-def _step(model: torch.nn.Module, loaded: ZooModel) -> None:
-    output = model(*loaded.example_args, **loaded.example_kwargs)
-    (output if isinstance(output, torch.Tensor) else output.loss).backward()
-    model.zero_grad(set_to_none=True)
+class _Timed(fx.Interpreter):
+    """Runs a graph, frees what is no longer needed, and times every call."""
 
+    def __init__(self, module: fx.GraphModule, seen: dict[str, list[float]]) -> None:
+        super().__init__(module)
+        self.seen = seen
+        self.signature = ""
 
-def _call(target: str, signature: str) -> tuple[str, str]:
-    """Give an operator's name and the shapes of its tensors, as torch's profiler writes them.
+    def run_node(self, node: fx.Node) -> Any:
+        self.signature = operands.signature(node) if operands.runs_alone(node) else ""
+        return super().run_node(node)
 
-    Examples
-    --------
-    >>> _call("aten.mm.default", "aten.mm.default(float32[4, 8][8, 1]/128, float32[8, 2][2, 1]/64)")
-    ('mm', '[[4, 8], [8, 2]]')
-    """
-    shapes = []
-    for part in signature.split("/")[:-1]:
-        shape, strides = part.rfind("["), part.rfind("[", 0, part.rfind("["))
-        shapes.append([int(size) for size in part[strides + 1 : shape - 1].split(",") if size.strip()])
-    return target.split(".")[1], str([shape for shape in shapes if shape])
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        begun = time.perf_counter()
+        result = super().call_function(target, args, kwargs)
+        if self.signature:
+            self.seen[self.signature].append(time.perf_counter() - begun)
+        return result
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -57,6 +58,11 @@ class DeviceSpec:
         Fraction of the peaks that large operations reach.
     cores : int
         Threads that share one kernel; what rates per core are scaled by. 1 except on a CPU.
+    architecture : str
+        Decides which kernels PyTorch takes: ``"sm80"``, ``"gfx942"``; empty on a CPU.
+    library_bytes : int
+        Allowance for what matrix libraries keep allocated for good: in training, one workspace of
+        cuBLAS for the thread of the forward and one for that of the backward.
     """
 
     name: str
@@ -71,6 +77,8 @@ class DeviceSpec:
     compute_efficiency: float = 0.7
     bandwidth_efficiency: float = 0.8
     cores: int = 1
+    architecture: str = ""
+    library_bytes: int = 0
 
     def peak_flops_per_second(self, dtype: str) -> float:
         """Peak rate for an element type; the float32 rate for a type without one of its own.
@@ -137,19 +145,21 @@ def _physical_memory_bytes() -> int:
 # Which card, from which document; rates in TFLOP/s, bandwidth and host link (PCIe x16, one
 # direction) in GB/s, memory in GiB. "half" is float16 and bfloat16, accumulated in float32.
 # fmt: off
-_GPU_COLUMNS = ("memory", "bandwidth", "half", "tf32", "float32", "link", "compute_efficiency", "source")
+_GPU_COLUMNS = (
+    "architecture", "memory", "bandwidth", "half", "tf32", "float32", "link", "compute_efficiency", "source"
+)
 _GPU_FIGURES = {
-    "rtx-3090": ( 23.6,  936,   71.0,   35.6,  35.6, 32, 0.8, "NVIDIA Ampere GA102 GPU Architecture whitepaper"),
-    "rtx-4090": ( 23.5, 1008,  165.2,   82.6,  82.6, 32, 0.8, "NVIDIA Ada GPU Architecture whitepaper"),
-    "rtx-5090": ( 31.3, 1792,  209.5,  104.8, 104.8, 64, 0.8, "NVIDIA RTX Blackwell GPU Architecture whitepaper"),
-    "a10g":     ( 22.1,  600,   70.0,   35.0,  35.0, 32, 0.7, "NVIDIA A10G datasheet"),
-    "a100-40":  ( 39.4, 1555,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 Tensor Core GPU datasheet"),
-    "a100-80":  ( 79.2, 2039,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 80GB Tensor Core GPU datasheet, SXM"),
-    "l40s":     ( 44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
-    "h100":     ( 79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 GPU Architecture whitepaper, SXM5"),
-    "h200":     (139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 Tensor Core GPU datasheet, SXM"),
-    "b200":     (178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one GPU of eight"),
-    "mi300x":   (191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X accelerator data sheet"),
+    "rtx-3090": ("sm86",     23.6,  936,   71.0,   35.6,  35.6, 32, 0.8, "NVIDIA Ampere GA102 whitepaper"),
+    "rtx-4090": ("sm89",     23.5, 1008,  165.2,   82.6,  82.6, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
+    "rtx-5090": ("sm120",    31.3, 1792,  209.5,  104.8, 104.8, 64, 0.8, "NVIDIA RTX Blackwell whitepaper"),
+    "a10g":     ("sm86",     22.1,  600,   70.0,   35.0,  35.0, 32, 0.7, "NVIDIA A10G datasheet"),
+    "a100-40":  ("sm80",     39.4, 1555,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 datasheet"),
+    "a100-80":  ("sm80",     79.2, 2039,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 80GB datasheet, SXM"),
+    "l40s":     ("sm89",     44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
+    "h100":     ("sm90",     79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 architecture whitepaper, SXM"),
+    "h200":     ("sm90",    139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 datasheet, SXM"),
+    "b200":     ("sm100",   178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one GPU of eight"),
+    "mi300x":   ("gfx942",  191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X accelerator data sheet"),
 }
 # fmt: on
 
@@ -170,7 +180,73 @@ def _gpu(name: str) -> DeviceSpec:
         host_link_bytes_per_second=figures["link"] * _GB,
         source=figures["source"],
         compute_efficiency=figures["compute_efficiency"],
+        architecture=figures["architecture"],
+        library_bytes=library_bytes(figures["architecture"]),
     )
+
+
+def unknown_gpu(
+    name: str,
+    *,
+    architecture: str,
+    memory_bytes: int,
+    multiprocessors: int,
+    clock_hertz: float,
+    memory_bits_per_second: float,
+) -> DeviceSpec:
+    """Describe a GPU that is not in the table by what its driver tells.
+
+    Parameters
+    ----------
+    name : str
+        What the driver calls it.
+    architecture : str
+    memory_bytes : int
+    multiprocessors : int
+    clock_hertz : float
+    memory_bits_per_second : float
+        Over the whole bus.
+
+    Returns
+    -------
+    DeviceSpec
+        With 128 multiply-adds of float32 a clock in each multiprocessor, and four times as many on
+        matrix units in 16 bits: right for consumer cards since Ampere, too little for those of data centres.
+    """
+    float32 = 2 * 128 * multiprocessors * clock_hertz
+    return DeviceSpec(
+        name=name.lower(),
+        kind="cuda",
+        memory_bytes=memory_bytes,
+        bandwidth_bytes_per_second=memory_bits_per_second / 8,
+        flops_per_second={"float32": float32, "tf32": 2 * float32, "float16": 4 * float32, "bfloat16": 4 * float32},
+        launch_seconds=4e-6,
+        alignment_bytes=512,
+        host_link_bytes_per_second=32 * _GB,
+        source="what its driver tells; calibrate or measure instead",
+        architecture=architecture,
+        library_bytes=library_bytes(architecture),
+    )
+
+
+def library_bytes(architecture: str) -> int:
+    """Give what matrix libraries keep for one thread of the forward and one of the backward.
+
+    Sizes of a workspace are torch's defaults (``aten/src/ATen/cuda/CublasHandlePool.cpp``), unless
+    ``CUBLAS_WORKSPACE_CONFIG`` says otherwise.
+
+    Examples
+    --------
+    >>> library_bytes("sm80"), library_bytes("sm90"), library_bytes("")
+    (17039360, 67108864, 0)
+    """
+    if not architecture:
+        return 0
+    if architecture in ("sm90", "sm100", "sm103"):
+        return 2 * 32 * 2**20
+    if architecture.startswith("gfx"):  # that of rocBLAS on MI300, and that of hipBLASLt
+        return 2 * (128 + 76) * 2**20
+    return 2 * (2 * 4096 + 8 * 16) * 2**10
 
 
 def device_names() -> tuple[str, ...]:
@@ -223,8 +299,15 @@ def with_tf32(spec: DeviceSpec) -> DeviceSpec:
     return replace(spec, flops_per_second=rates)
 
 
+_NOISE = re.compile(r"nvidia|amd|geforce|rtx|instinct|sxm\d?|hbm\de?|oam|gb|[-_ ]")
+
+
 def _normalised(name: str) -> str:
-    key = name.lower().replace("-", "").replace(" ", "").replace("_", "")
-    for noise in ("nvidia", "amd", "geforce", "rtx", "instinct", "sxm"):
-        key = key.replace(noise, "")
-    return key.removesuffix("gb")
+    """Reduce what drivers and people call a card to what tells it from others.
+
+    Examples
+    --------
+    >>> [_normalised(n) for n in ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3")]
+    ['4090', 'a10080', 'h100']
+    """
+    return re.sub(r"^h10080$", "h100", _NOISE.sub("", name.lower()))

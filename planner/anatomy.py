@@ -12,7 +12,12 @@ from planner.plan_parts import LayerPlacement, PeakLocation
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, lifetimes
 
-_RETAINED_KINDS = {"gradient": "gradients", "output": "outputs", "tangent": "tangents"}
+_OWN_KINDS = {
+    "gradient": "gradients",
+    "output": "outputs",
+    "tangent": "tangents",
+    "weight copy": "autocast weight copies",
+}
 
 
 def anatomy_of_peak(
@@ -24,8 +29,8 @@ def anatomy_of_peak(
     -------
     dict of str to int
         Adds up to the peak on the whole device exactly. Kinds: those of ``graph.static_bytes``;
-        ``gradients``, ``outputs`` and ``tangents``; ``saved activations`` (the forward's copies
-        that the backward waits for), ``forward temporaries`` (its other copies), ``recomputed
+        ``gradients``, ``outputs``, ``tangents`` and ``autocast weight copies``; ``saved activations``
+        (the forward's copies that the backward waits for), ``forward temporaries`` (its others), ``recomputed
         values``, ``gradient temporaries``, ``workspace`` and ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
@@ -42,8 +47,8 @@ def anatomy_of_peak(
             producer = graph.operations[graph.producer[copy.value]]
             if not first:
                 kind = "recomputed values"
-            elif value.kind in _RETAINED_KINDS:
-                kind = _RETAINED_KINDS[value.kind]
+            elif value.kind in _OWN_KINDS:
+                kind = _OWN_KINDS[value.kind]
             elif producer.phase is Phase.BACKWARD:
                 kind = "gradient temporaries"
             elif copy.died >= backward_position:

@@ -18,8 +18,9 @@ from planner.inputs import Inputs
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes.graph import GraphRuntime
-from planner.session import Options, cost, lower_step, options_of, plan_step
+from planner.session import Options, attention_for, cost, lower_step, plan_step
 from planner.torch_internals import install_call, installed_call, uninstall_call
+from planner.training import Training
 from planner.verification import LossFunction
 from planner.verification import verify as _verify
 
@@ -42,7 +43,11 @@ def plan(
     cost_model: str = "roofline",
     profile: Profile | None = None,
     optimizer: str = "none",
+    master_weights: bool = False,
     gradient_accumulation: bool = False,
+    data_parallel: str = "none",
+    ranks: int = 1,
+    reserve: Size = 0,
     name: str = "",
     compare: bool = True,
     progress: Progress | None = None,
@@ -79,9 +84,16 @@ def plan(
     profile : Profile, optional
         Costs recorded before, by :func:`profile` or read from a file.
     optimizer : str
-        ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state counts as resident.
+        One of ``planner.training.OPTIMIZERS`` (``"adamw"``, ``"adafactor"``, ``"adam8bit"``, ...): its state is
+        resident, and its own step must fit too.
+    master_weights : bool
+        Whether parameters of 16 bits are updated through float32 copies.
     gradient_accumulation : bool
         Whether gradients of earlier backwards count as resident.
+    data_parallel, ranks : str, int
+        ``"ddp"`` or ``"fsdp2"`` over so many devices: what each holds, with buffers for communication.
+    reserve : int, float or str
+        What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
     name : str
         Name of the model in the report.
     compare : bool
@@ -122,8 +134,14 @@ def plan(
         device=device,
         cost_model=cost_model,
         profile=profile,
-        optimizer=optimizer,
-        gradient_accumulation=gradient_accumulation,
+        training=Training(
+            optimizer=optimizer,
+            master_weights=master_weights,
+            gradient_accumulation=gradient_accumulation,
+            data_parallel=data_parallel,
+            ranks=ranks,
+            reserve=reserve,
+        ),
         name=name,
         compare=compare,
         progress=progress,
@@ -133,7 +151,7 @@ def plan(
     if progress is not None:
         progress("capturing forward and backward")
     options = _with_loss(model, options, loss_fn, inputs)
-    joint = capture(model, inputs)
+    joint = capture(model, inputs, attention=attention_for(model, options))
     captured = time.perf_counter() - begun
     made = plan_step(model, joint, options).plan
     return replace(made, capture_seconds=made.capture_seconds + captured)
@@ -179,8 +197,8 @@ def profile(
     options = Options(budget="100%", cost_model=MeasuredCosts.name, name=name, progress=progress)
     options = _with_loss(model, options, loss_fn, inputs)
     joint = capture(model, inputs)
-    lowered, spec = lower_step(model, joint, options)
-    costing = cost(model, joint, lowered, spec, options, time_limit_seconds=time_limit_seconds)
+    step = lower_step(model, joint, options)
+    costing = cost(model, joint, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
     assert costing.profile is not None
     return costing.profile
 
@@ -202,7 +220,11 @@ def auto_wrap(
     cost_model: str = "roofline",
     profile: Profile | None = None,
     optimizer: str = "none",
+    master_weights: bool = False,
     gradient_accumulation: bool = False,
+    data_parallel: str = "none",
+    ranks: int = 1,
+    reserve: Size = 0,
     progress: Progress | None = None,
 ) -> ModelT:
     """Make a model keep a memory budget while it trains: the same object, class, parameters and numbers.
@@ -221,7 +243,7 @@ def auto_wrap(
         Whether a plan that does not match may be replaced.
     example_kwargs, loss_fn, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
-    cost_model, profile, optimizer, gradient_accumulation, progress
+    cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
         See :func:`plan`.
 
     Returns
@@ -247,11 +269,8 @@ def auto_wrap(
     _check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
-    beside = None
-    if plan is not None:
-        beside = options_of(plan).resident_bytes
-        if budget is None and activation_budget is None:
-            budget = plan.budget_bytes
+    if plan is not None and budget is None and activation_budget is None:
+        budget = plan.budget_bytes
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -261,9 +280,15 @@ def auto_wrap(
         seed=seed,
         cost_model=cost_model,
         profile=profile,
-        optimizer=optimizer,
-        gradient_accumulation=gradient_accumulation,
-        resident_bytes=beside,
+        training=Training(
+            optimizer=optimizer,
+            master_weights=master_weights,
+            gradient_accumulation=gradient_accumulation,
+            data_parallel=data_parallel,
+            ranks=ranks,
+            reserve=reserve,
+        ),
+        taken_over=plan,
         compare=False,
         progress=progress,
     )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.cuda_attention import Attention, replace_attention
 from planner.errors import CaptureError, PlannerError
 from planner.failures import explain_failures, raised_at
 from planner.inputs import Inputs, check_capturable
@@ -47,7 +48,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def capture(model: nn.Module, inputs: Inputs) -> JointGraph:
+def capture(model: nn.Module, inputs: Inputs, *, attention: Attention | None = None) -> JointGraph:
     """Capture forward and backward of one call as a joint graph; nothing is run.
 
     Parameters
@@ -55,6 +56,8 @@ def capture(model: nn.Module, inputs: Inputs) -> JointGraph:
     model : torch.nn.Module
         Real or built under :func:`fake_mode`. It is left as it was.
     inputs : Inputs
+    attention : callable, optional
+        Stands in for ``scaled_dot_product_attention``; see :mod:`planner.cuda_attention`.
 
     Returns
     -------
@@ -74,7 +77,7 @@ def capture(model: nn.Module, inputs: Inputs) -> JointGraph:
         raise _Captured(joint)
 
     check_capturable(model, inputs)
-    call = isolated_call(model, stop)
+    call = isolated_call(model, stop, attention=attention)
     try:
         with dynamo_settings(), explain_failures(model), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
@@ -121,6 +124,8 @@ class Backend:
         From Dynamo's graph module to the positions of the outputs that a backward starts from.
     finish : callable, optional
         ``finish(run, graph_module, differentiable)`` wraps what AOTAutograd returns.
+    attention : callable, optional
+        Stands in for ``scaled_dot_product_attention``.
     """
 
     def __init__(
@@ -129,10 +134,12 @@ class Backend:
         *,
         choose_outputs: Callable[[fx.GraphModule], list[int]] | None = None,
         finish: Callable[..., Callable[..., Any]] | None = None,
+        attention: Attention | None = None,
     ) -> None:
         self.partition = partition
         self.choose_outputs = choose_outputs or expected_losses
         self.finish = finish
+        self.attention = attention
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
@@ -146,6 +153,8 @@ class Backend:
             return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors))
 
         narrowed = detach_others(graph_module, differentiable)
+        if self.attention is not None:
+            replace_attention(narrowed, self.attention)
         run: Callable[..., Any] = aot_backend(partition)(narrowed, example_inputs)
         return self.finish(run, graph_module, differentiable) if self.finish else run
 

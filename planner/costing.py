@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ import cost_models
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, scaled
-from planner import profiling, workspace
+from planner import cuda_workspace, profiling, workspace
 from planner.errors import ProfileMismatchError, UsageError
 from planner.graph import TrainingGraph
 from planner.lowering import LoweredGraph
@@ -84,12 +84,16 @@ def cost_step(
     """
     graph = lowered.graph
     costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
+    notes: tuple[PlanWarning, ...] = ()
     if here is not None:
         costs = workspace.measure(lowered, costs, here, effort)
+    elif spec.kind == "cuda":
+        costs = _with_allowances(lowered, costs)
+        notes = (_not_here(spec),)
     if profile is not None:
         return _by_profile(lowered, spec, costs, profile, inputs)
     if cost_model != MeasuredCosts.name:
-        return Costing(costs, cost_model)
+        return Costing(costs, cost_model, warnings=notes)
     if here is None:
         raise UsageError(
             f"{spec.name} is not here to be measured: plan for the device that the model is on, or give a profile "
@@ -107,6 +111,22 @@ def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> 
     except cost_models.UnknownNameError as error:
         raise UsageError(str(error)) from error
     return _without_loss(graph, factory(spec).costs(graph.operations))
+
+
+def _with_allowances(lowered: LoweredGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
+    return tuple(
+        cost if node is None else replace(cost, workspace_bytes=cuda_workspace.allowance_bytes(node))
+        for node, cost in zip(lowered.operation_nodes, costs, strict=True)
+    )
+
+
+def _not_here(spec: DeviceSpec) -> PlanWarning:
+    return PlanWarning(
+        rule="device-not-here",
+        cause=f"{spec.name} is not here to be asked: attention kernels are those that torch would choose there, and "
+        "the workspace of convolutions, of attention and of matrix libraries is an allowance",
+        fix="profile on such a device, or verify there",
+    )
 
 
 def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:

@@ -35,6 +35,10 @@ class ProfileMismatchError(UsageError):
     """A profile belongs to another step, device or version."""
 
 
+class DeviceFileError(UsageError):
+    """A device file is damaged, or describes no device."""
+
+
 class InfeasibleBudgetError(PlannerError):
     """No plan keeps the budget, or none was found that does.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.torch_internals import InputMutationAOTOutput, OpOverload, TangentAOTInput, is_mutable
+from planner.torch_internals import InputMutationAOTOutput, OpOverload, ParamAOTInput, TangentAOTInput, is_mutable
 
 aten = torch.ops.aten
 
@@ -84,6 +84,13 @@ def is_random(node: fx.Node) -> bool:
     if node.target is aten.native_dropout.default:
         return bool(node.args[1] != 0.0) and node.args[2] is not False
     return True
+
+
+def is_weight_copy(node: fx.Node) -> bool:
+    """Whether a node casts a parameter to another type, as autocast does with weights."""
+    if node.target is not aten._to_copy.default or not isinstance(node.args[0], fx.Node):
+        return False
+    return isinstance(node.args[0].meta.get("desc"), ParamAOTInput)
 
 
 def mutates(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from planner.joint import (
     is_collective,
     is_random,
     is_tangent,
+    is_weight_copy,
     mutates,
     needed_by_forward,
     on_cpu,
@@ -79,6 +80,8 @@ def lower(
     static_bytes: dict[str, int],
     name: str = "",
     loss_workspace_bytes: int = 0,
+    random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
+    gradient_shards: int = 1,
 ) -> LoweredGraph:
     """Lower a joint graph.
 
@@ -93,6 +96,10 @@ def lower(
         Name of the model.
     loss_workspace_bytes : int
         What a loss outside the graph needs on top of outputs and their gradients.
+    random_state_bytes : int
+        What a random operation keeps of the device's memory if it is to be recomputed.
+    gradient_shards : int
+        Over how many devices each gradient is spread once it is there.
 
     Returns
     -------
@@ -107,13 +114,17 @@ def lower(
     -----
     O(nodes + edges).
     """
-    return _Lowering(joint, alignment_bytes).run(static_bytes, name, loss_workspace_bytes)
+    return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(
+        static_bytes, name, loss_workspace_bytes
+    )
 
 
 class _Lowering:
-    def __init__(self, joint: JointGraph, alignment_bytes: int) -> None:
+    def __init__(self, joint: JointGraph, alignment_bytes: int, random_state_bytes: int, gradient_shards: int) -> None:
         self.joint = joint
         self.alignment_bytes = alignment_bytes
+        self.random_state_bytes = random_state_bytes
+        self.gradient_shards = gradient_shards
         self.values: list[Value] = []
         self.value_nodes: list[fx.Node] = []
         self.operations: list[Operation] = []
@@ -208,7 +219,7 @@ class _Lowering:
                 module=place.module,
                 source=place.source,
                 recomputable=self._recomputable(node),
-                state_bytes=self._round(CPU_RANDOM_STATE_BYTES) if random and on_cpu(node) else 0,
+                state_bytes=self._round(self.random_state_bytes) if random and on_cpu(node) else 0,
                 flops=count_flops(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
                 moved_bytes=moved_bytes(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
@@ -233,10 +244,13 @@ class _Lowering:
     def _new_value(self, node: fx.Node, tensor: torch.Tensor, position: int, count: int) -> int:
         storage = storage_id(tensor)
         kind = self.retained.get(storage, "activation")
+        shards = self.gradient_shards if kind == "gradient" else 1
+        if kind == "activation" and is_weight_copy(node):
+            kind = "weight copy"
         self.values.append(
             Value(
                 name=f"{node.name}.{position}" if count > 1 else node.name,
-                size_bytes=self._round(tensor.untyped_storage().nbytes()),
+                size_bytes=self._round(-(-tensor.untyped_storage().nbytes() // shards)),
                 retained=storage in self.retained,
                 kind=kind,
             )
@@ -288,7 +302,7 @@ class _Lowering:
             same_layout = of.stride() == tensor.stride() or min(of.numel(), tensor.numel()) <= 1
             if storage in seen or not same_layout or self.retained.get(storage) != "gradient":
                 reads += self.storage_of[gradient]
-                size_bytes = self._round(of.numel() * of.element_size())
+                size_bytes = self._round(-(-of.numel() * of.element_size() // self.gradient_shards))
                 self.values.append(
                     Value(name=f"copy of {gradient.name}", size_bytes=size_bytes, retained=True, kind="gradient")
                 )

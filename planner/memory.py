@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
@@ -17,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from planner.torch_internals import storage_id
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+"""Of glibc's ``malloc.h``."""
 
 
 def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
@@ -51,6 +55,25 @@ def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, An
         live_bytes += change_bytes
         peak_bytes = max(peak_bytes, live_bytes)
     return peak_bytes, result
+
+
+def keep_freed_memory() -> bool:
+    """Tell the C library to keep what this process frees, as CUDA's caching allocator does.
+
+    Otherwise large tensors come from the system page by page, again and again, and a step with a lower
+    peak is faster for that alone: measured steps then say little about recompute.
+
+    Returns
+    -------
+    bool
+        Whether there is such a switch: glibc has one, for the rest of the process.
+    """
+    try:
+        library = ctypes.CDLL("libc.so.6")
+        settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, 256 << 20))
+        return bool(sum(library.mallopt(setting, value) for setting, value in settings) == len(settings))
+    except (OSError, AttributeError):
+        return False
 
 
 @dataclass

@@ -34,12 +34,24 @@ def model_options() -> Parser:
     for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
         group.add_argument(option, type=_count, metavar="N")
     group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
+    return parser
+
+
+def training_options() -> Parser:
+    """Give the options on what surrounds the step; names are checked where they are known."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("training")
     group.add_argument(
         "--optimizer",
-        choices=("none", "sgd", "momentum", "adam", "adamw"),
+        metavar="NAME",
         default="none",
-        help="count its state as resident",
+        help="adamw, momentum, adafactor, adam8bit, ...: count its memory",
     )
+    group.add_argument("--master-weights", action="store_true", help="16-bit parameters have float32 copies")
+    group.add_argument("--accumulate", action="store_true", help="gradients of earlier backwards are resident")
+    group.add_argument("--data-parallel", choices=("none", "ddp", "fsdp2"), default="none")
+    group.add_argument("--ranks", type=_count, metavar="N", default=1, help="devices that train together")
+    group.add_argument("--reserve", metavar="SIZE", default="", help="what is to stay free: 1GiB, 5%% of the device")
     return parser
 
 

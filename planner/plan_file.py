@@ -15,7 +15,15 @@ from typing import Any
 from planner.atomic import write_text
 from planner.errors import PlanFileError
 from planner.plan_node import Node, parse
-from planner.plan_parts import SCHEMA, BaselineRow, LayerPlacement, PeakLocation, PlanWarning, Verification
+from planner.plan_parts import (
+    SCHEMA,
+    BaselineRow,
+    LayerPlacement,
+    PeakLocation,
+    PlanWarning,
+    ReservedMemory,
+    Verification,
+)
 from planner.plan_types import Plan
 
 _LARGEST_FILE_BYTES = 256 * 2**20
@@ -40,6 +48,7 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
             "anatomy_bytes": dict(plan.anatomy),
         },
         "lower_bound": {"overhead": plan.lower_bound_overhead, "recompute_seconds": plan.lower_bound_seconds},
+        "optimizer_step": {"temporary_bytes": plan.optimizer_step_bytes, "peak_bytes": plan.optimizer_peak_bytes},
         "minimum_feasible_peak_bytes": plan.minimum_feasible_peak_bytes,
         "solver": {"name": plan.solver, "seconds": plan.solve_seconds},
         "capture_seconds": plan.capture_seconds,
@@ -49,6 +58,8 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
         "baselines": [asdict(row) for row in plan.baselines],
         "warnings": [asdict(warning) for warning in plan.warnings],
     }
+    if plan.reserved is not None:
+        data["predicted"]["cuda_allocator"] = asdict(plan.reserved)
     if plan.verification is not None:
         measured = asdict(plan.verification)
         data["measured"] = {**measured, "differences": list(plan.verification.differences)}
@@ -133,6 +144,9 @@ def from_json(text: str) -> Plan:
         recomputations={key: tuple(again.text() for again in node.items()) for key, node in root["decisions"].fields()},
         warnings=tuple(_warning(node) for node in root["warnings"].items()),
         verification=_verification(root["measured"]) if root.has("measured") else None,
+        optimizer_step_bytes=root["optimizer_step"]["temporary_bytes"].integer(),
+        optimizer_peak_bytes=root["optimizer_step"]["peak_bytes"].integer(),
+        reserved=_reserved(root["predicted"]["cuda_allocator"]) if root["predicted"].has("cuda_allocator") else None,
     )
     _hold_together(plan)
     return plan
@@ -147,6 +161,8 @@ def _hold_together(plan: Plan) -> None:
         raise PlanFileError("predicted.recompute_seconds, lower_bound and baseline.step_seconds contradict each other")
     if plan.peak_bytes > plan.budget_bytes:
         raise PlanFileError(f"predicted.peak_bytes is {plan.peak_bytes}, above the budget of {plan.budget_bytes}")
+    if plan.optimizer_peak_bytes > plan.budget_bytes:
+        raise PlanFileError(f"optimizer_step.peak_bytes is above the budget of {plan.budget_bytes}")
     if plan.total_static_bytes > plan.peak_bytes:
         raise PlanFileError(f"static_bytes adds up to {plan.total_static_bytes}, above the peak of {plan.peak_bytes}")
 
@@ -157,6 +173,12 @@ def _peak_location(node: Node) -> PeakLocation:
         module=node["module"].text(),
         source=node["source"].text(),
         phase=node["phase"].text(),
+    )
+
+
+def _reserved(node: Node) -> ReservedMemory:
+    return ReservedMemory(
+        allocated_bytes=node["allocated_bytes"].integer(), reserved_bytes=node["reserved_bytes"].integer()
     )
 
 

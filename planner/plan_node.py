@@ -27,11 +27,11 @@ def parse(text: str) -> Any:
         raise
     except json.JSONDecodeError as error:
         where = f"{error.msg.lower()} at line {error.lineno}, column {error.colno}"
-        raise PlanFileError(f"not a whole plan or profile: {where}; save it again") from error
+        raise PlanFileError(f"not a whole plan, profile or device file: {where}; save it again") from error
     except RecursionError as error:
-        raise PlanFileError("not a plan or profile: it is nested too deeply") from error
+        raise PlanFileError("not a plan, profile or device file: it is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits, which Python will not convert
-        raise PlanFileError("not a plan or profile: it holds a number of absurd length") from error
+        raise PlanFileError("not a plan, profile or device file: it holds a number of absurd length") from error
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -39,12 +39,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise PlanFileError(f"not a plan or profile: key {twice[:80]!r} appears twice in one object")
+        raise PlanFileError(f"not a plan, profile or device file: key {twice[:80]!r} appears twice in one object")
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise PlanFileError(f"not a plan or profile: it holds {name}, and every number must be finite")
+    raise PlanFileError(f"not a plan, profile or device file: it holds {name}, and every number must be finite")
 
 
 class Node:

@@ -102,6 +102,22 @@ class BaselineRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedMemory:
+    """What CUDA's caching allocator is predicted to report.
+
+    Parameters
+    ----------
+    allocated_bytes : int
+        Peak of ``torch.cuda.memory_allocated``: blocks are counted whole, so it is a little above the tensors.
+    reserved_bytes : int
+        Peak of ``torch.cuda.memory_reserved``: segments, with the holes in them.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanWarning:
     """Something that the reader of a plan should know: a rule's name, the cause and the fix."""
 

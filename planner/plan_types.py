@@ -18,6 +18,7 @@ from planner.plan_parts import (
     OperationRow,
     PeakLocation,
     PlanWarning,
+    ReservedMemory,
     Verification,
 )
 from planner.schedule import Schedule
@@ -53,6 +54,12 @@ class Plan:
         Proven: no plan within the budget, in this base order, recomputes for less time.
     minimum_feasible_peak_bytes : int
         Smallest peak for which a plan is known.
+    optimizer_step_bytes : int
+        Temporaries of the optimizer's step.
+    optimizer_peak_bytes : int
+        What the device holds during that step, which comes after the backward.
+    reserved : ReservedMemory, optional
+        What CUDA's allocator is predicted to report.
     solver, solve_seconds, capture_seconds, cost_model, device, torch : str or float
         How it was made.
     anatomy : dict of str to int
@@ -94,6 +101,9 @@ class Plan:
     recomputations: dict[str, tuple[str, ...]]
     warnings: tuple[PlanWarning, ...] = ()
     verification: Verification | None = None
+    optimizer_step_bytes: int = 0
+    optimizer_peak_bytes: int = 0
+    reserved: ReservedMemory | None = None
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -115,6 +125,11 @@ class Plan:
     def activation_budget_bytes(self) -> int:
         """What the step may allocate on top of what is resident."""
         return self.budget_bytes - self.total_static_bytes
+
+    @property
+    def whole_step_peak_bytes(self) -> int:
+        """The larger of the two peaks: that of forward and backward, and that of the optimizer's step."""
+        return max(self.peak_bytes, self.optimizer_peak_bytes)
 
     def relative(self, seconds: float) -> float:
         """Give a time as a ratio of the step without recompute."""

@@ -23,8 +23,10 @@ from planner.plan_parts import (
 from planner.plan_types import NoPlanFitsError, Plan
 from planner.plan_warnings import plan_warnings
 from planner.problem import Problem, Progress, Solution, confirm
+from planner.reservation import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.schedule import Schedule
 from planner.solvers import solve
+from planner.surroundings import Surroundings
 from planner.units import format_bytes, parse_size
 
 __all__ = [
@@ -58,6 +60,7 @@ def make_plan(
     deterministic: bool = False,
     seed: int = 0,
     origin: PlanOrigin | None = None,
+    surroundings: Surroundings | None = None,
     progress: Progress | None = None,
     compare: bool = True,
 ) -> Plan:
@@ -81,6 +84,8 @@ def make_plan(
         See :class:`planner.effort.Effort`.
     origin : PlanOrigin, optional
         What the graph and its costs come from.
+    surroundings : Surroundings, optional
+        The optimizer's step, which must fit too, and how the device hands out memory.
     progress : callable, optional
         Told in short lines how it stands.
     compare : bool
@@ -99,9 +104,13 @@ def make_plan(
     """
     problem = make_problem(graph, costs, budget=budget, activation_budget=activation_budget)
     origin = origin or PlanOrigin()
+    surroundings = surroundings or Surroundings()
+    after_bytes = optimizer_peak_bytes(graph, surroundings)
     try:
         if problem.budget_bytes <= 0:
             raise _nothing_left(problem)
+        if surroundings.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
+            raise _optimizer_does_not_fit(problem, after_bytes)
         solution = solve(
             problem,
             solver,
@@ -112,7 +121,7 @@ def make_plan(
         )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, solver, origin) from error
-    return plan_from_solution(problem, solution, origin=origin, compare=compare)
+    return plan_from_solution(problem, solution, origin=origin, surroundings=surroundings, compare=compare)
 
 
 def make_problem(
@@ -142,7 +151,12 @@ def make_problem(
 
 
 def plan_from_solution(
-    problem: Problem, solution: Solution, *, origin: PlanOrigin | None = None, compare: bool = True
+    problem: Problem,
+    solution: Solution,
+    *,
+    origin: PlanOrigin | None = None,
+    surroundings: Surroundings | None = None,
+    compare: bool = True,
 ) -> Plan:
     """Write out a solution as a plan.
 
@@ -152,6 +166,7 @@ def plan_from_solution(
     solution : Solution
         Its claim is held against the simulator once more.
     origin : PlanOrigin, optional
+    surroundings : Surroundings, optional
     compare : bool
         Whether to find the baselines and the smallest feasible peak; without it the plan's own peak stands
         for that.
@@ -161,13 +176,14 @@ def plan_from_solution(
     ClaimMismatchError
         If the solution is not what it claims to be.
     """
-    origin = origin or PlanOrigin()
+    origin, surroundings = origin or PlanOrigin(), surroundings or Surroundings()
     graph, costs, schedule = problem.graph, problem.costs, solution.schedule
     evaluation = confirm(problem, solution)
     static_bytes = graph.total_static_bytes
     layers = find_layers(graph)
     anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
     minimum_peak_bytes = evaluation.peak_bytes
+    reserved = reserved_by_cuda(problem, schedule, surroundings)
     if compare:
         minimum_peak_bytes = min(minimum_peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
     return Plan(
@@ -182,7 +198,10 @@ def plan_from_solution(
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.recompute_seconds),
-        minimum_feasible_peak_bytes=minimum_peak_bytes + static_bytes,
+        minimum_feasible_peak_bytes=max(minimum_peak_bytes + static_bytes, optimizer_peak_bytes(graph, surroundings)),
+        optimizer_step_bytes=surroundings.optimizer_step_bytes,
+        optimizer_peak_bytes=optimizer_peak_bytes(graph, surroundings),
+        reserved=reserved,
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
         capture_seconds=origin.capture_seconds,
@@ -196,8 +215,23 @@ def plan_from_solution(
             graph.operations[index].key: tuple(graph.operations[again].key for again in before)
             for index, before in schedule.recomputations().items()
         },
-        warnings=(*plan_warnings(problem, evaluation, solution), *origin.warnings),
+        warnings=(
+            *plan_warnings(problem, evaluation, solution),
+            *reserve_warnings(problem, surroundings, reserved),
+            *origin.warnings,
+        ),
         operations=_operation_rows(problem, schedule),
+    )
+
+
+def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBudgetError:
+    floor = minimum_peak(problem.graph, problem.costs)
+    before_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
+    return InfeasibleBudgetError(
+        "the optimizer's step breaks the budget",
+        minimum_feasible_peak_bytes=max(after_bytes, before_bytes),
+        operation=OPTIMIZER_STEP if after_bytes >= before_bytes else floor.found_operation,
+        is_proven=True,
     )
 
 
@@ -224,7 +258,9 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
         where=where,
         origin=origin,
     )
-    message = f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver)}"
+    message = (
+        f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error.operation)}"
+    )
     return NoPlanFitsError(
         message,
         minimum_feasible_peak_bytes=smallest_bytes,
@@ -235,8 +271,10 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
     )
 
 
-def _way_out(problem: Problem, smallest_bytes: int, solver: str) -> str:
+def _way_out(problem: Problem, smallest_bytes: int, solver: str, operation: str) -> str:
     static_bytes = problem.graph.total_static_bytes
+    if operation == OPTIMIZER_STEP:
+        return "gradients, state and its temporaries are there at once: foreach=False, or fused=True, needs less"
     if smallest_bytes <= problem.budget_bytes + static_bytes:
         return f"solver {solver!r} did not find that plan in time: give it more, or take another"
     if problem.budget_bytes <= 0:

@@ -8,33 +8,31 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-import cost_models
+from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile
-from planner import workspace
+from planner import devices, workspace
 from planner.capture import is_fake
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
-from planner.errors import PlanMismatchError, UsageError
+from planner.cuda_attention import Attention, attention_on
+from planner.device_file import find as find_device
+from planner.errors import PlanMismatchError
 from planner.graph import OperationCost, TrainingGraph
-from planner.inputs import static_bytes
 from planner.joint import JointGraph
-from planner.lowering import LoweredGraph, lower
+from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
+from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
-
-OF_THE_MODEL = ("parameters", "buffers", "inputs")
-"""What is resident because of the model itself, whatever surrounds it."""
-
-OPTIMIZER_STATE_COPIES = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""How many tensors of each parameter's size an optimizer keeps."""
+from planner.surroundings import Surroundings, as_planned
+from planner.training import Training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +55,10 @@ class Options:
         Name of a cost model.
     profile : Profile, optional
         Costs that were recorded before.
-    optimizer : str
-        ``"none"``, ``"sgd"``, ``"momentum"``, ``"adam"`` or ``"adamw"``: whose state is resident.
-    gradient_accumulation : bool
-        Whether gradients of earlier backwards are resident when the step begins.
-    resident_bytes : mapping of str to int
-        What else is resident, by kind, in place of what the two above say: for taking over a plan.
+    training : Training
+        What surrounds the step.
+    taken_over : Plan, optional
+        Its surroundings are taken in place of what ``training`` says.
     loss_bytes : int
         What a loss outside the captured graph needs on top of the outputs and their gradients.
     name : str
@@ -82,17 +78,12 @@ class Options:
     device: str | None = None
     cost_model: str = "roofline"
     profile: Profile | None = None
-    optimizer: str = "none"
-    gradient_accumulation: bool = False
-    resident_bytes: Mapping[str, int] | None = None
+    training: Training = field(default_factory=Training)
+    taken_over: Plan | None = None
     loss_bytes: int = 0
     name: str = ""
     compare: bool = True
     progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        if self.optimizer not in OPTIMIZER_STATE_COPIES:
-            raise UsageError(f"unknown optimizer {self.optimizer!r}: one of {', '.join(OPTIMIZER_STATE_COPIES)}")
 
 
 def options_of(plan: Plan, **changes: Any) -> Options:
@@ -100,12 +91,10 @@ def options_of(plan: Plan, **changes: Any) -> Options:
 
     Times do not, so nothing is measured again.
     """
-    beside = {kind: size for kind, size in plan.static_bytes.items() if kind not in OF_THE_MODEL}
     made = Options(
         budget=plan.budget_bytes,
-        device=plan.device or None,
         cost_model="roofline" if plan.cost_model == MeasuredCosts.name else plan.cost_model,
-        resident_bytes=beside,
+        taken_over=plan,
         name=plan.model,
         compare=False,
     )
@@ -122,50 +111,42 @@ class PlannedStep:
     schedule: Schedule
 
 
-def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> tuple[LoweredGraph, cost_models.DeviceSpec]:
-    """Lower a captured step with everything that is resident around it."""
+@dataclass(frozen=True)
+class LoweredStep:
+    """A captured step with everything that is resident around it, on the device that the plan is for."""
+
+    lowered: LoweredGraph
+    spec: DeviceSpec
+    surroundings: Surroundings
+
+
+def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
+    """Lower a captured step, and count what surrounds it."""
     spec = device_spec(model, options.device)
-    alignment_bytes = spec.alignment_bytes
-    resident = static_bytes(model, joint.inputs, alignment_bytes=alignment_bytes)
-    resident |= _beside_the_model(model, options, alignment_bytes)
+    around = surroundings(model, joint.inputs, spec, options.training)
+    if options.taken_over is not None:
+        around = as_planned(around, options.taken_over)
     lowered = lower(
         joint,
-        alignment_bytes=alignment_bytes,
-        static_bytes=resident,
+        alignment_bytes=spec.alignment_bytes,
+        static_bytes=dict(around.static_bytes),
         name=options.name or type(model).__name__,
         loss_workspace_bytes=options.loss_bytes,
+        random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
+        gradient_shards=around.gradient_shards,
     )
-    return lowered, spec
+    return LoweredStep(lowered, spec, around)
 
 
-def _beside_the_model(model: nn.Module, options: Options, alignment_bytes: int) -> dict[str, int]:
-    if options.resident_bytes is not None:
-        return dict(options.resident_bytes)
-    trainable_bytes = sum(
-        -(-p.numel() * p.element_size() // alignment_bytes) * alignment_bytes
-        for p in model.parameters()
-        if p.requires_grad
-    )
-    copies = OPTIMIZER_STATE_COPIES[options.optimizer]
-    beside = {"gradients": trainable_bytes * options.gradient_accumulation, "optimizer": trainable_bytes * copies}
-    return {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
-
-
-def device_spec(model: nn.Module, name: str | None) -> cost_models.DeviceSpec:
+def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
     """Give the figures of a named device, or of the one that the model is on."""
-    if name is None:
-        where = device_of(model)
-        name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
-    try:
-        return cost_models.device(name)
-    except cost_models.UnknownNameError as error:
-        raise UsageError(str(error)) from error
+    return find_device(name) if name else devices.here(devices.of_model(model))
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Give the device of a model's first parameter or buffer; the CPU if it has none."""
-    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+def attention_for(model: nn.Module, options: Options) -> Attention | None:
+    """Give the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
+    spec = device_spec(model, options.device)
+    return attention_on(spec) if spec.kind == "cuda" and devices.of_model(model).type != "cuda" else None
 
 
 def plan_step(
@@ -191,7 +172,8 @@ def plan_step(
         If no plan fits.
     """
     begun = time.perf_counter()
-    lowered, spec = lower_step(model, joint, options)
+    step = lower_step(model, joint, options)
+    lowered, spec, around = step.lowered, step.spec, step.surroundings
     costing = cost(model, joint, lowered, spec, options)
     costs = costing.costs
     origin = PlanOrigin(
@@ -205,7 +187,7 @@ def plan_step(
     if reuse is not None:
         if must_match:
             check_match(reuse, origin)
-        taken_over = _take_over(lowered, costs, options, origin, reuse)
+        taken_over = _take_over(lowered, costs, options, origin, around, reuse)
         if taken_over is not None:
             return taken_over
         if must_match:
@@ -222,6 +204,7 @@ def plan_step(
         deterministic=options.deterministic,
         seed=options.seed,
         origin=origin,
+        surroundings=around,
         progress=options.progress,
         compare=options.compare,
     )
@@ -232,18 +215,18 @@ def cost(
     model: nn.Module,
     joint: JointGraph,
     lowered: LoweredGraph,
-    spec: cost_models.DeviceSpec,
+    spec: DeviceSpec,
     options: Options,
     *,
     time_limit_seconds: float = SECONDS_TO_MEASURE,
 ) -> Costing:
     """Find out what every operation costs, by asking the device where it is here."""
-    is_here = options.device is None or spec == device_spec(model, None)
+    where = devices.of_model(model)
     return cost_step(
         lowered,
         spec,
         cost_model=options.cost_model,
-        here=device_of(model) if is_here else None,
+        here=where if devices.is_here(spec, where) else None,
         inputs=input_shapes(model, joint.inputs),
         effort=workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN,
         profile=options.profile,
@@ -298,7 +281,12 @@ def check_match(plan: Plan, origin: PlanOrigin) -> None:
 
 
 def _take_over(
-    lowered: LoweredGraph, costs: tuple[OperationCost, ...], options: Options, origin: PlanOrigin, plan: Plan
+    lowered: LoweredGraph,
+    costs: tuple[OperationCost, ...],
+    options: Options,
+    origin: PlanOrigin,
+    around: Surroundings,
+    plan: Plan,
 ) -> PlannedStep | None:
     """Carry a plan over to a graph whose operations have the same keys, if it keeps the budget there."""
     try:
@@ -318,7 +306,7 @@ def _take_over(
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same_graph else 0.0,
     )
-    taken = plan_from_solution(problem, solution, origin=origin, compare=options.compare)
+    taken = plan_from_solution(problem, solution, origin=origin, surroundings=around, compare=options.compare)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
         taken = replace(
             taken,

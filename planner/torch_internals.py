@@ -19,6 +19,7 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
+    ParamAOTInput,
     SavedForBackwardsAOTOutput,
     TangentAOTInput,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "HigherOrderOperator",
     "InputMutationAOTOutput",
     "OpOverload",
+    "ParamAOTInput",
     "SavedForBackwardsAOTOutput",
     "TangentAOTInput",
     "TorchDynamoException",

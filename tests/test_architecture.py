@@ -16,8 +16,12 @@ LINES_AT_MOST = 450
 TOUCHES_TORCH = {
     "cost_models.flops",
     "planner.api",
+    "planner.calibration",
     "planner.capture",
     "planner.costing",
+    "planner.cuda_attention",
+    "planner.cuda_workspace",
+    "planner.devices",
     "planner.failures",
     "planner.inputs",
     "planner.joint",
@@ -25,8 +29,10 @@ TOUCHES_TORCH = {
     "planner.lowering",
     "planner.memory",
     "planner.operands",
+    "planner.optimizers",
     "planner.profiling",
     "planner.provenance",
+    "planner.resident",
     "planner.rewrite",
     "planner.session",
     "planner.torch_internals",
@@ -46,7 +52,7 @@ ONLY_IN = {
     "transformers": ("planner.zoo_catalogue",),
 }
 
-RUN_LATE = {"cli": {"planner.api", "planner.capture", "planner.zoo"}}
+RUN_LATE = {"cli": {"planner.api", "planner.calibration", "planner.capture", "planner.memory", "planner.zoo"}}
 """What the torch-free command line imports once it knows that torch is needed."""
 
 DOCUMENTED_DESPITE_THE_UNDERSCORE = ("torch.utils._pytree", "torch.utils._python_dispatch")

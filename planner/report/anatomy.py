@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group
@@ -13,9 +14,9 @@ from planner.report.style import cells, in_unit_of, table
 from planner.units import format_bytes, format_percent
 
 _ORDER = (
-    "parameters", "buffers", "inputs", "gradients", "optimizer", "optimizer state", "saved activations",
-    "forward temporaries", "recomputed values", "gradient temporaries", "outputs", "tangents", "workspace",
-    "random state", "reserve",
+    "parameters", "master weights", "buffers", "inputs", "gradients", "optimizer", "saved activations",
+    "autocast weight copies", "forward temporaries", "recomputed values", "gradient temporaries", "outputs",
+    "tangents", "workspace", "random state", "library workspace", "communication buffers", "reserve",
 )  # fmt: skip
 """Kinds from what stays longest to what stays least; unknown kinds come last."""
 
@@ -29,7 +30,24 @@ def render(plan: Plan) -> Group:
     return Group(
         _sizes(plan.anatomy, f"Peak memory, {format_bytes(plan.peak_bytes)}", "peak"),
         Text(f"The peak is in the {place}. Without recompute it is {format_bytes(plan.baseline_peak_bytes)}{saving}"),
+        *_beyond(plan),
     )
+
+
+def _beyond(plan: Plan) -> Iterator[Text]:
+    """Say what the optimizer's step holds, and what CUDA's allocator makes of the plan."""
+    if plan.optimizer_step_bytes or "optimizer" in plan.static_bytes:
+        larger = plan.optimizer_peak_bytes > plan.peak_bytes
+        yield Text(
+            f"The optimizer's step peaks at {format_bytes(plan.optimizer_peak_bytes)} "
+            f"({format_bytes(plan.optimizer_step_bytes)} of it temporaries): "
+            + ("above the peak of forward and backward, so it decides" if larger else "below that peak")
+        )
+    if plan.reserved is not None:
+        yield Text(
+            f"CUDA's allocator would report {format_bytes(plan.reserved.allocated_bytes)} allocated and "
+            f"{format_bytes(plan.reserved.reserved_bytes)} reserved"
+        )
 
 
 def render_infeasible(report: dict[str, Any]) -> Group:

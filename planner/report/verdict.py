@@ -17,7 +17,7 @@ from planner.units import format_bytes
 def verdict(plan: Plan) -> str:
     """Give the verdict on a plan as one line."""
     budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
-    peak = in_unit_of(plan.peak_bytes, plan.budget_bytes, digits=1).split()[0]
+    peak = in_unit_of(plan.whole_step_peak_bytes, plan.budget_bytes, digits=1).split()[0]
     return f"FITS {peak} of {budget} · {_cost(plan)} · {_layers(plan)}"
 
 

@@ -1,0 +1,48 @@
+"""What is on the device around forward and backward, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from planner.plan_types import Plan
+
+OF_THE_MODEL = ("parameters", "buffers", "inputs")
+"""What is resident because of the model itself, whatever surrounds it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is resident beside the model, and what the optimizer's own step needs.
+
+    Parameters
+    ----------
+    static_bytes : mapping of str to int
+        Resident through forward and backward, by kind: ``"optimizer"``, ``"gradients"``, ``"reserve"``, ...
+    optimizer_step_bytes : int
+        Temporaries of the optimizer's step, which comes after the backward and can be a second peak.
+    gradient_shards : int
+        Over how many ranks each gradient is spread once it is complete.
+    tensor_bytes : tuple of int
+        Size of each resident tensor, those of the model included, for simulating an allocator.
+    has_caching_allocator : bool
+        Whether the device's memory is handed out by CUDA's caching allocator.
+    """
+
+    static_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    optimizer_step_bytes: int = 0
+    gradient_shards: int = 1
+    tensor_bytes: tuple[int, ...] = ()
+    has_caching_allocator: bool = False
+
+
+def as_planned(around: Surroundings, plan: Plan) -> Surroundings:
+    """Give surroundings as a plan has them; what is there because of the model itself stays as it is."""
+    of_model = {kind: size_bytes for kind, size_bytes in around.static_bytes.items() if kind in OF_THE_MODEL}
+    beside = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind not in OF_THE_MODEL}
+    return replace(
+        around,
+        static_bytes=of_model | beside,
+        optimizer_step_bytes=plan.optimizer_step_bytes,
+        tensor_bytes=(*around.tensor_bytes[:-1], sum(beside.values()) - beside.get("reserve", 0)),
+    )
