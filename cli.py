@@ -214,7 +214,8 @@ def _check(args: argparse.Namespace) -> None:
             check_writable(path)
     solvers.get(args.solver)
     _training(args)
-    device_file.find(args.device)
+    if args.device:
+        device_file.find(args.device)
     try:
         cost_models.get(args.cost_model)
     except cost_models.UnknownNameError as error:
@@ -245,7 +246,7 @@ def _check_name(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace, *, real: bool) -> ZooModel:
     """Build the model that is named: for real, or without memory."""
-    from planner import zoo
+    from planner import devices, zoo
     from planner.capture import fake_mode
 
     mode = None if real else fake_mode()
@@ -253,7 +254,9 @@ def _load(args: argparse.Namespace, *, real: bool) -> ZooModel:
     dtype = DTYPES[args.dtype] if args.dtype else None
     specification = args.model or args.name
     if ":" not in specification:
-        return zoo.build(specification, **sizes, dtype=dtype, fake_mode=mode)
+        return zoo.build(
+            specification, **sizes, dtype=dtype, device=devices.place(getattr(args, "device", None)), fake_mode=mode
+        )
     if given := [name for name, value in {**sizes, "dtype": dtype}.items() if value is not None]:
         option = given[0].replace("_", "-")
         raise UsageError(f"--{option} is for models of the zoo: a factory of your own chooses its sizes itself")

@@ -7,6 +7,7 @@ from torch import nn
 
 import cost_models
 from cost_models.devices import DeviceSpec, unknown_gpu
+from planner import device_file
 
 
 def of_model(model: nn.Module) -> torch.device:
@@ -38,3 +39,10 @@ def here(device: torch.device) -> DeviceSpec:
 def is_here(spec: DeviceSpec, device: torch.device) -> bool:
     """Whether a device is the one that a model is on, so that it can be asked."""
     return spec.kind == device.type and (spec.kind == "cpu" or spec.name == here(device).name)
+
+
+def place(wanted: str | None) -> str:
+    """Say where to build a model that is to be planned for a device: on the GPU of this machine if it is that one."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if wanted is None or is_here(device_file.find(wanted), torch.device("cuda")) else "cpu"

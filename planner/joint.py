@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from planner.torch_internals import InputMutationAOTOutput, OpOverload, ParamAOTInput, TangentAOTInput, is_mutable
+from planner.torch_internals import InputMutationAOTOutput, OpOverload, TangentAOTInput, is_mutable
 
 aten = torch.ops.aten
 
@@ -86,11 +86,12 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
-def is_weight_copy(node: fx.Node) -> bool:
-    """Whether a node casts a parameter to another type, as autocast does with weights."""
-    if node.target is not aten._to_copy.default or not isinstance(node.args[0], fx.Node):
-        return False
-    return isinstance(node.args[0].meta.get("desc"), ParamAOTInput)
+def weight_copies(joint: JointGraph) -> set[fx.Node]:
+    """Give the nodes that cast a parameter to another type, as autocast does with weights."""
+    placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    parameters = {n for n, tensor in zip(placeholders, joint.inputs, strict=False) if isinstance(tensor, nn.Parameter)}
+    casts = joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    return {node for node in casts if node.args[0] in parameters}
 
 
 def mutates(node: fx.Node) -> bool:

@@ -27,13 +27,13 @@ from planner.joint import (
     is_collective,
     is_random,
     is_tangent,
-    is_weight_copy,
     mutates,
     needed_by_forward,
     on_cpu,
     overwritten_inputs,
     reads_any,
     tensors_of,
+    weight_copies,
 )
 from planner.torch_internals import storage_id
 
@@ -135,6 +135,7 @@ class _Lowering:
         self.alias_nodes: set[fx.Node] = set()
         self.places = provenance.Places(joint.graph)
         self.keys = provenance.Keys()
+        self.weight_copies = weight_copies(joint)
 
     def run(self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int) -> LoweredGraph:
         forward_outputs, backward_outputs = self.joint.outputs
@@ -245,7 +246,7 @@ class _Lowering:
         storage = storage_id(tensor)
         kind = self.retained.get(storage, "activation")
         shards = self.gradient_shards if kind == "gradient" else 1
-        if kind == "activation" and is_weight_copy(node):
+        if kind == "activation" and node in self.weight_copies:
             kind = "weight copy"
         self.values.append(
             Value(

@@ -59,7 +59,11 @@ def solving_options() -> Parser:
     """Give the options on costs, solver and results."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("solving and results")
-    group.add_argument("--device", metavar="NAME", default="cpu", help="accelerator that the costs are for")
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",
+    )
     group.add_argument(
         "--cost-model",
         metavar="NAME",

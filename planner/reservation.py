@@ -16,12 +16,12 @@ OPTIMIZER_STEP = "the optimizer's step"
 
 
 def optimizer_peak_bytes(graph: TrainingGraph, surroundings: Surroundings) -> int:
-    """Give what the device holds while the optimizer steps: all that is left of the step, and its temporaries.
+    """Give what the device holds while the optimizer steps: gradients and outputs, and its temporaries.
 
     Gradients that are accumulated into are resident already, so those of the step are gone by then.
     """
-    accumulated = "gradients" in graph.static_bytes
-    left_bytes = sum(v.size_bytes for v in graph.values if v.retained and not (accumulated and v.kind == "gradient"))
+    kinds = ("output",) if "gradients" in graph.static_bytes else ("output", "gradient")
+    left_bytes = sum(value.size_bytes for value in graph.values if value.retained and value.kind in kinds)
     return graph.total_static_bytes + left_bytes + surroundings.optimizer_step_bytes
 
 

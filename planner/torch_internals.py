@@ -19,7 +19,6 @@ from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
-    ParamAOTInput,
     SavedForBackwardsAOTOutput,
     TangentAOTInput,
 )
@@ -38,7 +37,6 @@ __all__ = [
     "HigherOrderOperator",
     "InputMutationAOTOutput",
     "OpOverload",
-    "ParamAOTInput",
     "SavedForBackwardsAOTOutput",
     "TangentAOTInput",
     "TorchDynamoException",

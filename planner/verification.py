@@ -31,7 +31,7 @@ class StepResult:
     loss: tuple[torch.Tensor, ...]
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
-    random_state: torch.Tensor
+    random_states: tuple[torch.Tensor, ...]
 
 
 def verify(
@@ -124,7 +124,7 @@ def compare(expected: StepResult, actual: StepResult) -> list[str]:
         elif gradient is not None and other is not None and not bitwise_equal(gradient, other):
             lines.append(f"gradient of {name} differs by up to {(gradient - other).abs().max().item():.3g}")
     lines += [f"buffer {n} differs" for n, b in expected.buffers.items() if not bitwise_equal(b, actual.buffers[n])]
-    if not torch.equal(expected.random_state, actual.random_state):
+    if not all(map(torch.equal, expected.random_states, actual.random_states)):
         lines.append("random state after the step differs")
     return lines
 
@@ -162,8 +162,13 @@ def _result(model: nn.Module, outputs: Any) -> StepResult:
         loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
         gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
         buffers={name: b.clone() for name, b in model.named_buffers()},
-        random_state=torch.get_rng_state(),
+        random_states=_random_states(),
     )
+
+
+def _random_states() -> tuple[torch.Tensor, ...]:
+    """Give the state of the CPU's generator, and of each GPU's."""
+    return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()))
 
 
 class _ModelState:
@@ -171,8 +176,7 @@ class _ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-        self.random_state = torch.get_rng_state()
-        self.cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self.random_states = _random_states()
 
     def put_back(self, model: nn.Module) -> None:
         with torch.no_grad():
@@ -180,9 +184,9 @@ class _ModelState:
                 buffer.copy_(self.buffers[name])
         for parameter in model.parameters():
             parameter.grad = None
-        torch.set_rng_state(self.random_state)
-        if self.cuda_states:
-            torch.cuda.set_rng_state_all(self.cuda_states)
+        torch.set_rng_state(self.random_states[0])
+        if self.random_states[1:]:
+            torch.cuda.set_rng_state_all(self.random_states[1:])
 
 
 @contextmanager

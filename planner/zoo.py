@@ -85,6 +85,7 @@ def build(
     dtype: str | torch.dtype | None = None,
     layers: int | None = None,
     seed: int = 0,
+    device: str = "cpu",
     fake_mode: FakeTensorMode | None = None,
 ) -> ZooModel:
     """Build a model of the zoo with random weights and random inputs.
@@ -99,6 +100,8 @@ def build(
         Element type of parameters and inputs, for example ``"bfloat16"``.
     seed : int
         Seed of weights and inputs; the global random state is left as it was.
+    device : str
+        Where weights and inputs are made.
     fake_mode : FakeTensorMode, optional
         Build parameters, buffers and inputs as fake tensors of this mode. An ambient mode does as well.
 
@@ -116,7 +119,7 @@ def build(
     entry = _entry(name)
     wanted = {"batch_size": batch_size, "seq_len": seq_len, "image_size": image_size, "layers": layers}
     sizes = _chosen(name, entry.sizes, wanted, _dtype_name(dtype or entry.sizes.dtype))
-    with _building(getattr(torch, sizes.dtype), seed, fake_mode):
+    with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
         model, classes = entry.make(sizes)
         usual = token_inputs if sizes.seq_len else image_inputs
         inputs = (entry.inputs or usual)(sizes, classes)
@@ -227,12 +230,13 @@ def _module_of_file(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _building(dtype: torch.dtype, seed: int, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Build in a data type, from a seed, and leave no trace of either."""
+def _building(dtype: torch.dtype, seed: int, device: str, fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Build in a data type, on a device, from a seed, and leave no trace of them."""
     import torch
 
     before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]), fake_mode or nullcontext():
+    where = torch.device(device) if device != "cpu" else nullcontext()
+    with torch.random.fork_rng(devices=[]), fake_mode or nullcontext(), where:
         torch.manual_seed(seed)
         torch.set_default_dtype(dtype)
         try:

@@ -52,7 +52,9 @@ ONLY_IN = {
     "transformers": ("planner.zoo_catalogue",),
 }
 
-RUN_LATE = {"cli": {"planner.api", "planner.calibration", "planner.capture", "planner.memory", "planner.zoo"}}
+RUN_LATE = {
+    "cli": {"planner.api", "planner.calibration", "planner.capture", "planner.devices", "planner.memory", "planner.zoo"}
+}
 """What the torch-free command line imports once it knows that torch is needed."""
 
 DOCUMENTED_DESPITE_THE_UNDERSCORE = ("torch.utils._pytree", "torch.utils._python_dispatch")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.text import Text
 
 import cost_models
 from cost_models.devices import DeviceSpec
 from planner.report.style import cells, compact_count, table
+from planner.report.verdict import print_verdict
 
 
 def render(spec: DeviceSpec, path: str, console: Console) -> None:
     """Print a calibrated device, and the file that it was written to."""
-    console.print(Text(f"CALIBRATED {spec.name} · plan for it with --device {path}", style="bold green"))
+    print_verdict(f"CALIBRATED {spec.name} · plan for it with --device {path}", console, style="bold green")
     console.print()
     shown = table("rate", "measured", "table", title="What large operations reach", text_columns=1)
     for name, measured, assumed, unit in _rows(spec):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.text import Text
 
 import cost_models
 from cost_models.measured import Profile
 from planner.report.style import cells, table
+from planner.report.verdict import print_verdict
 from planner.units import format_percent, format_seconds
 
 _ROWS = 15
@@ -31,12 +31,11 @@ def render(profile: Profile, path: str, console: Console) -> None:
         totals[operation.target] = (count + 1, seconds + found.seconds, estimated + estimate)
     step_seconds = sum(seconds for _, seconds, _ in totals.values())
     left = f", {unmeasured} operations left to the roofline" if unmeasured else ""
-    console.print(
-        Text(
-            f"MEASURED {len(profile.measurements)} different operations of {profile.model or 'the model'} on "
-            f"{profile.device} · {format_seconds(step_seconds)} a step{left} · {path}",
-            style="bold green",
-        )
+    print_verdict(
+        f"MEASURED {len(profile.measurements)} different operations of {profile.model or 'the model'} on "
+        f"{profile.device} · {format_seconds(step_seconds)} a step{left} · {path}",
+        console,
+        style="bold green",
     )
     console.print()
     shown = table("operation", "calls", "time", "share", "roofline", title="Where the time goes", text_columns=1)
