@@ -5,8 +5,8 @@ graph of a model what to save and in which order the backward runs. Its two grap
 as a schedule of our operations and simulated; then we plan for exactly the peak that came out.
 Its peak is counted a second time on its own graphs, without our simulator.
 
-Two cases where a model has dropout: as it is, and without. On a CPU attention with dropout is
-made of single operations, as here; without, it is one fused kernel, as on a GPU. Exit code 1 if the
+Attention is the kernel that torch would choose on the device. Two cases where a model has dropout:
+as it is, and without. Exit code 1 if the
 geometric mean of (planned / PyTorch's overhead) over all points is above 0.65, or any above 1.
 """
 
@@ -35,7 +35,7 @@ from planner.joint import JointGraph, is_tangent, tensors_of
 from planner.lowering import LoweredGraph
 from planner.planning import NoPlanFitsError, make_plan
 from planner.schedule import Schedule
-from planner.session import Options, lower_step
+from planner.session import Options, attention_for, lower_step
 from planner.simulate import simulate
 from planner.torch_internals import eliminate_common_subexpressions, storage_id
 
@@ -200,23 +200,24 @@ def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
 def _tables(name: str, case: str, sizes: dict[str, Any], args: argparse.Namespace) -> list[Result]:
     """Compare one case of one model on every device; none where the case is no other."""
     model = zoo.build(name, **sizes, fake_mode=fake_mode())
+    inputs = Inputs.of(model.example_args, model.example_kwargs)
     if case == "without dropout":
         dropouts = [m for m in model.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
         if not dropouts:
             return []
         for module in dropouts:
             module.p = 0.0
-    common.progress(f"{name}, {case}: capturing")
-    joint = capture(model.model, Inputs.of(model.example_args, model.example_kwargs))
-    splits = {}
-    for ratio in args.points:
-        splits[ratio] = partition(joint, ratio)
-        common.progress(f"  PyTorch at {percent(ratio, 0)}: {splits[ratio].seconds:.1f} s")
     tables = []
     for device in args.devices.split(","):
+        common.progress(f"{name}, {case}, {device}: capturing")
         options = Options(budget="100%", device=device, name=name)
-        lowered, spec = lower_step(model.model, joint, options)
-        costs = operation_costs(lowered.graph, spec, options.cost_model)
+        joint = capture(model.model, inputs, attention=attention_for(model.model, options))
+        splits = {}
+        for ratio in args.points:
+            splits[ratio] = partition(joint, ratio)
+            common.progress(f"  PyTorch at {percent(ratio, 0)}: {splits[ratio].seconds:.1f} s")
+        step = lower_step(model.model, joint, options)
+        lowered, costs = step.lowered, operation_costs(step.lowered.graph, step.spec, options.cost_model)
         baseline = simulate(lowered.graph, costs, Schedule.keep_all(lowered.graph))
         rows: list[Result] = []
         for ratio, split in splits.items():

@@ -96,9 +96,9 @@ def _keep_all(vocabulary: int, layers: int, args: argparse.Namespace) -> Problem
     model.loss_type = "ForCausalLM"
     joint = capture(model, Inputs.of({"input_ids": tokens, "labels": tokens.clone()}))
     options = Options(budget="100%", device=args.device, name=f"gpt2-{layers}-{vocabulary}")
-    lowered, spec = lower_step(model, joint, options)
-    graph: TrainingGraph = lowered.graph
-    costs = operation_costs(graph, spec, options.cost_model)
+    step = lower_step(model, joint, options)
+    graph: TrainingGraph = step.lowered.graph
+    costs = operation_costs(graph, step.spec, options.cost_model)
     peak_bytes = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
     return Problem(graph=graph, costs=costs, budget_bytes=peak_bytes)
 
