@@ -39,6 +39,7 @@ from planner.zoo import ZooModel
 PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95
 
 _WARM_UPS, _TIMED_STEPS = 2, 5
+_LEAST_PAIRS, _MOST_PAIRS = 12, 80
 
 MODELS: dict[str, dict[str, Any]] = {
     "minigpt": {"batch_size": 2, "layers": 4, "seq_len": 384},
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = common.parser("prediction", __doc__)
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--budgets", metavar="PERCENT", type=common.ratios, default="85,65,45,25")
-    parser.add_argument("--steps", metavar="N", type=int, default=16, help="timed steps each way (default: 16)")
+    parser.add_argument(
+        "--seconds", metavar="S", type=float, default=20.0, help="for timing each plan's steps (default: 20)"
+    )
     parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="for each solve (default: 5)")
     parser.add_argument("--layers", metavar="N", type=int, help="in place of each model's own")
     args = parser.parse_args(arguments)
@@ -119,7 +122,7 @@ def _row(loaded: ZooModel, profile: Profile, ratio: float, budget_bytes: int, ar
             plan,
             example_kwargs=loaded.example_kwargs,
             loss_fn=loaded.loss_fn,
-            timed_steps=args.steps,
+            timed_steps=max(_LEAST_PAIRS, min(_MOST_PAIRS, int(args.seconds / (2 * plan.baseline_step_seconds)))),
         )
     except (PlannerError, RuntimeError) as error:
         return {**row, "status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}

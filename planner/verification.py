@@ -56,7 +56,8 @@ def verify(
     loss_bytes : int
         What that loss needs on top of the output and its gradient.
     timed_steps : int
-        Steps of each kind that are timed; the overhead is the ratio of their medians.
+        Pairs of steps that are timed; the overhead is the median of their ratios, so that a machine that
+        becomes slower or faster meanwhile does not count.
 
     Returns
     -------
@@ -88,8 +89,9 @@ def verify(
                 results[name] = _result(model, kept)
                 del kept
                 start.put_back(model)
-        for _ in range(timed_steps):
-            for name, runtime in ways.items():
+        for number in range(timed_steps):
+            pair = list(ways.items())
+            for name, runtime in reversed(pair) if number % 2 else pair:  # neither always goes first
                 with _running(model, runtime):
                     model.zero_grad(set_to_none=True)
                     begun = time.perf_counter()
@@ -99,11 +101,11 @@ def verify(
                     seconds[name].append(time.perf_counter() - begun)
     differences = compare(results["baseline"], results["planned"])
     kinds = {line.split(" ", 1)[0] for line in differences}
-    median = {name: statistics.median(times) for name, times in seconds.items()}
+    ratios = [planned / baseline for planned, baseline in zip(seconds["planned"], seconds["baseline"], strict=True)]
     return Verification(
         peak_bytes=peaks["planned"],
         baseline_peak_bytes=peaks["baseline"],
-        overhead=median["planned"] / median["baseline"] - 1.0,
+        overhead=statistics.median(ratios) - 1.0,
         loss_equal="loss" not in kinds,
         gradients_bitwise_equal="gradient" not in kinds,
         buffers_equal=not kinds & {"buffer", "random"},
