@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,3 +207,26 @@ def test_the_command_line_records_and_uses_one(tmp_path: Path, capsys: pytest.Ca
     assert cli.main(["plan", *model, "--budget", "80%", "--cost-model", "guess"]) == 2
     assert "roofline" in capsys.readouterr().err
     assert cli.main(["profile", *model, "--output", str(tmp_path / "no" / "where")]) == 2
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a switch of glibc")
+def test_kept_memory_is_not_taken_from_the_system_again() -> None:
+    """In a process of its own, since the switch stays."""
+    program = """
+import resource, sys, torch
+from planner.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(25_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+    faults = {
+        way: int(subprocess.run([sys.executable, "-c", program, way], capture_output=True, check=True, text=True).stdout)
+        for way in ("keep", "default")
+    }
+    assert faults["keep"] < 2_000 < 50_000 < faults["default"], faults
