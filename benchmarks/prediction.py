@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from statistics import correlation, fmean, median
 from typing import Any
 
@@ -35,6 +36,7 @@ from planner.planning import NoPlanFitsError, Plan
 from planner.rewrite import split
 from planner.schedule import Schedule
 from planner.session import Options, lower_step
+from planner.torch_internals import OpOverload
 from planner.zoo import ZooModel
 
 PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--budgets", metavar="PERCENT", type=common.ratios, default="85,65,45,25")
     parser.add_argument(
-        "--seconds", metavar="S", type=float, default=15.0, help="for timing each plan's steps (default: 15)"
+        "--seconds", metavar="S", type=float, default=10.0, help="for timing each plan's steps (default: 10)"
     )
     parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="for each solve (default: 5)")
     parser.add_argument("--layers", metavar="N", type=int, help="in place of each model's own")
@@ -142,7 +144,7 @@ def _row(
         )
         ways = [plan.schedule_for(lowered.graph), Schedule.keep_all(lowered.graph)]
         rounds = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(args.seconds / (2 * plan.baseline_step_seconds))))
-        planned, baseline = map(_least_seconds, _time_inside(lowered, ways, rounds))
+        planned, baseline = _step_seconds(_time_inside(lowered, ways, rounds))
     except (PlannerError, RuntimeError) as error:
         return {**row, "status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     return {
@@ -202,9 +204,17 @@ def _time_inside(lowered: LoweredGraph, ways: Sequence[Schedule], rounds: int) -
     return found
 
 
-def _least_seconds(rounds: Sequence[Sequence[tuple[str, float]]]) -> float:
-    """Add up each node's least time over the rounds: what a step takes when nothing else disturbs it."""
-    return sum(min(seconds for _, seconds in same) for same in zip(*rounds, strict=True))
+def _step_seconds(ways: Sequence[Sequence[Sequence[tuple[str, float]]]]) -> list[float]:
+    """Add up the times of each way's nodes; each different operation takes the median over all rounds of all ways.
+
+    The ways take turns, and a machine that is shared is faster at one time than at another: so what is
+    compared is what is run, each at its time inside whole steps, and not when it was run.
+    """
+    inside: dict[str, list[float]] = defaultdict(list)
+    for signature, seconds in chain.from_iterable(one for rounds in ways for one in rounds):
+        inside[signature].append(seconds)
+    medians = {signature: median(seconds) for signature, seconds in inside.items()}
+    return [sum(medians[signature] for signature, _ in rounds[0]) for rounds in ways]
 
 
 class _Timed(fx.Interpreter):
@@ -216,7 +226,7 @@ class _Timed(fx.Interpreter):
         self.signature = ""
 
     def run_node(self, node: fx.Node) -> Any:
-        self.signature = operands.signature(node) if operands.runs_alone(node) else ""
+        self.signature = operands.signature(node) if isinstance(node.target, OpOverload) else str(node.target)
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -305,10 +315,10 @@ def _markdown(result: Result) -> str:
         summary,
         "Budgets are shares of the way from the smallest feasible peak to that without recompute. MiB of the whole "
         "device; freed memory is kept by the process, as CUDA's allocator keeps it; overhead is step "
-        "time over that of the step without recompute, less one. It is measured node by node inside whole steps, the "
-        "least of many rounds each, both ways in turn; *by the clock* is the median ratio of pairs of whole steps, "
-        "which on a machine that is shared varies by several points from one try to the next (the same step against "
-        "itself too); costs were measured operation by operation.",
+        "time over that of the step without recompute, less one. *Measured* adds up what each different operation "
+        "takes inside whole steps run node by node, the median over both ways in turn; *by the clock* is the median "
+        "ratio of five pairs of whole steps, which on a machine that is shared varies by several points from one try "
+        "to the next, also for a step against itself. Predicted costs were measured operation by operation, alone.",
         common.table(
             [*headings, "measured overhead", "points", "by the clock", "bits"],
             [_cells(entry["model"], row) for entry in entries for row in entry["rows"]],
