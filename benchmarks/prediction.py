@@ -36,7 +36,6 @@ from planner.planning import NoPlanFitsError, Plan
 from planner.rewrite import split
 from planner.schedule import Schedule
 from planner.session import Options, lower_step
-from planner.torch_internals import OpOverload
 from planner.zoo import ZooModel
 
 PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95
@@ -226,7 +225,7 @@ class _Timed(fx.Interpreter):
         self.signature = ""
 
     def run_node(self, node: fx.Node) -> Any:
-        self.signature = operands.signature(node) if isinstance(node.target, OpOverload) else str(node.target)
+        self.signature = operands.signature(node)
         return super().run_node(node)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
