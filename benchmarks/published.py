@@ -228,7 +228,8 @@ def _markdown(result: Result) -> str:
         "What others report of activation checkpointing, beside what is predicted for the settings that they state. "
         "GB are 10^9 bytes of the whole device, without the CUDA context (0.3 to 0.6 GB that tools such as nvidia-smi "
         "add, with what the allocator keeps in reserve). Times are those of a roofline: ratios mean more than "
-        "milliseconds. *Every layer* is what Hugging Face's and torchtitan's full checkpointing do.",
+        "milliseconds. *Every layer* is what Hugging Face's and torchtitan's full checkpointing do; where the "
+        "optimizer's own step peaks higher, a plan may use that much.",
         common.table(headings, [_cells(row) for row in result["rows"]]),
         *notes,
     )

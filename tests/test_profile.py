@@ -226,7 +226,9 @@ faults()
 print(faults())
 """
     faults = {
-        way: int(subprocess.run([sys.executable, "-c", program, way], capture_output=True, check=True, text=True).stdout)
+        way: int(
+            subprocess.run([sys.executable, "-c", program, way], capture_output=True, check=True, text=True).stdout
+        )
         for way in ("keep", "default")
     }
     assert faults["keep"] < 2_000 < 50_000 < faults["default"], faults
