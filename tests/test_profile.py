@@ -222,8 +222,7 @@ def faults():
     for _ in range(4):
         torch.ones(25_000_000)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults()
-print(faults())
+print(min(faults() for _ in range(5)))  # the first ones make the heap as large as it has to be
 """
     faults = {
         way: int(
