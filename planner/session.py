@@ -28,6 +28,7 @@ from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
+from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
@@ -50,7 +51,7 @@ class Options:
     deterministic, seed
         See :class:`planner.effort.Effort`.
     device : str, optional
-        Name in the table of devices; by default the kind of device that the model is on.
+        Name in the table of devices, or a device file; by default the device that the model is on.
     cost_model : str
         Name of a cost model.
     profile : Profile, optional
@@ -296,7 +297,8 @@ def _take_over(
     problem = make_problem(lowered.graph, costs, budget=options.budget, activation_budget=options.activation_budget)
     evaluation = simulate(lowered.graph, costs, schedule)
     unneeded = evaluation.recompute_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
-    if evaluation.peak_bytes > problem.budget_bytes or unneeded:
+    after_bytes = optimizer_peak_bytes(lowered.graph, around) - lowered.graph.total_static_bytes
+    if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
         return None
     same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
     solution = Solution(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -161,6 +162,19 @@ def test_the_optimizers_step_can_be_the_larger_peak() -> None:
     assert caught.value.minimum_feasible_peak_bytes == free.optimizer_peak_bytes and caught.value.is_proven
     smallest = planner.plan(model, x, budget=free.optimizer_peak_bytes, optimizer="adamw", device="a100-80")
     assert smallest.whole_step_peak_bytes <= smallest.budget_bytes
+
+
+def test_a_plan_whose_optimizer_peaks_higher_is_verified_and_not_taken_below_that_peak() -> None:
+    model, x = Wide(), torch.randn(64, 512)
+    plan = planner.plan(model, x, budget="1GiB", optimizer="adamw")
+    free = planner.plan(model, x, budget="1GiB", optimizer="adamw", device="a100-80")
+    assert free.optimizer_peak_bytes > free.baseline_peak_bytes
+    high = dataclasses.replace(
+        plan, optimizer_step_bytes=free.optimizer_step_bytes, optimizer_peak_bytes=plan.peak_bytes + 2**24
+    )
+    assert planner.verify(model, x, high, timed_steps=1).exact
+    with pytest.raises(InfeasibleBudgetError, match="the optimizer's step"):
+        planner.auto_wrap(model, x, plan=high, budget=plan.peak_bytes + 64, replan=True)
 
 
 def test_measured_against_a_whole_training_step() -> None:
