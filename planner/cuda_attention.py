@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,81 +57,59 @@ def choose(spec: DeviceSpec, query: Tensor, key: Tensor, value: Tensor, mask: Te
     """
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return "math"
+    call = _Call(query, key, value, mask, **options)
     fused = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
     order = ("cudnn", "flash", "efficient") if spec.architecture in _CUDNN_FIRST else ("flash", "efficient")
-    return next((name for name in order if fused[name](spec, query, key, value, mask, **options)), "math")
+    return next((name for name in order if fused[name](spec, call)), "math")
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> bool:
-    """Check what every fused kernel wants of shapes and strides."""
-    same_heads = query.shape[1] == key.shape[1] == value.shape[1]
-    heads = same_heads or (grouped and query.shape[1] % key.shape[1] == 0 and query.shape[1] % value.shape[1] == 0)
-    batches = query.shape[0] == key.shape[0] == value.shape[0]
-    unit_strides = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    same_types = query.dtype == key.dtype == value.dtype
-    return heads and batches and unit_strides and same_types and 0 not in (query.shape[2], key.shape[2])
+@dataclass(frozen=True, slots=True)
+class _Call:
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+
+    def is_dense(self, *, grouped: bool) -> bool:
+        """Check what every fused kernel wants of shapes and strides."""
+        query, key, value = self.query, self.key, self.value
+        heads = query.shape[1] == key.shape[1] == value.shape[1]
+        if grouped:
+            heads = query.shape[1] % key.shape[1] == 0 and query.shape[1] % value.shape[1] == 0
+        batches = query.shape[0] == key.shape[0] == value.shape[0]
+        unit_strides = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        same_types = query.dtype == key.dtype == value.dtype
+        return heads and batches and unit_strides and same_types and 0 not in (query.shape[2], key.shape[2])
 
 
-def _flash(
-    spec: DeviceSpec,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> bool:
-    size = query.shape[-1]
-    same_size = size == key.shape[-1] == value.shape[-1] and size <= _FLASH_HEAD
-    square = not is_causal or query.shape[2] == key.shape[2]
+def _flash(spec: DeviceSpec, call: _Call) -> bool:
+    size = call.query.shape[-1]
+    same_size = size == call.key.shape[-1] == call.value.shape[-1] and size <= _FLASH_HEAD
+    square = not call.is_causal or call.query.shape[2] == call.key.shape[2]
     # Cards with less shared memory have no backward for some large heads.
     small_card = spec.architecture in ("sm86", "sm89", "sm120")
-    no_backward = small_card and (192 < size <= 224 or (size > 224 and dropout_p > 0))
-    return (
-        mask is None
-        and query.dtype in _HALVES
-        and same_size
-        and square
-        and not no_backward
-        and _dense(query, key, value, grouped=enable_gqa)
-    )
+    no_backward = small_card and (192 < size <= 224 or (size > 224 and call.dropout_p > 0))
+    takes = call.mask is None and call.query.dtype in _HALVES and same_size and square and not no_backward
+    return takes and call.is_dense(grouped=call.enable_gqa)
 
 
-def _efficient(
-    spec: DeviceSpec,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> bool:
-    alignment = 8 if query.dtype in _HALVES else 4
-    sizes = query.shape[-1] == key.shape[-1] and query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
-    known = query.dtype in (*_HALVES, torch.float32)
-    return known and sizes and not (mask is not None and is_causal) and _dense(query, key, value, grouped=False)
+def _efficient(spec: DeviceSpec, call: _Call) -> bool:
+    alignment = 8 if call.query.dtype in _HALVES else 4
+    size, value_size = call.query.shape[-1], call.value.shape[-1]
+    sizes = size == call.key.shape[-1] and size % alignment == 0 and value_size % alignment == 0
+    known = call.query.dtype in (*_HALVES, torch.float32)
+    return known and sizes and not (call.mask is not None and call.is_causal) and call.is_dense(grouped=False)
 
 
-def _cudnn(
-    spec: DeviceSpec,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> bool:
+def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
     largest = 256 if spec.architecture == "sm90" else 128
-    sizes = (query.shape[-1], value.shape[-1])
-    fits = all(size <= largest and size % 8 == 0 for size in sizes) and key.shape[2] > 1
-    constant_mask = mask is None or not mask.requires_grad  # it has no gradient for the mask
-    return query.dtype in _HALVES and fits and constant_mask and _dense(query, key, value, grouped=enable_gqa)
+    sizes = (call.query.shape[-1], call.value.shape[-1])
+    fits = all(size <= largest and size % 8 == 0 for size in sizes) and call.key.shape[2] > 1
+    constant_mask = call.mask is None or not call.mask.requires_grad  # it has no gradient for the mask
+    return call.query.dtype in _HALVES and fits and constant_mask and call.is_dense(grouped=call.enable_gqa)
 
 
 def attention_on(spec: DeviceSpec) -> Attention:
