@@ -202,7 +202,7 @@ def _run_models(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     import cost_models
-    from planner import device_file, solvers
+    from planner import device_file, runtimes, solvers
     from planner.atomic import check_writable
     from planner.units import parse_size
 
@@ -213,6 +213,7 @@ def _check(args: argparse.Namespace) -> None:
         if path is not None:
             check_writable(path)
     solvers.get(args.solver)
+    runtimes.check(args.runtime)
     _training(args)
     if args.device:
         device_file.find(args.device)
@@ -282,6 +283,7 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
         budget=args.budget,
         activation_budget=args.activation_budget,
         loss_fn=loaded.loss_fn,
+        runtime=args.runtime,
         solver=args.solver,
         time_limit_seconds=args.time_limit,
         deterministic=args.deterministic,

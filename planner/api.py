@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from cost_models.measured import MeasuredCosts, Profile
-from planner import loss
+from planner import loss, runtimes
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
 from planner.inputs import Inputs
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
-from planner.runtimes.graph import GraphRuntime
-from planner.session import Options, attention_for, cost, lower_step, plan_step
+from planner.runtimes import Running
+from planner.session import Options, cost, lower_step
 from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.training import Training
 from planner.verification import LossFunction
@@ -35,6 +35,7 @@ def plan(
     activation_budget: Size | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    runtime: str = "auto",
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -69,6 +70,8 @@ def plan(
         Keyword arguments beside positional example inputs.
     loss_fn : callable, optional
         From the model's output to a scalar, if the model does not return its loss.
+    runtime : str
+        Name of what is to run the plan, which decides what can be planned; ``"auto"`` picks.
     solver : str
         Name of a solver; ``"auto"`` picks.
     time_limit_seconds : float
@@ -127,6 +130,7 @@ def plan(
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
+        runtime=runtime,
         solver=solver,
         time_limit_seconds=time_limit_seconds,
         deterministic=deterministic,
@@ -147,14 +151,12 @@ def plan(
         progress=progress,
     )
     _check_budget(options)
+    way = runtimes.get(runtime)
     begun = time.perf_counter()
-    if progress is not None:
-        progress("capturing forward and backward")
     options = _with_loss(model, options, loss_fn, inputs)
-    joint = capture(model, inputs, attention=attention_for(model, options))
-    captured = time.perf_counter() - begun
-    made = plan_step(model, joint, options).plan
-    return replace(made, capture_seconds=made.capture_seconds + captured)
+    looked = time.perf_counter() - begun
+    made = way.plan(model, inputs, options)
+    return replace(made, capture_seconds=made.capture_seconds + looked)
 
 
 def profile(
@@ -213,6 +215,7 @@ def auto_wrap(
     replan: bool = False,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    runtime: str = "auto",
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -241,7 +244,7 @@ def auto_wrap(
         call, or replaced if ``replan``.
     replan : bool
         Whether a plan that does not match may be replaced.
-    example_kwargs, loss_fn, solver, time_limit_seconds, deterministic, seed
+    example_kwargs, loss_fn, runtime, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
         See :func:`plan`.
@@ -274,6 +277,7 @@ def auto_wrap(
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
+        runtime=runtime,
         solver=solver,
         time_limit_seconds=time_limit_seconds,
         deterministic=deterministic,
@@ -293,15 +297,17 @@ def auto_wrap(
         progress=progress,
     )
     _check_budget(options)
+    way = runtimes.get(runtime)
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
         options = _with_loss(model, options, loss_fn, inputs)
         must_match = plan is not None and not replan
-        plan = plan_step(model, capture(model, inputs), options, reuse=plan, must_match=must_match).plan
+        plan = way.plan(model, inputs, options, reuse=plan, must_match=must_match)
     prepare: Callable[[Inputs], Options] | None = None
     if loss_fn is not None:
         prepare = lambda seen: _with_loss(model, options, loss_fn, seen)  # noqa: E731
-    install_call(model, GraphRuntime(model, options, plan=plan, replan=replan, prepare=prepare))
+    unwrap(model)
+    install_call(model, way.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model
 
 
@@ -313,17 +319,19 @@ def plan_of(model: nn.Module) -> Plan:
     UsageError
         If the model is not wrapped, or has not been planned yet.
     """
-    runtime = _runtime(model)
-    if runtime is None:
+    running = _running(model)
+    if running is None:
         raise UsageError(f"{type(model).__name__} is not wrapped: call planner.auto_wrap(model, budget=...) first")
-    if runtime.plan is None:
+    if running.plan is None:
         raise UsageError(f"{type(model).__name__} is not planned yet: that happens at its first training call")
-    return runtime.plan
+    return running.plan
 
 
 def unwrap(model: ModelT) -> ModelT:
     """Undo :func:`auto_wrap`; a model that is not wrapped is left as it is."""
-    if _runtime(model) is not None:
+    running = _running(model)
+    if running is not None:
+        running.stop()
         uninstall_call(model)
     return model
 
@@ -352,9 +360,9 @@ def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None,
     return replace(options, loss_bytes=loss.workspace_bytes(model, inputs, loss_fn))
 
 
-def _runtime(model: nn.Module) -> GraphRuntime | None:
-    runtime = installed_call(model)
-    return runtime if isinstance(runtime, GraphRuntime) else None
+def _running(model: nn.Module) -> Running | None:
+    running = installed_call(model)
+    return running if isinstance(running, Running) else None
 
 
 def _check_model(model: Any) -> None:

@@ -71,6 +71,7 @@ def solving_options() -> Parser:
         help="roofline (from the device's data sheet) or measured (each different operation is run here)",
     )
     group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded, here or on another machine")
+    group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
     group.add_argument("--solver", metavar="NAME", default="auto")
     group.add_argument(
         "--time-limit", type=_seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"

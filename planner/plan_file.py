@@ -50,6 +50,7 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
         "lower_bound": {"overhead": plan.lower_bound_overhead, "recompute_seconds": plan.lower_bound_seconds},
         "optimizer_step": {"temporary_bytes": plan.optimizer_step_bytes, "peak_bytes": plan.optimizer_peak_bytes},
         "minimum_feasible_peak_bytes": plan.minimum_feasible_peak_bytes,
+        "runtime": plan.runtime,
         "solver": {"name": plan.solver, "seconds": plan.solve_seconds},
         "capture_seconds": plan.capture_seconds,
         "cost_model": plan.cost_model,
@@ -146,6 +147,7 @@ def from_json(text: str) -> Plan:
         verification=_verification(root["measured"]) if root.has("measured") else None,
         optimizer_step_bytes=root["optimizer_step"]["temporary_bytes"].integer(),
         optimizer_peak_bytes=root["optimizer_step"]["peak_bytes"].integer(),
+        runtime=root["runtime"].text(),
         reserved=_reserved(root["predicted"]["cuda_allocator"]) if root["predicted"].has("cuda_allocator") else None,
     )
     _hold_together(plan)

@@ -193,4 +193,5 @@ class PlanOrigin:
     cost_model: str = "roofline"
     device: str = "cpu"
     torch_version: str = ""
+    runtime: str = "graph"
     warnings: tuple[PlanWarning, ...] = ()

@@ -73,6 +73,8 @@ class Plan:
     warnings : tuple of PlanWarning
     verification : Verification, optional
         What real steps showed, once they have been run.
+    runtime : str
+        Name of the runtime that the plan is made for.
     operations : tuple of OperationRow
         Every operation with its cost. Not part of a plan file, nor of comparisons.
     """
@@ -104,6 +106,7 @@ class Plan:
     optimizer_step_bytes: int = 0
     optimizer_peak_bytes: int = 0
     reserved: ReservedMemory | None = None
+    runtime: str = "graph"
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property

@@ -208,6 +208,7 @@ def plan_from_solution(
         cost_model=origin.cost_model,
         device=origin.device,
         torch=origin.torch_version,
+        runtime=origin.runtime,
         anatomy=anatomy,
         placement=placement(graph, costs, schedule, layers),
         baselines=baseline_rows(problem, solution, layers) if compare else (),

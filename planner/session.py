@@ -62,6 +62,8 @@ class Options:
         Its surroundings are taken in place of what ``training`` says.
     loss_bytes : int
         What a loss outside the captured graph needs on top of the outputs and their gradients.
+    runtime : str
+        Name of the runtime that is to carry the plan out.
     name : str
         Name of the model in reports.
     compare : bool
@@ -82,6 +84,7 @@ class Options:
     training: Training = field(default_factory=Training)
     taken_over: Plan | None = None
     loss_bytes: int = 0
+    runtime: str = "graph"
     name: str = ""
     compare: bool = True
     progress: Progress | None = None
@@ -96,6 +99,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         budget=plan.budget_bytes,
         cost_model="roofline" if plan.cost_model == MeasuredCosts.name else plan.cost_model,
         taken_over=plan,
+        runtime=plan.runtime,
         name=plan.model,
         compare=False,
     )
@@ -183,6 +187,7 @@ def plan_step(
         cost_model=costing.cost_model,
         device=spec.name,
         torch_version=torch.__version__,
+        runtime=options.runtime,
         warnings=costing.warnings,
     )
     if reuse is not None:

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from planner import runtimes
 from planner.errors import UsageError
 from planner.inputs import Inputs
 from planner.memory import measure_peak
 from planner.planning import Plan, Verification
-from planner.runtimes.graph import GraphRuntime
+from planner.runtimes import Running
 from planner.session import options_of
 from planner.torch_internals import install_call, installed_call, uninstall_call
 
@@ -73,10 +74,11 @@ def verify(
     resident_bytes = sum(plan.static_bytes.values())
     options = options_of(plan, loss_bytes=loss_bytes)
     unbounded_bytes = max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)
+    way = runtimes.get(plan.runtime)
     with _restored(model):
         ways = {
-            "planned": GraphRuntime(model, options, plan=plan, replan=False),
-            "baseline": GraphRuntime(model, replace(options, budget=unbounded_bytes)),
+            "planned": way.start(model, options, plan=plan, replan=False),
+            "baseline": way.start(model, replace(options, budget=unbounded_bytes)),
         }
         results, peaks = {}, {}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -207,7 +209,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _running(model: nn.Module, runtime: GraphRuntime) -> Iterator[None]:
+def _running(model: nn.Module, runtime: Running) -> Iterator[None]:
     previous = installed_call(model)
     install_call(model, runtime)
     try:

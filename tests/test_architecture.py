@@ -70,7 +70,7 @@ MODULES = {
     _module_name(path): path
     for path in [ROOT / "cli.py", *(ROOT / "planner").rglob("*.py"), *(ROOT / "cost_models").rglob("*.py")]
 }
-CORE = sorted(name for name in MODULES if name not in TOUCHES_TORCH and not name.startswith("planner.runtimes"))
+CORE = sorted(name for name in MODULES if name not in TOUCHES_TORCH and not name.startswith("planner.runtimes."))
 
 
 def test_the_modules_are_found():

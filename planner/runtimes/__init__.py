@@ -1,1 +1,133 @@
-"""Ways to run a plan: one file each."""
+"""Ways to run a plan, found by their files.
+
+Every public module of this package defines one ``RUNTIME``; dropping a file in is all it takes to
+add one. Each plans what it can carry out, by the same simulator.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planner.inputs import Inputs
+    from planner.plan_types import Plan
+    from planner.session import Options
+
+Prepare = Callable[["Inputs"], "Options"]
+"""Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them."""
+
+
+@runtime_checkable
+class Running(Protocol):
+    """What ``model(...)`` runs while a plan is in force.
+
+    Attributes
+    ----------
+    plan : Plan or None
+        The plan in force: that of the input sizes planned last.
+    """
+
+    plan: Plan | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, planned if gradients are on."""
+        ...
+
+    def stop(self) -> None:
+        """Undo what was done to the model's parts; its own call is put back by whoever replaced it."""
+        ...
+
+
+@runtime_checkable
+class Runtime(Protocol):
+    """What a runtime module's ``RUNTIME`` offers.
+
+    Attributes
+    ----------
+    name : str
+        What people type.
+    summary : str
+        One line on what it does.
+    exact_bits : bool
+        Whether loss, gradients and buffers equal those of its own step without recompute to the last bit.
+    exact_peak : bool
+        Whether the predicted peak is the measured one, and not an upper bound.
+    """
+
+    name: str
+    summary: str
+    exact_bits: bool
+    exact_peak: bool
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        """Plan one step, and run nothing; see :func:`planner.session.plan_step` for ``reuse`` and ``must_match``."""
+        ...
+
+    def start(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> Running:
+        """Give what is to run in place of the model's call.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+        options : Options
+        plan : Plan, optional
+            Decisions to carry out.
+        replan : bool
+            Whether a plan that does not match may be replaced; otherwise it is refused.
+        prepare : callable, optional
+        """
+        ...
+
+
+def names() -> list[str]:
+    """Give the names of all runtimes."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+
+
+def check(name: str) -> None:
+    """Refuse a name that no runtime has; needs no torch.
+
+    Raises
+    ------
+    UsageError
+        With near names.
+    """
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(names())}"
+        raise UsageError(f"no runtime is called {name!r}{hint}")
+
+
+@cache
+def get(name: str) -> Runtime:
+    """Give a runtime by its name, which is that of its file.
+
+    Raises
+    ------
+    UsageError
+        If there is none, with near names.
+    """
+    check(name)
+    runtime = getattr(importlib.import_module(f"{__name__}.{name}"), "RUNTIME", None)
+    if not isinstance(runtime, Runtime) or runtime.name != name:
+        raise TypeError(f"planner/runtimes/{name}.py defines no RUNTIME of that name with the attributes of Runtime")
+    return runtime

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import fx, nn
 
 from planner import rewrite
 from planner.capture import (
+    capture,
     differentiable_outputs,
     expected_losses,
     isolated_call,
@@ -18,8 +21,9 @@ from planner.failures import explain_failures
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
 from planner.planning import Plan
-from planner.runtimes.gradients import LateGradients, reach_of, watch_backward
-from planner.session import Options, PlannedStep, plan_step
+from planner.runtimes import Prepare
+from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
+from planner.session import Options, PlannedStep, attention_for, plan_step
 from planner.torch_internals import call_implementation, dynamo_settings
 
 
@@ -49,7 +53,7 @@ class GraphRuntime:
         *,
         plan: Plan | None = None,
         replan: bool = True,
-        prepare: Callable[[Inputs], Options] | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -72,6 +76,9 @@ class GraphRuntime:
             self._prepare_for(Inputs(args, kwargs))
         with dynamo_settings(), explain_failures(self.model):
             return self._call(*args, **kwargs)
+
+    def stop(self) -> None:
+        """Do nothing: the model's parts are as they were."""
 
     def _prepare_for(self, inputs: Inputs) -> None:
         sizes = [tensor.shape for tensor in inputs.tensors()]
@@ -129,3 +136,35 @@ class GraphRuntime:
             return outputs
 
         return finished
+
+
+class _Graph:
+    name = "graph"
+    summary = "forward and backward as planned graphs of the whole model"
+    exact_bits = True
+    exact_peak = True
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        begun = time.perf_counter()
+        if options.progress is not None:
+            options.progress("capturing forward and backward")
+        joint = capture(model, inputs, attention=attention_for(model, options))
+        captured = time.perf_counter() - begun
+        plan = plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
+        return replace(plan, capture_seconds=plan.capture_seconds + captured)
+
+    def start(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> GraphRuntime:
+        return GraphRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+
+
+RUNTIME = _Graph()

@@ -1,0 +1,94 @@
+"""One contract for every runtime: it keeps its prediction, its bits, and leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner import runtimes
+from planner.errors import UsageError
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.rise = nn.Linear(WIDTH, 4 * WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.fall = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fall(self.dropout(F.gelu(self.rise(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 6, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(params=list(runtimes.names()))
+def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
+    return runtimes.get(request.param)
+
+
+def inputs(rows: int = 512) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+
+
+def test_it_introduces_itself(runtime: runtimes.Runtime) -> None:
+    assert runtime.summary
+    assert isinstance(runtime.exact_bits, bool)
+    assert isinstance(runtime.exact_peak, bool)
+
+
+def test_a_name_nearby_is_suggested() -> None:
+    with pytest.raises(UsageError, match="did you mean 'graph'"):
+        planner.plan(Model(), inputs(), budget="90%", runtime="grpah")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+def test_real_steps_keep_the_prediction(runtime: runtimes.Runtime, dropout: float, budget: str) -> None:
+    model = Model(dropout=dropout)
+    plan = planner.plan(model, inputs(), activation_budget=budget, runtime=runtime.name, time_limit_seconds=1.0)
+    proof = planner.verify(model, inputs(), plan, timed_steps=1)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert proof.peak_bytes <= plan.peak_bytes
+    if runtime.exact_peak:
+        assert proof.peak_bytes >= 0.999 * plan.peak_bytes  # sizes are rounded up to the allocator's alignment
+    if runtime.exact_bits:
+        assert proof.exact, proof.differences
+
+
+def test_a_wrapped_model_trains_and_leaves_no_trace(runtime: runtimes.Runtime) -> None:
+    model = Model()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = {name: type(module) for name, module in model.named_modules()}
+    wrapped = planner.auto_wrap(model, inputs(), activation_budget="70%", runtime=runtime.name, time_limit_seconds=1.0)
+    assert wrapped is model
+    plan = planner.plan_of(model)
+    model(inputs()).backward()
+    model(inputs(256)).backward()  # another size
+    assert all(p.grad is not None for p in model.parameters())
+    with torch.no_grad():
+        model(inputs())
+    planner.unwrap(model)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    again = planner.Plan.from_json(plan.to_json())
+    assert again.runtime == plan.runtime
+    planner.auto_wrap(model, inputs(), plan=again)
+    assert planner.plan_of(model).recomputations == plan.recomputations
+    model(inputs()).backward()
