@@ -20,6 +20,7 @@ from planner.errors import CaptureError, PlannerError
 from planner.failures import explain_failures, raised_at
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
+from planner.masks import Assumption, simplify_masks
 from planner.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -126,6 +127,9 @@ class Backend:
         ``finish(run, graph_module, differentiable)`` wraps what AOTAutograd returns.
     attention : callable, optional
         Stands in for ``scaled_dot_product_attention``.
+    assume : bool
+        Whether a mask may be left out for inputs that hold the same values as those at hand; other values
+        then end in :class:`~planner.masks.AssumptionBrokenError`.
     """
 
     def __init__(
@@ -135,28 +139,41 @@ class Backend:
         choose_outputs: Callable[[fx.GraphModule], list[int]] | None = None,
         finish: Callable[..., Callable[..., Any]] | None = None,
         attention: Attention | None = None,
+        assume: bool = True,
     ) -> None:
         self.partition = partition
         self.choose_outputs = choose_outputs or expected_losses
         self.finish = finish
         self.attention = attention
+        self.assume = assume
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
         differentiable = self.choose_outputs(graph_module)
+        narrowed = detach_others(graph_module, differentiable)
+        assumption = simplify_masks(narrowed, example_inputs, assume=self.assume)
+        if self.attention is not None:
+            replace_attention(narrowed, self.attention)
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             graph = eliminate_common_subexpressions(joint.graph)
             tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
-            return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors))
+            assumes = assumption.names if assumption else ()
+            return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors, assumes))
 
-        narrowed = detach_others(graph_module, differentiable)
-        if self.attention is not None:
-            replace_attention(narrowed, self.attention)
         run: Callable[..., Any] = aot_backend(partition)(narrowed, example_inputs)
-        return self.finish(run, graph_module, differentiable) if self.finish else run
+        run = self.finish(run, graph_module, differentiable) if self.finish else run
+        return _under(assumption, run) if assumption else run
+
+
+def _under(assumption: Assumption, run: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*inputs: Any) -> Any:
+        assumption.check(inputs)
+        return run(*inputs)
+
+    return checked
 
 
 def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:

@@ -37,12 +37,15 @@ class JointGraph:
         How many outputs belong to the forward.
     inputs : list of torch.Tensor
         What the graph was captured with, parameters and buffers included.
+    assumes : tuple of str
+        Inputs whose values the graph takes for granted; see :mod:`planner.masks`.
     """
 
     module: fx.GraphModule
     graph: fx.Graph
     num_forward_outputs: int
     inputs: list[torch.Tensor] = field(default_factory=list)
+    assumes: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[list[Any], list[Any]]:

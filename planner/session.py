@@ -26,6 +26,7 @@ from planner.errors import PlanMismatchError
 from planner.graph import OperationCost, TrainingGraph
 from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
+from planner.plan_parts import PlanWarning
 from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
 from planner.reservation import optimizer_peak_bytes
@@ -182,13 +183,13 @@ def plan_step(
     costing = cost(model, joint, lowered, spec, options)
     costs = costing.costs
     origin = PlanOrigin(
-        fingerprint=fingerprint(model, lowered.graph, spec.name, joint.inputs),
+        fingerprint=fingerprint(model, lowered.graph, spec.name, joint),
         capture_seconds=time.perf_counter() - begun,
         cost_model=costing.cost_model,
         device=spec.name,
         torch_version=torch.__version__,
         runtime=options.runtime,
-        warnings=costing.warnings,
+        warnings=(*costing.warnings, *_assumed(joint)),
     )
     if reuse is not None:
         if must_match:
@@ -196,7 +197,7 @@ def plan_step(
         taken_over = _take_over(lowered, costs, options, origin, around, reuse)
         if taken_over is not None:
             return taken_over
-        if must_match:
+        if must_match and _assumes_the_same(reuse, origin):
             raise PlanMismatchError(
                 "the plan's decisions break the budget on this graph: plan again, or pass replan=True"
             )
@@ -215,6 +216,18 @@ def plan_step(
         compare=options.compare,
     )
     return PlannedStep(lowered, costs, plan, plan.schedule_for(lowered.graph))
+
+
+def _assumed(joint: JointGraph) -> tuple[PlanWarning, ...]:
+    if not joint.assumes:
+        return ()
+    names = ", ".join(joint.assumes)
+    warning = PlanWarning(
+        rule="mask-left-out",
+        cause=f"attention needs no mask while {names} holds what it holds in the example, as eager finds out too",
+        fix="nothing: every batch is checked, and one that needs the mask gets a plan of its own within the budget",
+    )
+    return (warning,)
 
 
 def cost(
@@ -247,22 +260,23 @@ def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tupl
     return tuple(tuple(t.shape) for t in inputs if id(t) not in own)
 
 
-def fingerprint(
-    model: nn.Module, graph: TrainingGraph, device: str, inputs: Sequence[torch.Tensor]
-) -> dict[str, str | int]:
+def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
     digest = hashlib.sha256()
     for operation in graph.operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
     parameters = {id(p) for p in [*model.parameters(), *model.buffers()]}
-    shapes = [f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs if id(t) not in parameters]
+    shapes = [
+        f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in joint.inputs if id(t) not in parameters
+    ]
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": sum(p.numel() for p in model.parameters()),
         "inputs": "; ".join(shapes),
         "device": device,
         "torch": torch.__version__,
+        "assumes": ", ".join(joint.assumes),
         "operations": len(graph.operations),
         "graph": digest.hexdigest()[:16],
     }
@@ -280,10 +294,18 @@ def check_match(plan: Plan, origin: PlanOrigin) -> None:
     if theirs.get("graph") == ours["graph"]:
         return
     keys = [key for key in ours if theirs.get(key) != ours[key]]
+    if not _assumes_the_same(plan, origin):  # a batch that needs a mask, say, has a graph of its own
+        keys = [key for key in keys if key not in ("assumes", "operations", "graph")]
+        if not keys:
+            return
     differs = [f"{key} is {theirs.get(key)!r} in the plan and {ours[key]!r} here" for key in keys]
     raise PlanMismatchError(
         f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass replan=True"
     )
+
+
+def _assumes_the_same(plan: Plan, origin: PlanOrigin) -> bool:
+    return plan.fingerprint.get("assumes", "") == origin.fingerprint["assumes"]
 
 
 def _take_over(

@@ -27,6 +27,7 @@ TOUCHES_TORCH = {
     "planner.joint",
     "planner.loss",
     "planner.lowering",
+    "planner.masks",
     "planner.memory",
     "planner.operands",
     "planner.optimizers",

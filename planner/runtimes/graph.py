@@ -20,6 +20,7 @@ from planner.capture import (
 from planner.failures import explain_failures
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
+from planner.masks import AssumptionBrokenError
 from planner.planning import Plan
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
@@ -65,6 +66,7 @@ class GraphRuntime:
         self._joint: JointGraph | None = None
         self._expected: list[int] | None = None
         self._call = self._new_call()
+        self._call_without_assumption = self._new_call(assume=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
@@ -75,7 +77,10 @@ class GraphRuntime:
         if self.prepare is not None:
             self._prepare_for(Inputs(args, kwargs))
         with dynamo_settings(), explain_failures(self.model):
-            return self._call(*args, **kwargs)
+            try:
+                return self._call(*args, **kwargs)
+            except AssumptionBrokenError:  # raised before anything was run
+                return self._call_without_assumption(*args, **kwargs)
 
     def stop(self) -> None:
         """Do nothing: the model's parts are as they were."""
@@ -86,8 +91,10 @@ class GraphRuntime:
             self.options = self.prepare(inputs)
             self._prepared_for = sizes
 
-    def _new_call(self) -> Callable[..., Any]:
-        return isolated_call(self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish)
+    def _new_call(self, *, assume: bool = True) -> Callable[..., Any]:
+        return isolated_call(
+            self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish, assume=assume
+        )
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = self.planned(joint)
@@ -116,6 +123,7 @@ class GraphRuntime:
             """Plan for these outputs from the next call on."""
             self._expected = sorted(positions)
             self._call = self._new_call()
+            self._call_without_assumption = self._new_call(assume=False)
 
         joint, self._joint = self._joint, None
         late = None
