@@ -286,7 +286,9 @@ def test_a_rule_fires_on_its_trouble_and_nowhere_else(rule: Any):
     assert rule.name not in rules(checked(silent(), **options))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.severity is Severity.ERROR], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.severity is Severity.ERROR], ids=lambda rule: rule.name
+)
 def test_what_is_called_an_error_gives_wrong_numbers(rule: Any, monkeypatch: pytest.MonkeyPatch):
     def step(model: nn.Module) -> dict[str, Tensor]:
         torch.manual_seed(1)
@@ -327,7 +329,9 @@ def test_the_switch_of_hugging_face_is_seen_through():
 def test_swin_checkpoints_stages_and_layers_both():
     hf = pytest.importorskip("transformers")
     sizes = {"image_size": 16, "patch_size": 2, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 8, "window_size": 2}
-    model = hf.SwinForImageClassification(hf.SwinConfig(**sizes, drop_path_rate=0.0, problem_type="regression", num_labels=1))
+    model = hf.SwinForImageClassification(
+        hf.SwinConfig(**sizes, drop_path_rate=0.0, problem_type="regression", num_labels=1)
+    )
     model.train().gradient_checkpointing_enable()
     inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randn(2)}
     assert "nested-checkpoints" in rules(planner.check(model, inputs))
@@ -366,7 +370,9 @@ def test_a_wrapped_model_can_be_checked():
 
 
 def test_the_worst_comes_first():
-    found = checked(Trained(frozen(linear()), linear(), Region(nn.BatchNorm1d(8), nn.Dropout(), preserve_rng_state=False)))
+    found = checked(
+        Trained(frozen(linear()), linear(), Region(nn.BatchNorm1d(8), nn.Dropout(), preserve_rng_state=False))
+    )
     severities = [finding.severity for finding in found.findings]
     assert severities == sorted(severities, key=list(Severity).index)
     assert len(found.problems) + len(found.notes) == len(found.findings)
@@ -430,9 +436,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("factories")
-def test_the_first_line_is_the_answer(
-    factory: str, code: int, answer: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_line_is_the_answer(factory: str, code: int, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", f"mine.py:{factory}"]) == code
     streams = capsys.readouterr()
     assert answer in streams.out.splitlines()[:3]

@@ -11,7 +11,7 @@ from torch import nn
 from planner import loss
 from planner.capture import capture
 from planner.diagnose import checkpoint_rules, model_rules, step_rules
-from planner.diagnose.facts import module_facts, outside_bytes, tied_parameters
+from planner.diagnose.facts import module_facts, outside_bytes
 from planner.diagnose.observe import observe
 from planner.diagnose.rules import examine
 from planner.diagnose.subject import Step, Subject
@@ -96,7 +96,6 @@ def check(
         not_captured = str(error)
     subject = Subject(
         modules=module_facts(model),
-        tied=tuple(tied_parameters(model).values()),
         calls=seen.calls,
         cast_while_tied=seen.cast_while_tied,
         returned_cache=seen.returned_cache,

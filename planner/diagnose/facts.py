@@ -34,7 +34,6 @@ def module_facts(model: nn.Module) -> tuple[ModuleFacts, ...]:
 def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
     classes = {cls.__name__ for cls in type(module).__mro__}
     parameters = list(module.parameters())
-    data_parallel = isinstance(module, nn.parallel.DistributedDataParallel)
     config = getattr(module, "config", None)
     # Parts of a model often share its configuration: the outermost one answers for it.
     fills_cache = module.training and id(config) not in configured and getattr(config, "use_cache", False) is True
@@ -49,8 +48,7 @@ def _facts(path: str, module: nn.Module, configured: set[int]) -> ModuleFacts:
         checkpointing_on=bool(classes & _CHECKPOINTING)
         or (module.training and getattr(module, "gradient_checkpointing", False) is True),
         fills_cache=fills_cache,
-        data_parallel=data_parallel,
-        finds_unused=data_parallel and getattr(module, "find_unused_parameters", False) is True,
+        finds_unused=isinstance(module, nn.parallel.DistributedDataParallel) and module.find_unused_parameters,
         sharded=bool(classes & _SHARDING),
     )
 

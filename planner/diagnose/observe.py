@@ -105,7 +105,6 @@ class _Call:
             nested=self.nested,
             gets_gradient=self.gets_gradient,
             trainable=self.trainable,
-            modules=tuple(dict.fromkeys(self.modules)),
             draws=tuple(self.draws),
             updates=tuple(dict.fromkeys(self.updates)),
             overwrites=tuple(self.overwrites),

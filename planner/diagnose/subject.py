@@ -30,8 +30,8 @@ class ModuleFacts:
         Whether it checkpoints itself: a wrapper, or a switch of Hugging Face's.
     fills_cache : bool
         Whether its configuration asks for keys and values to be cached.
-    data_parallel, finds_unused, sharded : bool
-        Whether it is DDP's wrapper; with ``find_unused_parameters``; a unit of FSDP.
+    finds_unused, sharded : bool
+        Whether it is DDP's wrapper with ``find_unused_parameters``; a unit of FSDP.
     """
 
     path: str
@@ -42,7 +42,6 @@ class ModuleFacts:
     full_backward_hooks: bool = False
     checkpointing_on: bool = False
     fills_cache: bool = False
-    data_parallel: bool = False
     finds_unused: bool = False
     sharded: bool = False
 
@@ -69,9 +68,7 @@ class CheckpointCall:
     gets_gradient : bool
         Whether a tensor among its arguments requires a gradient.
     trainable : bool
-        Whether a parameter that it reads does.
-    modules : tuple of str
-        What it calls.
+        Whether anything else that it reads does: a parameter.
     draws, updates, overwrites, chooses : tuple of str
         Operations with their module: those that draw random numbers, write into parameters or buffers, write into
         the result of a matrix product, and choose by rank.
@@ -84,7 +81,6 @@ class CheckpointCall:
     nested: bool = False
     gets_gradient: bool = True
     trainable: bool = True
-    modules: tuple[str, ...] = ()
     draws: tuple[str, ...] = ()
     updates: tuple[str, ...] = ()
     overwrites: tuple[str, ...] = ()
@@ -108,12 +104,10 @@ class Subject:
     ----------
     modules : tuple of ModuleFacts
         In the order of ``named_modules``.
-    tied : tuple of str
-        Parameters with two names or more, ``"head.weight = tokens.weight"``.
     calls : tuple of CheckpointCall
         What was seen of the model's own checkpointing.
     cast_while_tied : tuple of str
-        Those of ``tied`` that the forward casts to another type.
+        Parameters with two names or more that the forward casts to another type, ``"head.weight = tokens.weight"``.
     returned_cache : bool, optional
         Whether the forward gave a cache back; None if it was not followed to its end.
     unseen : str
@@ -128,7 +122,6 @@ class Subject:
     """
 
     modules: tuple[ModuleFacts, ...] = ()
-    tied: tuple[str, ...] = ()
     calls: tuple[CheckpointCall, ...] = ()
     cast_while_tied: tuple[str, ...] = ()
     returned_cache: bool | None = None
