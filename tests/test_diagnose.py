@@ -237,7 +237,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     "frozen-region": (lambda: Trained(frozen(linear()), linear()), lambda: Trained(linear(), linear())),
     "not-followed": (Branching, lambda: Trained(linear())),
     "static-dominates": (
-        lambda: Trained(frozen(nn.Linear(8, 50_000)), nn.AvgPool1d(5000), linear_of(10)),
+        lambda: Trained(frozen(nn.Sequential(nn.Linear(8, 500), nn.Linear(500, 500), nn.Linear(500, 8))), linear()),
         lambda: Trained(linear(), linear()),
     ),
     "optimizer-dominates": (
@@ -253,10 +253,6 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     "routing": (lambda: Trained(MixtureOfExperts(8, 8, 4, chosen=2)), lambda: Trained(linear())),
 }
 """For each rule a model on which it fires, and a near one on which it does not."""
-
-
-def linear_of(width: int) -> nn.Linear:
-    return nn.Linear(width, 1)
 
 
 def checked(model: nn.Module, **options: Any) -> Diagnosis:

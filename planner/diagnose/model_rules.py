@@ -32,9 +32,12 @@ def _unused(subject: Subject) -> str:
 
 
 def _sharded_within(subject: Subject) -> str:
-    wrappers = [module.path for module in subject.modules if module.checkpointing_on and not module.sharded]
-    inside = [m.label for m in subject.modules if m.sharded and m.path and any(_beneath(m.path, w) for w in wrappers)]
-    return f"{collapsed(inside)}: sharded inside a module that is checkpointed" if inside else ""
+    own = [module.path for module in subject.modules if module.checkpointing_on]
+    # A wrapper that is sharded as a whole is in the right order, though it calls what it wraps.
+    outer = {module.path for module in subject.modules if module.checkpointing_on and not module.sharded}
+    outer |= {call.region for call in subject.calls if call.region not in own}
+    inside = [m.label for m in subject.modules if m.sharded and any(_beneath(m.path, path) for path in outer)]
+    return f"{collapsed(inside)}: sharded inside a region that is checkpointed" if inside else ""
 
 
 def _sharded(subject: Subject) -> str:

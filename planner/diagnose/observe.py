@@ -6,6 +6,7 @@ imported long ago), the interpreter calls its code object, and says so to a prof
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Iterator
@@ -59,18 +60,19 @@ class Observation:
 
 def observe(model: nn.Module, inputs: Inputs) -> Observation:
     """Run the forward of a model without data, and leave the model as it was."""
-    watcher = _Watcher(model)
+    calls: list[_Call] = []
+    cast: list[str] = []
     returned_cache, unseen = None, ""
     try:
-        with _left_alone(model), _mode_of(model, inputs), watcher.watching(), torch.enable_grad():
+        with _left_alone(model, inputs), _Watcher(model, calls, cast).watching(), torch.enable_grad():
             output = call_implementation(model)(*inputs.args, **inputs.kwargs)
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
         first = (str(error).strip().splitlines() or [""])[0]
         unseen = f"{type(error).__name__}: {first}{raised_at(error)}"
     return Observation(
-        calls=tuple(call.told() for call in watcher.calls),
-        cast_while_tied=tuple(dict.fromkeys(watcher.cast)),
+        calls=tuple(call.told() for call in calls),
+        cast_while_tied=tuple(dict.fromkeys(cast)),
         returned_cache=returned_cache,
         unseen=unseen,
     )
@@ -81,14 +83,13 @@ class _Call:
     """A checkpointed region, while it is being filled in."""
 
     frame: FrameType
-    function: str
+    region: str
     reentrant: bool
     preserves_random_state: bool
     selective: bool
     nested: bool
     gets_gradient: bool
     trainable: bool = False
-    modules: list[str] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)
     updates: list[str] = field(default_factory=list)
     overwrites: list[str] = field(default_factory=list)
@@ -98,7 +99,7 @@ class _Call:
 
     def told(self) -> CheckpointCall:
         return CheckpointCall(
-            region=self.modules[0] if self.modules else self.function,
+            region=self.region,
             reentrant=self.reentrant,
             preserves_random_state=self.preserves_random_state,
             selective=self.selective,
@@ -115,7 +116,7 @@ class _Call:
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees modules come and go, calls of checkpoint, and every operation."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, calls: list[_Call], cast: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paths = {module: path or type(model).__name__ for path, module in model.named_modules()}
         self.tied = tied_parameters(model)
@@ -125,8 +126,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.state = {storage_id(t): name for name, t in state if name.rpartition(".")[0] not in statistics}
         self.within: list[str] = []
         self.open: list[_Call] = []
-        self.calls: list[_Call] = []
-        self.cast: list[str] = []
+        self.calls = calls
+        self.cast = cast
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -151,7 +152,6 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         path = self.paths.get(module, type(module).__name__)
         self.within.append(path)
         for call in self.open:
-            call.modules.append(path)
             if updates_statistics(module):
                 call.updates.append(f"{path} ({type(module).__name__})")
 
@@ -162,7 +162,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if frame.f_code is not _CHECKPOINT:
             return
         if event == "call":
-            self.open.append(_opened(frame, nested=bool(self.open)))
+            self.open.append(_opened(frame, self.paths, nested=bool(self.open)))
             self.calls.append(self.open[-1])
         elif event == "return" and self.open and self.open[-1].frame is frame:
             self.open.pop()
@@ -195,18 +195,27 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.products[storage_id(output)] = output
 
 
-def _opened(frame: FrameType, *, nested: bool) -> _Call:
+def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _Call:
     given = frame.f_locals
     function = given["function"]
+    module = _module_of(function)
     return _Call(
         frame=frame,
-        function=getattr(function, "__qualname__", type(function).__name__),
+        region=paths.get(module) or str(getattr(function, "__qualname__", type(function).__name__)),
         reentrant=given["use_reentrant"] is not False,  # torch takes silence for yes
         preserves_random_state=bool(given["kwargs"].get("preserve_rng_state", True)),
         selective=given["context_fn"] is not noop_context_fn,
         nested=nested,
         gets_gradient=any(isinstance(x, torch.Tensor) and x.requires_grad for x in given["args"]),
     )
+
+
+def _module_of(function: Any) -> Any:
+    """Give the module that a function is, or is a method of, partly applied or not."""
+    if isinstance(function, functools.partial):
+        first = function.args[0] if function.args else None
+        return first if isinstance(first, nn.Module) else _module_of(function.func)
+    return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
 
 
 def _mode_of(model: nn.Module, inputs: Inputs) -> FakeTensorMode:
@@ -216,12 +225,17 @@ def _mode_of(model: nn.Module, inputs: Inputs) -> FakeTensorMode:
 
 
 @contextmanager
-def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Give modules back the attributes and buffers that they had."""
+def _left_alone(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Enter a fake mode, and give modules back the attributes and buffers that they had."""
+    mode = _mode_of(model, inputs)
     attributes = {module: dict(vars(module)) for module in model.modules()}
     buffers = {module: dict(module.named_buffers(recurse=False)) for module in attributes}
     try:
-        yield
+        for module, own in buffers.items():
+            for name, buffer in own.items():  # the mode would let a counter that is written in place count
+                setattr(module, name, buffer if isinstance(buffer, FakeTensor) else mode.from_tensor(buffer))
+        with mode:
+            yield
     finally:
         for module, before in attributes.items():
             vars(module).clear()

@@ -58,7 +58,7 @@ class CheckpointCall:
     Parameters
     ----------
     region : str
-        The outermost module that it runs, or the function's name.
+        The module that it runs, or the function's name.
     reentrant, preserves_random_state : bool
         How it was called.
     selective : bool
