@@ -350,8 +350,9 @@ def test_the_model_is_left_as_it_was():
 
     model = Stepping(linear(), Region(nn.BatchNorm1d(8), nn.Dropout()))
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(X)
     random_state, profiled = torch.get_rng_state(), sys.getprofile()
-    found = checked(model)
+    found = planner.check(model, x)
     assert "state-updated-twice" in rules(found)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())

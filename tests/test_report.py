@@ -237,7 +237,7 @@ def test_warnings_name_rule_cause_and_fix() -> None:
     graph, costs = transformer(4, vocabulary=64)
     graph = dataclasses.replace(graph, static_bytes={"parameters": 2**31})
     plan = make_plan(graph, costs, activation_budget="80%", solver="sqrt")
-    assert {warning.rule for warning in plan.warnings} == {"static-dominates", "one-value-dominates"}
+    assert {warning.rule for warning in plan.warnings} == {"static-dominates", "logits-dominate"}
     lines = [line.strip() for line in shown(plan, 400).splitlines()]
     for warning in plan.warnings:
         at = lines.index(f"warning [{warning.rule}] {warning.evidence}")

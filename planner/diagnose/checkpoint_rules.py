@@ -57,9 +57,9 @@ def _cast_and_tied(subject: Subject) -> str:
 
 def _already_on(subject: Subject) -> str:
     if subject.calls:
-        return f"{_regions(subject.calls)}: {len(subject.calls)} calls of torch.utils.checkpoint in one forward"
+        return f"{_regions(subject.calls)}; calls of torch.utils.checkpoint in one forward: {len(subject.calls)}"
     switched = [module.label for module in subject.modules if module.checkpointing_on]
-    return f"{collapsed(switched)}: {len(switched)} modules checkpoint themselves" if switched else ""
+    return f"{collapsed(switched)}; modules that checkpoint themselves: {len(switched)}" if switched else ""
 
 
 def _regions(calls: list[CheckpointCall] | tuple[CheckpointCall, ...]) -> str:

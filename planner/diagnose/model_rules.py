@@ -42,14 +42,18 @@ def _sharded_within(subject: Subject) -> str:
 
 def _sharded(subject: Subject) -> str:
     units = [module.label for module in subject.modules if module.sharded]
-    return f"{collapsed(units)}: {len(units)} FSDP units" if units else ""
+    return f"{collapsed(units)}; FSDP units: {len(units)}" if units else ""
 
 
 def _statistics(subject: Subject) -> str:
     if any(call.updates for call in subject.calls):
         return ""
     updating = [module for module in subject.modules if module.updates_statistics]
-    return f"{len(updating)} modules in training mode: {collapsed([m.label for m in updating])}" if updating else ""
+    return (
+        f"{collapsed([m.label for m in updating])}; modules with running statistics: {len(updating)}"
+        if updating
+        else ""
+    )
 
 
 def _frozen(subject: Subject) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from planner.diagnose.rules import Rule
 from planner.diagnose.subject import Step, Subject
 from planner.findings import Severity, collapsed
-from planner.graph import Operation, Phase
+from planner.graph import Operation, Phase, TrainingGraph
 from planner.simulate import lifetimes
 from planner.units import format_bytes, format_percent
 
@@ -48,12 +48,7 @@ def _logits(subject: Subject) -> str:
     if subject.step is None:
         return ""
     step, graph = subject.step, subject.step.problem.graph
-    around = {
-        value
-        for operation in graph.operations
-        if any(target in operation.target for target in _LOSS_TARGETS)
-        for value in (*operation.inputs, *operation.outputs)
-    }
+    around = _around_loss(graph)
     alive = [value for value in _alive_at_peak(step) if value in around]
     alive_bytes = sum(graph.values[value].size_bytes for value in alive)
     share = alive_bytes / max(step.evaluation.peak_bytes, 1)
@@ -73,8 +68,8 @@ def _one_value(subject: Subject) -> str:
     largest = max(alive, key=lambda value: graph.values[value].size_bytes)
     size_bytes = graph.values[largest].size_bytes
     share = size_bytes / max(subject.step.evaluation.peak_bytes, 1)
-    if share < _DOMINATING_VALUE:
-        return ""
+    if share < _DOMINATING_VALUE or largest in _around_loss(graph):
+        return ""  # of logits another rule says more
     return (
         f"one value of {format_bytes(size_bytes)}, made by {_place(graph.operations[graph.producer[largest]])}, "
         f"is {format_percent(share)} of what the step holds at its peak"
@@ -95,7 +90,7 @@ def _attention(subject: Subject) -> str:
     saved_bytes = sum(graph.values[value].size_bytes for index in fused for value in graph.operations[index].outputs)
     seconds = sum(step.problem.costs[index].seconds for index in fused)
     return (
-        f"{len(fused)} fused kernels ({graph.operations[fused[0]].target}) make {format_bytes(saved_bytes)} "
+        f"{graph.operations[fused[0]].target}, {len(fused)} of it: {format_bytes(saved_bytes)} made "
         f"in {format_percent(seconds / max(step.evaluation.seconds, 1e-12))} of the step's time"
     )
 
@@ -109,6 +104,16 @@ def _routing(subject: Subject) -> str:
         if operation.phase is Phase.FORWARD and operation.target.startswith(_CHOOSING)
     ]
     return collapsed(choosing)
+
+
+def _around_loss(graph: TrainingGraph) -> set[int]:
+    """Give the values that a loss over classes reads and makes."""
+    return {
+        value
+        for operation in graph.operations
+        if any(target in operation.target for target in _LOSS_TARGETS)
+        for value in (*operation.inputs, *operation.outputs)
+    }
 
 
 def _alive_at_peak(step: Step) -> list[int]:
@@ -152,7 +157,7 @@ BOTTLENECKS = (
         severity=Severity.WARNING,
         evidence=_one_value,
         cause="no plan has a lower peak than its largest operation",
-        fix="compute it in chunks, as a loss over slices of the sequence does for logits",
+        fix="compute it in chunks",
     ),
 )
 """What limits any plan; asked of a plan that recomputes, and of the step without recompute."""
