@@ -1,6 +1,6 @@
-"""The command line: plan a model for a memory budget, prove it by real steps, list the models.
+"""The command line: plan a model for a memory budget, prove it by real steps, find what is wrong.
 
-Exit codes: 0 fits, 1 failed, 2 wrong usage, 3 no plan fits, 4 the model cannot be captured.
+Exit codes: 0 fits or sound, 1 failed or problems found, 2 wrong usage, 3 no plan fits, 4 the model cannot be captured.
 Results go to standard output, progress and errors to standard error.
 """
 
@@ -19,11 +19,12 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 # Nothing slow is imported up here: --help must answer at once.
-from planner.errors import PlannerError, UsageError
+from planner.errors import CaptureError, PlannerError, UsageError
 from planner.options import (
     DTYPES,
     Parser,
     budget_options,
+    check_options,
     model_options,
     profile_options,
     solving_options,
@@ -99,6 +100,12 @@ def _parser() -> Parser:
     budget_options(verify).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
     verify.set_defaults(run=_run_plan, save=None, verify=True)
 
+    check = commands.add_parser(
+        "check", parents=[common, model, training_options()], help="find what is wrong with how a model is trained"
+    )
+    check_options(check)
+    check.set_defaults(run=_run_check)
+
     profile = commands.add_parser("profile", parents=[common, model], help="measure each operation on this machine")
     profile.add_argument("--output", metavar="FILE", required=True, help="write the measured costs to a file")
     profile_options(profile)
@@ -140,6 +147,41 @@ def _run_plan(args: argparse.Namespace) -> int:
         _show(lambda console: render(plan, console, show_operations=args.operations))
     _hold_to_measured(plan)
     return 0
+
+
+def _run_check(args: argparse.Namespace) -> int:
+    from planner import device_file
+    from planner.atomic import check_writable
+
+    _check_name(args)
+    training = _training(args)
+    if args.device:
+        device_file.find(args.device)
+    if args.json not in (None, "-"):
+        check_writable(args.json)
+    with _quiet(args), _progress(args) as progress:
+        from planner.diagnose.check import check
+
+        progress("building the model")
+        loaded = _load(args, real=False)
+        diagnosis = check(
+            loaded.model,
+            loaded.example_args,
+            example_kwargs=loaded.example_kwargs,
+            loss_fn=loaded.loss_fn,
+            device=args.device,
+            **dataclasses.asdict(training),
+            name=loaded.name,
+            progress=progress,
+        )
+    _write_json(diagnosis.report(), args)
+    if args.json != "-":
+        from planner.report import render_diagnosis
+
+        _show(lambda console: render_diagnosis(diagnosis, console))
+    if not diagnosis.captured:
+        return CaptureError.exit_code
+    return PlannerError.exit_code if diagnosis.problems else 0
 
 
 def _run_profile(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planner.api import profile as profile
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
+    from planner.diagnose.check import check as check
     from planner.instances import load_instance as load_instance
     from planner.plan_types import Plan as Plan
     from planner.plan_types import Verification as Verification
@@ -28,6 +29,7 @@ _HOME = {
     "Plan": "planner.plan_types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
+    "check": "planner.diagnose.check",
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
@@ -42,6 +44,7 @@ __all__ = [
     "Verification",
     "__version__",
     "auto_wrap",
+    "check",
     "load_instance",
     "load_profile",
     "plan",

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from cost_models.measured import MeasuredCosts, Profile
 from planner import loss, runtimes
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
-from planner.inputs import Inputs
+from planner.inputs import Inputs, check_model
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes import Running
@@ -125,7 +124,7 @@ def plan(
     >>> planner.plan(model, torch.randn(256, 64), budget="80%").status
     'optimal'
     """
-    _check_model(model)
+    check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options(
         budget=budget,
@@ -192,7 +191,7 @@ def profile(
     CaptureError
         If the model cannot be captured as one graph.
     """
-    _check_model(model)
+    check_model(model)
     if not time_limit_seconds > 0:
         raise UsageError(f"time limit must be above 0 s, not {time_limit_seconds}")
     inputs = Inputs.of(example_inputs, example_kwargs)
@@ -269,7 +268,7 @@ def auto_wrap(
     True
     >>> model(x).sum().backward()
     """
-    _check_model(model)
+    check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if plan is not None and budget is None and activation_budget is None:
@@ -346,7 +345,7 @@ def verify(
     timed_steps: int = 5,
 ) -> Verification:
     """Run real steps with and without a plan and say what differs; see :func:`planner.verification.verify`."""
-    _check_model(model)
+    check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
     inputs = Inputs.of(example_inputs, example_kwargs)
@@ -363,13 +362,6 @@ def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None,
 def _running(model: nn.Module) -> Running | None:
     running = installed_call(model)
     return running if isinstance(running, Running) else None
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
 
 
 def _check_budget(options: Options) -> None:

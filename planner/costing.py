@@ -13,9 +13,9 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, scaled
 from planner import cuda_workspace, profiling, workspace
 from planner.errors import ProfileMismatchError, UsageError
+from planner.findings import Finding
 from planner.graph import TrainingGraph
 from planner.lowering import LoweredGraph
-from planner.plan_parts import PlanWarning
 from planner.problem import Progress
 
 SECONDS_TO_MEASURE = 60.0
@@ -33,13 +33,13 @@ class Costing:
         Where they come from, for the report.
     profile : Profile, optional
         What was measured, here or elsewhere.
-    warnings : tuple of PlanWarning
+    warnings : tuple of Finding
     """
 
     costs: tuple[OperationCost, ...]
     cost_model: str
     profile: Profile | None = None
-    warnings: tuple[PlanWarning, ...] = ()
+    warnings: tuple[Finding, ...] = ()
 
 
 def cost_step(
@@ -84,7 +84,7 @@ def cost_step(
     """
     graph = lowered.graph
     costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
-    notes: tuple[PlanWarning, ...] = ()
+    notes: tuple[Finding, ...] = ()
     if here is not None:
         costs = workspace.measure(lowered, costs, here, effort)
     elif spec.kind == "cuda":
@@ -120,10 +120,11 @@ def _with_allowances(lowered: LoweredGraph, costs: Sequence[OperationCost]) -> t
     )
 
 
-def _not_here(spec: DeviceSpec) -> PlanWarning:
-    return PlanWarning(
+def _not_here(spec: DeviceSpec) -> Finding:
+    return Finding(
         rule="device-not-here",
-        cause=f"{spec.name} is not here to be asked: attention kernels are those that torch would choose there, and "
+        evidence=f"{spec.name} is not here to be asked",
+        cause="attention kernels are those that torch would choose there, and "
         "the workspace of convolutions, of attention and of matrix libraries is an allowance",
         fix="profile on such a device, or verify there",
     )
@@ -166,7 +167,7 @@ def _by_profile(
         raise ProfileMismatchError(
             f"the profile was made with torch {profile.torch}, here is {torch.__version__}: profile again"
         )
-    warnings: tuple[PlanWarning, ...] = ()
+    warnings: tuple[Finding, ...] = ()
     expected = {operation.signature for operation in profile.operations} - {""}
     wanted = {operation.signature for operation in graph.operations} - {""}
     if not wanted <= expected:
@@ -179,30 +180,36 @@ def _by_profile(
                 f"{_shapes(inputs)}): {len(wanted - expected)} of {len(wanted)} different operations are not in it, "
                 f"for example {example.target} in {example.module or 'the model'}; profile this one"
             )
-        cause = f"the profile was measured with inputs {_shapes(profile.inputs)}, and times were scaled to this batch"
-        warnings = (PlanWarning(rule="profile-scaled", cause=cause, fix="profile at this batch size for exact times"),)
+        warnings = (
+            Finding(
+                rule="profile-scaled",
+                evidence=f"the profile was measured with inputs {_shapes(profile.inputs)}",
+                cause="its times were scaled to this batch",
+                fix="profile at this batch size for exact times",
+            ),
+        )
         profile = scaled(profile, ours, inputs)
     return Costing(_filled(graph, spec, estimates, profile), MeasuredCosts.name, profile, warnings)
 
 
-def _warnings(outcome: profiling.Outcome) -> tuple[PlanWarning, ...]:
+def _warnings(outcome: profiling.Outcome) -> tuple[Finding, ...]:
     warnings = []
     if outcome.failed:
         targets = sorted({signature.split("(")[0] for signature in outcome.failed})
         warnings.append(
-            PlanWarning(
+            Finding(
                 rule="not-measured",
-                cause=f"{len(outcome.failed)} different operations could not be run alone and cost what the roofline "
-                f"says: {', '.join(targets)}",
+                evidence=f"{len(outcome.failed)} different operations could not be run alone: {', '.join(targets)}",
+                cause="they cost what the roofline says",
                 fix="nothing to do, if they are a small part of the step",
             )
         )
     if outcome.skipped:
         warnings.append(
-            PlanWarning(
+            Finding(
                 rule="not-measured",
-                cause=f"after {outcome.seconds:.0f} s, {len(outcome.skipped)} operations were left unmeasured "
-                "and cost what the roofline says; they are the ones that it thinks cheapest",
+                evidence=f"after {outcome.seconds:.0f} s, {len(outcome.skipped)} operations were left unmeasured",
+                cause="they cost what the roofline says, which thinks them the cheapest",
                 fix="record a profile with a longer --time-limit",
             )
         )

@@ -62,6 +62,19 @@ class Inputs:
         return Inputs(args, kwargs)
 
 
+def check_model(model: Any) -> None:
+    """Refuse what is no module, or one that cannot be captured.
+
+    Raises
+    ------
+    UsageError
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
+
+
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:
     """Refuse at once what would fail deep inside torch.
 

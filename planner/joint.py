@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,16 +76,21 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers: attention carries the tag even without dropout."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    """Whether a node draws random numbers."""
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: attention carries the tag even without dropout."""
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    place = _ATTENTION_DROPOUT_ARGUMENT.get(node.target.overloadpacket.__name__)
+    place = _ATTENTION_DROPOUT_ARGUMENT.get(target.overloadpacket.__name__)
     if place is not None:
         position, keyword = place
-        probability = node.kwargs.get(keyword, node.args[position] if len(node.args) > position else 0.0)
+        probability = kwargs.get(keyword, args[position] if len(args) > position else 0.0)
         return bool(probability != 0.0)
-    if node.target is aten.native_dropout.default:
-        return bool(node.args[1] != 0.0) and node.args[2] is not False
+    if target is aten.native_dropout.default:
+        return bool(args[1] != 0.0) and args[2] is not False
     return True
 
 

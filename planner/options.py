@@ -85,6 +85,12 @@ def solving_options() -> Parser:
     return parser
 
 
+def check_options(parser: argparse.ArgumentParser) -> None:
+    """Add for which device to look, and where to write."""
+    parser.add_argument("--device", metavar="NAME", help="accelerator to look at; by default what is here")
+    parser.add_argument("--json", metavar="FILE", help="write the findings as JSON; '-' writes them to stdout, alone")
+
+
 def profile_options(parser: argparse.ArgumentParser) -> None:
     """Add what measuring takes."""
     parser.add_argument(

@@ -14,13 +14,13 @@ from typing import Any
 
 from planner.atomic import write_text
 from planner.errors import PlanFileError
+from planner.findings import Finding, Severity
 from planner.plan_node import Node, parse
 from planner.plan_parts import (
     SCHEMA,
     BaselineRow,
     LayerPlacement,
     PeakLocation,
-    PlanWarning,
     ReservedMemory,
     Verification,
 )
@@ -208,8 +208,14 @@ def _baseline(node: Node) -> BaselineRow:
     )
 
 
-def _warning(node: Node) -> PlanWarning:
-    return PlanWarning(rule=node["rule"].text(), cause=node["cause"].text(), fix=node["fix"].text())
+def _warning(node: Node) -> Finding:
+    return Finding(
+        rule=node["rule"].text(),
+        severity=Severity(node["severity"].one_of(*Severity)),
+        evidence=node["evidence"].text(),
+        cause=node["cause"].text(),
+        fix=node["fix"].text(),
+    )
 
 
 def _verification(node: Node) -> Verification:

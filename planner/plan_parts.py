@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from planner.findings import Finding
+
 SCHEMA = 1
 """Version of the JSON that reports and plan files share."""
 
@@ -118,15 +120,6 @@ class ReservedMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanWarning:
-    """Something that the reader of a plan should know: a rule's name, the cause and the fix."""
-
-    rule: str
-    cause: str
-    fix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What real steps with and without the plan showed.
 
@@ -184,7 +177,7 @@ class PlanOrigin:
         What the plan is made for: model class, shapes, dtypes, versions, hash of the graph.
     capture_seconds : float
     cost_model, device, torch_version : str
-    warnings : tuple of PlanWarning
+    warnings : tuple of Finding
         On the costs.
     """
 
@@ -194,4 +187,4 @@ class PlanOrigin:
     device: str = "cpu"
     torch_version: str = ""
     runtime: str = "graph"
-    warnings: tuple[PlanWarning, ...] = ()
+    warnings: tuple[Finding, ...] = ()

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
+from planner.findings import Finding
 from planner.graph import TrainingGraph
 from planner.plan_parts import (
     BaselineRow,
     LayerPlacement,
     OperationRow,
     PeakLocation,
-    PlanWarning,
     ReservedMemory,
     Verification,
 )
@@ -70,7 +70,7 @@ class Plan:
         Other ways, and last the plan itself.
     recomputations : dict of str to tuple of str
         The decisions: for an operation's key, the keys of what is run again right before it.
-    warnings : tuple of PlanWarning
+    warnings : tuple of Finding
     verification : Verification, optional
         What real steps showed, once they have been run.
     runtime : str
@@ -101,7 +101,7 @@ class Plan:
     placement: tuple[LayerPlacement, ...]
     baselines: tuple[BaselineRow, ...]
     recomputations: dict[str, tuple[str, ...]]
-    warnings: tuple[PlanWarning, ...] = ()
+    warnings: tuple[Finding, ...] = ()
     verification: Verification | None = None
     optimizer_step_bytes: int = 0
     optimizer_peak_bytes: int = 0

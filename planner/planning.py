@@ -17,7 +17,6 @@ from planner.plan_parts import (
     OperationRow,
     PeakLocation,
     PlanOrigin,
-    PlanWarning,
     Verification,
 )
 from planner.plan_types import NoPlanFitsError, Plan
@@ -37,7 +36,6 @@ __all__ = [
     "PeakLocation",
     "Plan",
     "PlanOrigin",
-    "PlanWarning",
     "Size",
     "Verification",
     "make_plan",

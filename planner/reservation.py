@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.allocator import simulate_reserved
+from planner.findings import Finding
 from planner.graph import TrainingGraph
-from planner.plan_parts import PlanWarning, ReservedMemory
+from planner.plan_parts import ReservedMemory
 from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.surroundings import Surroundings
@@ -35,16 +36,17 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, surroundings: Surroun
 
 def reserve_warnings(
     problem: Problem, surroundings: Surroundings, reserved: ReservedMemory | None
-) -> Iterator[PlanWarning]:
+) -> Iterator[Finding]:
     """Warn where fragmentation would eat what the budget leaves free."""
     static_bytes = problem.graph.static_bytes
     available_bytes = problem.budget_bytes + problem.graph.total_static_bytes - static_bytes.get("reserve", 0)
     if reserved is None or reserved.reserved_bytes <= available_bytes:
         return
-    yield PlanWarning(
+    yield Finding(
         rule="fragmentation",
-        cause=f"CUDA's allocator would reserve {format_bytes(reserved.reserved_bytes)} for this plan, more than the "
+        evidence=f"CUDA's allocator would reserve {format_bytes(reserved.reserved_bytes)} for this plan, more than the "
         f"{format_bytes(available_bytes)} that it may have",
+        cause="holes between segments are lost to the budget",
         fix="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with a reserve of "
         f"{format_bytes(reserved.reserved_bytes - available_bytes + static_bytes.get('reserve', 0))}, if the budget is "
         "all that the card has",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,11 +22,15 @@ from planner.capture import is_fake
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.cuda_attention import Attention, attention_on
 from planner.device_file import find as find_device
+from planner.diagnose import checkpoint_rules, model_rules
+from planner.diagnose.facts import module_facts, outside_bytes
+from planner.diagnose.rules import examine
+from planner.diagnose.subject import Subject
 from planner.errors import PlanMismatchError
+from planner.findings import Finding, Severity
 from planner.graph import OperationCost, TrainingGraph
 from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
-from planner.plan_parts import PlanWarning
 from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
 from planner.reservation import optimizer_peak_bytes
@@ -61,8 +65,8 @@ class Options:
         What surrounds the step.
     taken_over : Plan, optional
         Its surroundings are taken in place of what ``training`` says.
-    loss_bytes : int
-        What a loss outside the captured graph needs on top of the outputs and their gradients.
+    loss_bytes : int, optional
+        What a loss outside the captured graph needs on top of the outputs and their gradients; None if none is known.
     runtime : str
         Name of the runtime that is to carry the plan out.
     name : str
@@ -84,7 +88,7 @@ class Options:
     profile: Profile | None = None
     training: Training = field(default_factory=Training)
     taken_over: Plan | None = None
-    loss_bytes: int = 0
+    loss_bytes: int | None = None
     runtime: str = "graph"
     name: str = ""
     compare: bool = True
@@ -137,7 +141,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         alignment_bytes=spec.alignment_bytes,
         static_bytes=dict(around.static_bytes),
         name=options.name or type(model).__name__,
-        loss_workspace_bytes=options.loss_bytes,
+        loss_workspace_bytes=options.loss_bytes or 0,
         random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
         gradient_shards=around.gradient_shards,
     )
@@ -189,7 +193,7 @@ def plan_step(
         device=spec.name,
         torch_version=torch.__version__,
         runtime=options.runtime,
-        warnings=(*costing.warnings, *_assumed(joint)),
+        warnings=(*costing.warnings, *_assumed(joint), *_problems_of(model, lowered.graph, options)),
     )
     if reuse is not None:
         if must_match:
@@ -218,16 +222,27 @@ def plan_step(
     return PlannedStep(lowered, costs, plan, plan.schedule_for(lowered.graph))
 
 
-def _assumed(joint: JointGraph) -> tuple[PlanWarning, ...]:
-    if not joint.assumes:
-        return ()
-    names = ", ".join(joint.assumes)
-    warning = PlanWarning(
-        rule="mask-left-out",
-        cause=f"attention needs no mask while {names} holds what it holds in the example, as eager finds out too",
-        fix="nothing: every batch is checked, and one that needs the mask gets a plan of its own within the budget",
+def _assumed(joint: JointGraph) -> Iterator[Finding]:
+    if joint.assumes:
+        yield Finding(
+            rule="mask-left-out",
+            severity=Severity.NOTE,
+            evidence=f"masks are made from {', '.join(joint.assumes)} alone, and hide nothing but what comes later",
+            cause="attention runs with a flag in place of its mask, as in eager",
+            fix="nothing: every batch is checked, and one that needs the mask gets a plan of its own within the budget",
+        )
+
+
+def _problems_of(model: nn.Module, graph: TrainingGraph, options: Options) -> Iterator[Finding]:
+    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer."""
+    subject = Subject(
+        modules=module_facts(model),
+        returned_cache=False,
+        outside_bytes=outside_bytes(graph),
+        counts_loss=options.loss_bytes is not None,
     )
-    return (warning,)
+    found = examine(subject, (*checkpoint_rules.RULES, *model_rules.RULES))
+    return (finding for finding in found if finding.is_problem)
 
 
 def cost(

@@ -22,6 +22,9 @@ TOUCHES_TORCH = {
     "planner.cuda_attention",
     "planner.cuda_workspace",
     "planner.devices",
+    "planner.diagnose.check",
+    "planner.diagnose.facts",
+    "planner.diagnose.observe",
     "planner.failures",
     "planner.inputs",
     "planner.joint",
@@ -54,7 +57,15 @@ ONLY_IN = {
 }
 
 RUN_LATE = {
-    "cli": {"planner.api", "planner.calibration", "planner.capture", "planner.devices", "planner.memory", "planner.zoo"}
+    "cli": {
+        "planner.api",
+        "planner.calibration",
+        "planner.capture",
+        "planner.devices",
+        "planner.diagnose.check",
+        "planner.memory",
+        "planner.zoo",
+    }
 }
 """What the torch-free command line imports once it knows that torch is needed."""
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_run_alone_falls_back_and_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(profiling, "_time", out_of_memory)
     plan = planned(None, cost_model="measured")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "not-measured"]
-    assert "aten.tanh.default" in warning.cause
+    assert "aten.tanh.default" in warning.evidence
 
 
 def test_time_is_bounded_and_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,9 +237,10 @@ def test_warnings_name_rule_cause_and_fix() -> None:
     graph, costs = transformer(4, vocabulary=64)
     graph = dataclasses.replace(graph, static_bytes={"parameters": 2**31})
     plan = make_plan(graph, costs, activation_budget="80%", solver="sqrt")
-    assert {warning.rule for warning in plan.warnings} == {"static-dominates", "one-value-dominates"}
-    text = shown(plan, 400)
+    assert {warning.rule for warning in plan.warnings} == {"static-dominates", "logits-dominate"}
+    lines = [line.strip() for line in shown(plan, 400).splitlines()]
     for warning in plan.warnings:
-        assert f"warning [{warning.rule}] {warning.cause}; {warning.fix}" in text
+        at = lines.index(f"warning [{warning.rule}] {warning.evidence}")
+        assert lines[at + 1 : at + 3] == [warning.cause, f"fix: {warning.fix}"]
     keep_all = simulate(graph, costs, Schedule.keep_all(graph))
     assert not make_plan(graph, costs, activation_budget=keep_all.peak_bytes).warnings

@@ -1,0 +1,120 @@
+"""``planner.check``: all rules on one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from planner import loss
+from planner.capture import capture
+from planner.diagnose import checkpoint_rules, model_rules, step_rules
+from planner.diagnose.facts import module_facts, outside_bytes
+from planner.diagnose.observe import observe
+from planner.diagnose.rules import examine
+from planner.diagnose.subject import Step, Subject
+from planner.errors import CaptureError, RuntimeUnsupportedError
+from planner.findings import Diagnosis
+from planner.inputs import Inputs, check_model
+from planner.planning import Size
+from planner.problem import Problem, Progress
+from planner.schedule import Schedule
+from planner.session import Options, attention_for, cost, lower_step
+from planner.training import Training
+from planner.verification import LossFunction
+
+RULES = (*checkpoint_rules.RULES, *model_rules.RULES, *step_rules.RULES)
+"""All rules, in the order in which findings of the same severity are shown."""
+
+
+def check(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    device: str | None = None,
+    optimizer: str = "none",
+    master_weights: bool = False,
+    gradient_accumulation: bool = False,
+    data_parallel: str = "none",
+    ranks: int = 1,
+    reserve: Size = 0,
+    name: str = "",
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """Say what is wrong with how a model is trained, and what limits a plan for it.
+
+    The forward is run on tensors without data, and the step is captured; no step is trained, and the model is left
+    as it was. A model that cannot be captured is told so, with the rules that need no captured step.
+
+    Parameters
+    ----------
+    model, example_inputs, example_kwargs, loss_fn, device, name, progress
+        See :func:`planner.plan`.
+    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
+        See :func:`planner.plan`.
+
+    Returns
+    -------
+    Diagnosis
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    >>> [finding.rule for finding in planner.check(model, torch.randn(4, 8), loss_fn=torch.sum).findings]
+    ['loss-outside', 'batch-norm']
+    """
+    check_model(model)
+    inputs = Inputs.of(example_inputs, example_kwargs)
+    training = Training(
+        optimizer=optimizer,
+        master_weights=master_weights,
+        gradient_accumulation=gradient_accumulation,
+        data_parallel=data_parallel,
+        ranks=ranks,
+        reserve=reserve,
+    )
+    options = Options(budget="100%", device=device, training=training, name=name, progress=progress)
+    if progress is not None:
+        progress("following the forward")
+    seen = observe(model, inputs)
+    if progress is not None:
+        progress("capturing forward and backward")
+    step, not_captured = None, ""
+    try:
+        step = _step(model, inputs, options, loss_fn)
+    except (CaptureError, RuntimeUnsupportedError) as error:
+        not_captured = str(error)
+    subject = Subject(
+        modules=module_facts(model),
+        calls=seen.calls,
+        cast_while_tied=seen.cast_while_tied,
+        returned_cache=seen.returned_cache,
+        unseen=seen.unseen,
+        not_captured=not_captured,
+        outside_bytes=outside_bytes(step.problem.graph) if step else 0,
+        counts_loss=loss_fn is not None,
+        step=step,
+    )
+    return Diagnosis(model=name or type(model).__name__, findings=examine(subject, RULES), captured=step is not None)
+
+
+def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunction | None) -> Step:
+    """Capture a step, with the schedule that recomputes nothing."""
+    joint = capture(model, inputs, attention=attention_for(model, options))
+    if loss_fn is not None:
+        options = replace(options, loss_bytes=loss.workspace_bytes(model, inputs, loss_fn))
+    lowered = lower_step(model, joint, options)
+    graph, costs = lowered.lowered.graph, cost(model, joint, lowered.lowered, lowered.spec, options).costs
+    unbounded = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=unbounded.baseline.peak_bytes)
+    return Step(problem=problem, schedule=Schedule.keep_all(graph), evaluation=unbounded.baseline)

@@ -1,0 +1,244 @@
+"""What the forward does, seen by running it on tensors without data: above all, its own checkpointing.
+
+However ``torch.utils.checkpoint.checkpoint`` is reached (by a wrapper, a switch of Hugging Face's, or a name that was
+imported long ago), the interpreter calls its code object, and says so to a profile function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from planner.capture import fake_mode
+from planner.diagnose.facts import tied_parameters, updates_statistics
+from planner.diagnose.subject import CheckpointCall
+from planner.failures import raised_at
+from planner.inputs import Inputs
+from planner.joint import draws
+from planner.torch_internals import FakeTensor, FakeTensorMode, call_implementation, is_mutable, storage_id
+
+aten = torch.ops.aten
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
+_CHOOSING = (aten.topk, aten.sort, aten.argmax)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What was seen of one forward.
+
+    Parameters
+    ----------
+    calls : tuple of CheckpointCall
+    cast_while_tied : tuple of str
+        Tied parameters that were cast to another type.
+    returned_cache : bool, optional
+        Whether a cache of keys and values was given back; None if the forward did not end.
+    unseen : str
+        Why it did not.
+    """
+
+    calls: tuple[CheckpointCall, ...]
+    cast_while_tied: tuple[str, ...]
+    returned_cache: bool | None
+    unseen: str
+
+
+def observe(model: nn.Module, inputs: Inputs) -> Observation:
+    """Run the forward of a model without data, and leave the model as it was."""
+    calls: list[_Call] = []
+    cast: list[str] = []
+    returned_cache, unseen = None, ""
+    try:
+        with _left_alone(model, inputs), _Watcher(model, calls, cast).watching(), torch.enable_grad():
+            output = call_implementation(model)(*inputs.args, **inputs.kwargs)
+            returned_cache = getattr(output, "past_key_values", None) is not None
+    except Exception as error:  # whatever a forward may raise: what was seen before that still counts
+        first = (str(error).strip().splitlines() or [""])[0]
+        unseen = f"{type(error).__name__}: {first}{raised_at(error)}"
+    return Observation(
+        calls=tuple(call.told() for call in calls),
+        cast_while_tied=tuple(dict.fromkeys(cast)),
+        returned_cache=returned_cache,
+        unseen=unseen,
+    )
+
+
+@dataclass
+class _Call:
+    """A checkpointed region, while it is being filled in."""
+
+    frame: FrameType
+    region: str
+    reentrant: bool
+    preserves_random_state: bool
+    selective: bool
+    nested: bool
+    gets_gradient: bool
+    trainable: bool = False
+    draws: list[str] = field(default_factory=list)
+    updates: list[str] = field(default_factory=list)
+    overwrites: list[str] = field(default_factory=list)
+    chooses: list[str] = field(default_factory=list)
+    products: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Results of matrix products by their storage; held, so that no other storage takes the identity."""
+
+    def told(self) -> CheckpointCall:
+        return CheckpointCall(
+            region=self.region,
+            reentrant=self.reentrant,
+            preserves_random_state=self.preserves_random_state,
+            selective=self.selective,
+            nested=self.nested,
+            gets_gradient=self.gets_gradient,
+            trainable=self.trainable,
+            draws=tuple(self.draws),
+            updates=tuple(dict.fromkeys(self.updates)),
+            overwrites=tuple(self.overwrites),
+            chooses=tuple(self.chooses),
+        )
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees modules come and go, calls of checkpoint, and every operation."""
+
+    def __init__(self, model: nn.Module, calls: list[_Call], cast: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.paths = {module: path or type(model).__name__ for path, module in model.named_modules()}
+        self.tied = tied_parameters(model)
+        statistics = {path for path, module in model.named_modules() if updates_statistics(module)}
+        state = [*model.named_parameters(), *model.named_buffers()]
+        # Running statistics are told by their module: its kernel does not say that it writes into them.
+        self.state = {storage_id(t): name for name, t in state if name.rpartition(".")[0] not in statistics}
+        self.within: list[str] = []
+        self.open: list[_Call] = []
+        self.calls = calls
+        self.cast = cast
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look on for as long as the context lasts."""
+        before = sys.getprofile()
+        hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        try:
+            with self:
+                sys.setprofile(self._profile)
+                try:
+                    yield
+                finally:
+                    sys.setprofile(before)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        path = self.paths.get(module, type(module).__name__)
+        self.within.append(path)
+        for call in self.open:
+            if updates_statistics(module):
+                call.updates.append(f"{path} ({type(module).__name__})")
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self.within.pop()
+
+    def _profile(self, frame: FrameType, event: str, _argument: Any) -> None:
+        if frame.f_code is not _CHECKPOINT:
+            return
+        if event == "call":
+            self.open.append(_opened(frame, self.paths, nested=bool(self.open)))
+            self.calls.append(self.open[-1])
+        elif event == "return" and self.open and self.open[-1].frame is frame:
+            self.open.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note what it does."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func is aten._to_copy.default and id(args[0]) in self.tied and output.dtype != args[0].dtype:
+            self.cast.append(self.tied[id(args[0])])
+        if self.open:
+            self._note(func, args, kwargs, output)
+        return output
+
+    def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        place = f"{func} in {self.within[-1] if self.within else 'the model'}"
+        reads = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = storage_id(args[0]) if is_mutable(func) and isinstance(args[0], torch.Tensor) else None
+        for call in self.open:
+            call.trainable |= any(tensor.requires_grad for tensor in reads)
+            if draws(func, args, kwargs):
+                call.draws.append(place)
+            if func.overloadpacket in _CHOOSING:
+                call.chooses.append(place)
+            if written in self.state:
+                call.updates.append(self.state[written])
+            if written in call.products:
+                call.overwrites.append(place)
+            if func.overloadpacket in _PRODUCTS:
+                call.products[storage_id(output)] = output
+
+
+def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _Call:
+    given = frame.f_locals
+    function = given["function"]
+    module = _module_of(function)
+    return _Call(
+        frame=frame,
+        region=paths.get(module) or str(getattr(function, "__qualname__", type(function).__name__)),
+        reentrant=given["use_reentrant"] is not False,  # torch takes silence for yes
+        preserves_random_state=bool(given["kwargs"].get("preserve_rng_state", True)),
+        selective=given["context_fn"] is not noop_context_fn,
+        nested=nested,
+        gets_gradient=any(isinstance(x, torch.Tensor) and x.requires_grad for x in given["args"]),
+    )
+
+
+def _module_of(function: Any) -> Any:
+    """Give the module that a function is, or is a method of, partly applied or not."""
+    if isinstance(function, functools.partial):
+        first = function.args[0] if function.args else None
+        return first if isinstance(first, nn.Module) else _module_of(function.func)
+    return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+
+
+def _mode_of(model: nn.Module, inputs: Inputs) -> FakeTensorMode:
+    """Give the fake mode that a model was built under, or a new one for a real model."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs.tensors()]
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
+
+
+@contextmanager
+def _left_alone(model: nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Enter a fake mode, and give modules back the attributes and buffers that they had."""
+    mode = _mode_of(model, inputs)
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    buffers = {module: dict(module.named_buffers(recurse=False)) for module in attributes}
+    try:
+        for module, own in buffers.items():
+            for name, buffer in own.items():  # the mode would let a counter that is written in place count
+                setattr(module, name, buffer if isinstance(buffer, FakeTensor) else mode.from_tensor(buffer))
+        with mode:
+            yield
+    finally:
+        for module, before in attributes.items():
+            vars(module).clear()
+            vars(module).update(before)
+            for name, buffer in buffers[module].items():
+                setattr(module, name, buffer)
