@@ -29,6 +29,14 @@ SMALL = {
     "t5-base": {"seq_len": 16},
     "unet": {"image_size": 32},
     "diffusion-unet": {"image_size": 16},
+    "latent-diffusion-unet": {"image_size": 16},
+    "convnext-tiny": {"image_size": 32},
+    "convnext-base": {"image_size": 32},
+    "whisper-small-encoder": {"seq_len": 32},
+    "lstm": {"seq_len": 8},
+    "mixtral-1b": {"seq_len": 16},
+    "qwen3-0.6b": {"seq_len": 16},
+    "gemma3-1b": {"seq_len": 16},
 }
 REAL = (
     "minigpt",
