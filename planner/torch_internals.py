@@ -157,9 +157,9 @@ def has_full_backward_hooks(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Let a planned model have graphs for many shapes, and let log messages inside it pass in silence."""
+    """Let a planned model have graphs for many shapes, recurrent layers, and log messages that pass in silence."""
     with torch._dynamo.config.patch(
-        recompile_limit=MAXIMUM_SHAPES, ignore_logging_functions=_LOGGING, suppress_errors=False
+        recompile_limit=MAXIMUM_SHAPES, allow_rnn=True, ignore_logging_functions=_LOGGING, suppress_errors=False
     ):
         yield
 

@@ -128,12 +128,17 @@ def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Callabl
         config = hf.ConvNextConfig(
             depths=[min(depth, sizes.layers) for depth in depths],
             hidden_sizes=widths,
-            drop_path_rate=drop_path,
             num_labels=1000,
             problem_type="single_label_classification",
         )
         with _without_values():
-            return hf.ConvNextForImageClassification(config), 1000
+            model = hf.ConvNextForImageClassification(config)
+        # The constructor asks a tensor for these rates, which a fake one cannot tell.
+        layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
+        skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
+        for index, layer in enumerate(layers):
+            layer.drop_path = skip(drop_path * index / max(1, len(layers) - 1))
+        return model, 1000
 
     return make
 
@@ -170,7 +175,10 @@ def mixtral(sizes: Sizes) -> Made:
         attn_implementation="sdpa",
         experts_implementation="grouped_mm",
     )
-    return hf.MixtralForCausalLM(config), config.vocab_size
+    model = hf.MixtralForCausalLM(config)
+    # The first call would hang hooks for the router's logits under a lock, which a graph cannot do.
+    import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(model.model)
+    return model, config.vocab_size
 
 
 def qwen3(sizes: Sizes) -> Made:
