@@ -200,7 +200,7 @@ ZOO = {
     ),
     "mixtral-1b": Entry(
         description="Mixtral of a quarter of its width, two of eight experts (transformers), 1.15B parameters",
-        sizes=Sizes(batch_size=4, layers=12, seq_len=1024),
+        sizes=Sizes(batch_size=4, layers=12, seq_len=1024, dtype="bfloat16"),
         make=hf.mixtral,
     ),
     "qwen3-0.6b": Entry(
