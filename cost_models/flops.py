@@ -86,7 +86,7 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     if _is_view(target):
         return 0
     packet = getattr(target, "overloadpacket", target)
-    formula = _formulas().get(packet)
+    formula = _formulas().get(packet) or _OUTSIDE_TORCH.get(str(packet))
     if formula is None:
         return max((_numel(tensor) for tensor in _tensors(output)), default=0)
     args, kwargs, output = _without_symbols((tuple(args), dict(kwargs), output))
@@ -198,6 +198,10 @@ def _convolution_backward(*args: Any, out_val: Any, **kwargs: Any) -> int:
     return int(of_input + of_weight // args[9])
 
 
+def _backward_of_rows_by_columns(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _rows_by_columns(a, b)
+
+
 def _rows_by_columns(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     """Each row is multiplied with one of the matrices, whichever it is."""
     return int(2 * a.numel() * b.shape[-1])
@@ -257,3 +261,10 @@ def _strided() -> Any:
     import torch
 
     return torch.strided
+
+
+_OUTSIDE_TORCH = {
+    "transformers.grouped_mm_fallback": _rows_by_columns,
+    "transformers.grouped_mm_fallback_backward": _backward_of_rows_by_columns,
+}
+"""Formulas of operators that other libraries define, by name: they are there once the library is imported."""

@@ -10,10 +10,12 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo
 from torch import fx
+from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._functorch._aot_autograd.descriptors import (
@@ -157,10 +159,12 @@ def has_full_backward_hooks(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Let a planned model have graphs for many shapes, and let log messages inside it pass in silence."""
-    with torch._dynamo.config.patch(
-        recompile_limit=MAXIMUM_SHAPES, ignore_logging_functions=_LOGGING, suppress_errors=False
-    ):
+    """Let a planned model have graphs for many shapes, recurrent layers, and log messages that pass in silence."""
+    settings = torch._dynamo.config.patch(
+        recompile_limit=MAXIMUM_SHAPES, allow_rnn=True, ignore_logging_functions=_LOGGING, suppress_errors=False
+    )
+    # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
+    with settings, patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm):
         yield
 
 

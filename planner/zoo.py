@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from planner.errors import PlannerError, UsageError
-from planner.zoo_catalogue import ZOO, Entry, Sizes, image_inputs, token_inputs
+from planner.zoo_catalogue import ZOO, Entry
+from planner.zoo_inputs import Sizes, image_inputs, token_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ def describe(name: str) -> str:
     """
     entry = _entry(name)
     sizes = entry.sizes
-    extent = f"{sizes.seq_len} tokens" if sizes.seq_len else f"images of {sizes.image_size}"
+    extent = f"{sizes.seq_len} {entry.length_name}" if sizes.seq_len else f"images of {sizes.image_size}"
     return f"{entry.description}; batch {sizes.batch_size}, {extent}, {sizes.layers} {entry.layer_name}, {sizes.dtype}"
 
 

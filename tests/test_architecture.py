@@ -44,7 +44,9 @@ TOUCHES_TORCH = {
     "planner.workspace",
     "planner.zoo",
     "planner.zoo_catalogue",
+    "planner.zoo_inputs",
     "planner.zoo_modules",
+    "planner.zoo_transformers",
     "planner.zoo_unets",
 }
 """With the runtimes, all that may import torch. Every other module, a new one too, is of the core that runs without."""
@@ -53,7 +55,7 @@ ONLY_IN = {
     "pulp": ("planner.solvers._pulp",),
     "highspy": ("planner.solvers._pulp",),
     "rich": ("planner.report", "cli"),
-    "transformers": ("planner.zoo_catalogue",),
+    "transformers": ("planner.zoo_transformers",),
 }
 
 RUN_LATE = {

@@ -52,6 +52,18 @@ class Function(nn.Module):
         return self.function(x)
 
 
+class Recurrent(nn.Module):
+    """The rows as four steps in time."""
+
+    def __init__(self, layer: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layer = layer(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.layer(x.unflatten(0, (4, -1)))[0].flatten(0, 1))
+
+
 class FunctionalDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.dropout(x, 0.2, self.training))
@@ -175,6 +187,9 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "convolutions": lambda: Residual(Convolutions),
     "in place": lambda: Residual(InPlace),
     "mutated buffer": lambda: Residual(MutatedBuffer),
+    "lstm": lambda: Residual(lambda: Recurrent(nn.LSTM)),
+    "gru": lambda: Residual(lambda: Recurrent(nn.GRU)),
+    "rnn": lambda: Residual(lambda: Recurrent(nn.RNN)),
     "low rank adapter": lambda: Residual(LowRank),
     "tied weights": Tied,
     "frozen half": lambda: _freeze(Residual(Mlp)),

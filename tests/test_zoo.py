@@ -29,6 +29,14 @@ SMALL = {
     "t5-base": {"seq_len": 16},
     "unet": {"image_size": 32},
     "diffusion-unet": {"image_size": 16},
+    "latent-diffusion-unet": {"image_size": 16},
+    "convnext-tiny": {"image_size": 32},
+    "convnext-base": {"image_size": 32},
+    "whisper-small-encoder": {"seq_len": 32},
+    "lstm": {"seq_len": 8},
+    "mixtral-1b": {"seq_len": 16},
+    "qwen3-0.6b": {"seq_len": 16},
+    "gemma3-1b": {"seq_len": 16},
 }
 REAL = (
     "minigpt",
@@ -41,6 +49,9 @@ REAL = (
     "t5-base",
     "unet",
     "diffusion-unet",
+    "convnext-tiny",
+    "whisper-small-encoder",
+    "lstm",
 )
 """One of each family that a test can afford; a LLaMA with one layer still takes gigabytes."""
 
@@ -165,6 +176,23 @@ def test_sequences_may_be_longer_than_the_models_own():
             assert loss_of(example).ndim == 0
 
 
+def test_diffusion_goes_by_the_text():
+    from planner.zoo_unets import DiffusionUNet
+
+    torch.manual_seed(0)
+    model = DiffusionUNet(blocks=1, width=32, attention_levels=(0,), context_width=16)
+    image, steps = torch.randn(1, 3, 16, 16), torch.tensor([3])
+    losses = [model(image, steps, image, context) for context in torch.randn(2, 1, 5, 16)]
+    assert losses[0] != losses[1]
+
+
+def test_every_sixth_layer_of_gemma_sees_all_tokens():
+    pytest.importorskip("transformers")
+    mode = FakeTensorMode()
+    config = build("gemma3-1b", layers=6, fake_mode=mode).model.config
+    assert config.layer_types == 5 * ["sliding_attention"] + ["full_attention"]
+
+
 def test_unused_experts_change_nothing():
     from planner.zoo_modules import MixtureOfExperts
 
@@ -190,6 +218,8 @@ def test_unused_experts_change_nothing():
         ("gpt2", {"layers": 1.5}, "layers of model 'gpt2'"),
         ("gpt2", {"dtype": "int8"}, "choose one of float32"),
         ("vit-b16", {"image_size": 100}, "multiple"),
+        ("convnext-tiny", {"image_size": 16}, "too small"),
+        ("whisper-small-encoder", {"seq_len": 31}, "not even"),
     ],
 )
 def test_what_cannot_be_built_says_why(name, options, message):
