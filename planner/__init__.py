@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
     from planner.instances import load_instance as load_instance
+    from planner.pipelining import plan_pipeline as plan_pipeline
     from planner.plan_types import Plan as Plan
     from planner.plan_types import Verification as Verification
     from planner.profile_file import load as load_profile
@@ -31,6 +32,7 @@ _HOME = {
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
+    "plan_pipeline": "planner.pipelining",
     "profile": "planner.api",
     "solve": "planner.solvers",
     "unwrap": "planner.api",
@@ -46,6 +48,7 @@ __all__ = [
     "load_profile",
     "plan",
     "plan_of",
+    "plan_pipeline",
     "profile",
     "save_profile",
     "solve",
