@@ -17,17 +17,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError
 from planner.floor import lowest_schedule
 from planner.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight
 from planner.plan_parts import SCHEMA, PlanOrigin
 from planner.plan_types import Plan
 from planner.planning import Size, plan_from_solution
-from planner.problem import Progress, Solution
+from planner.problem import Problem, Progress, Solution, confirm
 from planner.reservation import optimizer_peak_bytes
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, simulate
-from planner.solvers import solve
+from planner.solvers import get
 from planner.solvers.sqrt import segmentations
 from planner.stages import Stage
 from planner.surroundings import Surroundings
@@ -217,7 +218,8 @@ def make_pipeline_plan(
     NoPipelineFitsError
         If a stage has no plan, with the smallest budget that is known to be enough for all.
     """
-    options = {"solver": solver, "deterministic": deterministic, "seed": seed}
+    get(solver)
+    effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     made = [
         _Device(index, chunks, around, loads(schedule, index))
         for index, (chunks, around) in enumerate(zip(devices, surroundings, strict=True))
@@ -230,7 +232,7 @@ def make_pipeline_plan(
     for device in made:
         if progress is not None:
             progress(f"planning stage {device.index} of {len(made)}")
-        found = device.solve(budget_bytes, time_limit_seconds, options)
+        found = device.solve(budget_bytes, solver, effort)
         if found is None:
             tight.append(device)
             continue
@@ -364,16 +366,14 @@ class _Device:
             tuple(found.recompute_seconds for found in plain),
         )
 
-    def solve(
-        self, budget_bytes: int, time_limit_seconds: float, options: dict[str, Any]
-    ) -> tuple[_Held, tuple[float, ...]] | None:
+    def solve(self, budget_bytes: int, solver: str, effort: Effort) -> tuple[_Held, tuple[float, ...]] | None:
         """Give the cheapest schedules found within a budget and lower bounds for each chunk; None if there are none."""
         if self.keep_all.peak_bytes <= budget_bytes:
             return self.keep_all, (0.0,) * len(self.chunks)
         if self.optimizer_peak_bytes > budget_bytes or self.static_bytes >= budget_bytes:
             return None
         begun = time.perf_counter()
-        found = _Search(self, budget_bytes - self.static_bytes, time_limit_seconds, options).run()
+        found = _Search(self, budget_bytes - self.static_bytes, solver, effort).run()
         self.solve_seconds = time.perf_counter() - begun
         return found
 
@@ -415,13 +415,14 @@ def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
 class _Search:
     """The search for what a micro-batch may save, as a share of what it saves without recompute."""
 
-    def __init__(self, device: _Device, budget_bytes: int, time_limit_seconds: float, options: dict[str, Any]) -> None:
+    def __init__(self, device: _Device, budget_bytes: int, solver: str, effort: Effort) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
         # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
-        seconds = max(time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
-        self.options = {**options, "time_limit_seconds": seconds}
-        self.ends = float("inf") if options["deterministic"] else time.perf_counter() + time_limit_seconds
+        seconds = max(effort.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
+        self.solver = get(solver)
+        self.effort = replace(effort, time_limit_seconds=seconds)
+        self.ends = float("inf") if effort.deterministic else time.perf_counter() + effort.time_limit_seconds
         self.best: _Held | None = None
 
     def run(self) -> tuple[_Held, tuple[float, ...]] | None:
@@ -471,7 +472,7 @@ class _Search:
         for chunk, stage in enumerate(self.device.chunks):
             problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most), most[chunk])
             try:
-                schedules.append(solve(problem, **self.options).schedule)
+                schedules.append(self.solve(problem).schedule)
             except InfeasibleBudgetError:
                 return
         self.offer(self.device.hold(schedules))
@@ -488,7 +489,7 @@ class _Search:
         for chunk, stage in enumerate(self.device.chunks):
             problem = stage.problem(self.budget_bytes, self.device.beside(chunk, least), most_bytes)
             try:
-                solution = solve(problem, **self.options)
+                solution = self.solve(problem)
             except InfeasibleBudgetError as error:
                 if error.is_proven:
                     return None
@@ -499,3 +500,9 @@ class _Search:
         if len(schedules) == len(self.full):
             self.offer(self.device.hold(schedules))
         return tuple(bounds)
+
+    def solve(self, problem: Problem) -> Solution:
+        """Solve, and hold the claim against the simulator."""
+        solution = self.solver.solve(problem, effort=self.effort)
+        confirm(problem, solution)
+        return solution

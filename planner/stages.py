@@ -116,6 +116,7 @@ def _assign(
     for index in range(turn):
         if layers[index]:
             begins.setdefault(layers[index], index if begins else 0)
+    begins = begins or {"": 0}
     if count > len(begins):
         raise UsageError(
             f"{count} stages need at least as many layers, and {graph.name or 'the model'} has {len(begins)}: "
