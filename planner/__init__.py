@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
     from planner.instances import load_instance as load_instance
+    from planner.pipeline_types import PipelinePlan as PipelinePlan
     from planner.pipelining import plan_pipeline as plan_pipeline
     from planner.plan_types import Plan as Plan
     from planner.plan_types import Verification as Verification
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
@@ -40,6 +42,7 @@ _HOME = {
 }
 
 __all__ = [
+    "PipelinePlan",
     "Plan",
     "Verification",
     "__version__",

@@ -17,8 +17,9 @@ from planner.errors import UsageError
 from planner.inputs import Inputs
 from planner.joint import is_tangent
 from planner.lowering import LoweredGraph
-from planner.pipeline import PipelinePlan, make_pipeline_plan
+from planner.pipeline import make_pipeline_plan
 from planner.pipeline_schedules import PipelineSchedule
+from planner.pipeline_types import PipelinePlan
 from planner.plan_parts import PlanOrigin
 from planner.planning import Size
 from planner.problem import Progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+import cli
 import planner
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.memory import measure_peak
-from planner.pipeline import PipelinePlan, make_pipeline_plan
+from planner.pipeline import make_pipeline_plan
 from planner.pipeline_schedules import PipelineSchedule, loads, most_in_flight, passes
+from planner.pipeline_types import PipelinePlan
 from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.simulate import simulate
@@ -254,7 +257,7 @@ def test_the_peak_of_a_stage_is_that_of_all_its_passes_written_out(pipeline: Pip
     assert plan.lower_bound_overhead <= plan.overhead
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_plans_of_small_graphs_are_optimal(seed: int):
     graph, costs = random_graph(seed, operations=8, plain=True)
     (stage,) = cut(graph, costs, 1)
@@ -262,9 +265,9 @@ def test_plans_of_small_graphs_are_optimal(seed: int):
     pipeline = PipelineSchedule(stages=1, micro_batches=in_flight, name="gpipe")
     whole = make_pipeline_plan([[stage]], [Surroundings()], pipeline, budget="100%").stages[0]
     feasible = 0
-    for budget in range(whole.peak_bytes - 1, whole.peak_bytes // 2, -3):
+    for budget in range(whole.peak_bytes - 1, whole.peak_bytes // 2, -6):
         exact = None
-        for most in range(whole.saved_bytes[0] + 20):
+        for most in range(budget // in_flight + 1):
             # Others hold as much as this one may: the best over all bounds is the best plan there is.
             found = cheapest(bounded(stage, budget, most, in_flight - 1))
             if found is not None and (exact is None or found[0] < exact):
@@ -335,4 +338,68 @@ def test_the_predicted_peak_of_a_stage_is_the_measured_one(micro_batches: int):
     model.zero_grad(set_to_none=True)
     measured_bytes, _ = measure_peak(step, torch.device("cpu"))
     predicted_bytes = middle.peak_bytes - middle.plans[0].total_static_bytes
-    assert abs(measured_bytes - predicted_bytes) <= 2048
+    handles_bytes = 4 * (micro_batches + 1)  # what Send gives, and the gradient of one of them
+    assert measured_bytes == predicted_bytes + handles_bytes
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", "minigpt", "--layers", "3", "--seq-len", "64", "--batch-size", "2", *options])
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_the_command_names_the_stage_that_binds(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(
+        capsys, "--pipeline-stages", "2", "--micro-batches", "4", "--budget", "98%", "--time-limit", "2"
+    )
+    assert code == 0, err
+    assert "stage 0 of 2 binds, 2 micro-batches in flight" in out.splitlines()[0]
+    assert "Stages of the 1f1b schedule, 4 micro-batches" in out
+    code, out, _ = run(capsys, "--pipeline-stages", "2", "--micro-batches", "4", "--budget", "1GiB",
+                       "--schedule", "interleaved", "--optimizer", "adamw", "--json", "-")  # fmt: skip
+    report = json.loads(out)
+    assert code == 0 and report["pipeline"]["chunks"] == 2
+    assert [stage["micro_batches_in_flight"] for stage in report["stages"]] == [5, 3]
+    assert all(chunk["static_bytes"]["optimizer"] > 0 for stage in report["stages"] for chunk in stage["chunks"])
+
+
+def test_the_command_says_which_stage_has_no_plan(capsys: pytest.CaptureFixture[str]):
+    code, out, err = run(capsys, "--pipeline-stages", "2", "--micro-batches", "4", "--budget", "1MiB")
+    assert code == 3
+    assert out.startswith("DOES NOT FIT 1.0 MiB") and "bound by stage" in out
+    assert "no plan was found that fits 1.0 MiB: stage" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--micro-batches", "4"], "--micro-batches is for a pipeline: give --pipeline-stages N too"),
+        (["--pipeline-stages", "2"], "--pipeline-stages needs --micro-batches M"),
+        (["--pipeline-stages", "2", "--micro-batches", "0"], "'0' is not a whole number above zero"),
+        (["--pipeline-stages", "99", "--micro-batches", "4"], "99 stages need at least as many layers"),
+        (["--pipeline-stages", "2", "--micro-batches", "4", "--schedule", "1fb1"], "did you mean 1f1b?"),
+        (["--pipeline-stages", "2", "--micro-batches", "3", "--schedule", "interleaved"], "3 is no multiple of 2"),
+        (["--pipeline-stages", "2", "--micro-batches", "4", "--verify"], "--verify does not go with"),
+        (
+            ["--pipeline-stages", "2", "--micro-batches", "4", "--data-parallel", "fsdp2", "--ranks", "2"],
+            "fsdp2 inside",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    code, _, err = run(capsys, "--budget", "1GiB", *options)
+    assert code == 2 and said in err
+
+
+def test_every_parameter_is_on_the_devices_that_read_it():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    plan = planner.plan_pipeline(
+        model, torch.randn(32, 64), loss_fn=lambda output: output.sum(), budget="1GiB", stages=2, micro_batches=4,
+        optimizer="adamw",
+    )  # fmt: skip
+    half_bytes = 2 * (64 * 64 + 64) * 4
+    for stage, inputs_bytes in zip(plan.stages, (4 * 32 * 64 * 4, 0), strict=True):
+        static_bytes = stage.plans[0].static_bytes
+        assert static_bytes["parameters"] == half_bytes
+        assert static_bytes["inputs"] == inputs_bytes
+        assert 2 * half_bytes <= static_bytes["optimizer"] <= 2 * half_bytes + 4 * 64
