@@ -138,7 +138,9 @@ def _assign(
             continue
         makers = {graph.producer[value] for value in operation.inputs}
         later = [stage for maker in makers if maker >= turn and (stage := stage_of[maker]) is not None]
-        here = min(home.get(layers[index], here), *later, count - 1)
+        # What no layer names, as the sum of gradients where paths meet, is as late as what it reads allows.
+        latest = min(later, default=here)
+        here = min(home.get(layers[index], latest), latest if later else count - 1)
         stage_of.append(None if len(set(later)) > 1 and _sums_gradients(graph, operation) else here)
     return stage_of, names
 
