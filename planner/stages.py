@@ -140,7 +140,10 @@ def _assign(
         later = [stage for maker in makers if maker >= turn and (stage := stage_of[maker]) is not None]
         # What no layer names, as the sum of gradients where paths meet, is as late as what it reads allows.
         latest = min(later, default=here)
-        here = min(home.get(layers[index], latest), latest if later else count - 1)
+        # A module that is called in several stages is where it made what is read.
+        called = [stage_of[maker] or 0 for maker in makers if maker < turn and layers[maker] == layers[index]]
+        own = max(called, default=home.get(layers[index], latest))
+        here = min(own, latest if later else count - 1)
         stage_of.append(None if len(set(later)) > 1 and _sums_gradients(graph, operation) else here)
     return stage_of, names
 
