@@ -26,6 +26,8 @@ from planner.options import (
     budget_options,
     check_options,
     model_options,
+    pipeline_of,
+    pipeline_options,
     profile_options,
     solving_options,
     training_options,
@@ -94,11 +96,12 @@ def _parser() -> Parser:
     budget_options(plan)
     plan.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
     plan.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
+    pipeline_options(plan)
     plan.set_defaults(run=_run_plan, plan=None)
 
     verify = commands.add_parser("verify", parents=planning, help="plan, and run real steps")
     budget_options(verify).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
-    verify.set_defaults(run=_run_plan, save=None, verify=True)
+    verify.set_defaults(run=_run_plan, save=None, verify=True, pipeline_stages=None)
 
     check = commands.add_parser(
         "check", parents=[common, model, training_options()], help="find what is wrong with how a model is trained"
@@ -125,6 +128,8 @@ def _parser() -> Parser:
 
 def _run_plan(args: argparse.Namespace) -> int:
     _check(args)
+    if args.pipeline_stages is not None:
+        return _run_pipeline(args)
     from planner.planning import NoPlanFitsError
 
     try:
@@ -182,6 +187,35 @@ def _run_check(args: argparse.Namespace) -> int:
     if not diagnosis.captured:
         return CaptureError.exit_code
     return PlannerError.exit_code if diagnosis.problems else 0
+
+
+def _run_pipeline(args: argparse.Namespace) -> int:
+    from planner.pipeline_types import NoPipelineFitsError
+    from planner.report import render_infeasible_pipeline, render_pipeline
+
+    try:
+        with _quiet(args), _progress(args) as progress:
+            import planner
+
+            progress("building the model")
+            loaded = _load(args, real=False)
+            plan = planner.plan_pipeline(
+                loaded.model,
+                loaded.example_args,
+                **_how(args, loaded, progress),
+                budget=args.budget,
+                **pipeline_of(args),
+            )
+    except NoPipelineFitsError as error:
+        report = error.report
+        _write_json(report, args)
+        if args.json != "-":
+            _show(lambda console: render_infeasible_pipeline(report, console))
+        raise
+    _write_json(plan.report(), args)
+    if args.json != "-":
+        _show(lambda console: render_pipeline(plan, console))
+    return 0
 
 
 def _run_profile(args: argparse.Namespace) -> int:
@@ -257,6 +291,7 @@ def _check(args: argparse.Namespace) -> None:
     solvers.get(args.solver)
     runtimes.check(args.runtime)
     _training(args)
+    pipeline_of(args)
     if args.device:
         device_file.find(args.device)
     try:
@@ -276,6 +311,26 @@ def _training(args: argparse.Namespace) -> Training:
         ranks=args.ranks,
         reserve=args.reserve or 0,
     )
+
+
+def _how(args: argparse.Namespace, loaded: ZooModel, progress: Progress) -> dict[str, Any]:
+    """Give what a plan of any kind is told of the model, its training and the search."""
+    import planner
+
+    return {
+        "example_kwargs": loaded.example_kwargs,
+        "loss_fn": loaded.loss_fn,
+        "solver": args.solver,
+        "time_limit_seconds": args.time_limit,
+        "deterministic": args.deterministic,
+        "seed": args.seed,
+        "device": args.device,
+        **dataclasses.asdict(_training(args)),
+        "cost_model": args.cost_model,
+        "profile": planner.load_profile(args.profile) if args.profile else None,
+        "name": loaded.name,
+        "progress": progress,
+    }
 
 
 def _check_name(args: argparse.Namespace) -> None:
@@ -308,7 +363,6 @@ def _load(args: argparse.Namespace, *, real: bool) -> ZooModel:
 
 def _make(args: argparse.Namespace, progress: Progress) -> Plan:
     """Load the model, make or read the plan, and verify it where that is asked for."""
-    import planner
     from planner import api
     from planner.memory import keep_freed_memory
     from planner.planning import Plan
@@ -321,21 +375,10 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
     plan = saved or api.plan(
         loaded.model,
         loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
         budget=args.budget,
         activation_budget=args.activation_budget,
-        loss_fn=loaded.loss_fn,
         runtime=args.runtime,
-        solver=args.solver,
-        time_limit_seconds=args.time_limit,
-        deterministic=args.deterministic,
-        seed=args.seed,
-        device=args.device,
-        **dataclasses.asdict(_training(args)),
-        cost_model=args.cost_model,
-        profile=planner.load_profile(args.profile) if args.profile else None,
-        name=loaded.name,
-        progress=progress,
+        **_how(args, loaded, progress),
     )
     if not args.verify:
         return plan

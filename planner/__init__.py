@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from planner.api import verify as verify
     from planner.diagnose.check import check as check
     from planner.instances import load_instance as load_instance
+    from planner.pipeline_types import PipelinePlan as PipelinePlan
+    from planner.pipelining import plan_pipeline as plan_pipeline
     from planner.plan_types import Plan as Plan
     from planner.plan_types import Verification as Verification
     from planner.profile_file import load as load_profile
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
@@ -33,6 +36,7 @@ _HOME = {
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
+    "plan_pipeline": "planner.pipelining",
     "profile": "planner.api",
     "solve": "planner.solvers",
     "unwrap": "planner.api",
@@ -40,6 +44,7 @@ _HOME = {
 }
 
 __all__ = [
+    "PipelinePlan",
     "Plan",
     "Verification",
     "__version__",
@@ -49,6 +54,7 @@ __all__ = [
     "load_profile",
     "plan",
     "plan_of",
+    "plan_pipeline",
     "profile",
     "save_profile",
     "solve",

@@ -17,6 +17,7 @@ _OWN_KINDS = {
     "output": "outputs",
     "tangent": "tangents",
     "weight copy": "autocast weight copies",
+    "in flight": "other micro-batches",
 }
 
 
@@ -29,9 +30,9 @@ def anatomy_of_peak(
     -------
     dict of str to int
         Adds up to the peak on the whole device exactly. Kinds: those of ``graph.static_bytes``;
-        ``gradients``, ``outputs``, ``tangents`` and ``autocast weight copies``; ``saved activations``
-        (the forward's copies that the backward waits for), ``forward temporaries`` (its others), ``recomputed
-        values``, ``gradient temporaries``, ``workspace`` and ``random state``.
+        ``gradients``, ``outputs``, ``tangents``, ``autocast weight copies`` and ``other micro-batches``;
+        ``saved activations`` (the forward's copies that the backward waits for), ``forward temporaries`` (its
+        others), ``recomputed values``, ``gradient temporaries``, ``workspace`` and ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
     if not schedule.order:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from planner.errors import UsageError
+from planner.pipeline_schedules import PipelineSchedule
 
 DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
@@ -53,6 +54,44 @@ def training_options() -> Parser:
     group.add_argument("--ranks", type=_count, metavar="N", default=1, help="devices that train together")
     group.add_argument("--reserve", metavar="SIZE", default="", help="what is to stay free: 1GiB, 5%% of the device")
     return parser
+
+
+def pipeline_options(parser: argparse.ArgumentParser) -> None:
+    """Add what cuts the model into the stages of a pipeline."""
+    group = parser.add_argument_group("pipeline (the batch size is that of one micro-batch)")
+    group.add_argument("--pipeline-stages", type=_count, metavar="N", help="plan each of N devices in a row")
+    group.add_argument("--micro-batches", type=_count, metavar="M", help="of one training step")
+    group.add_argument("--schedule", metavar="NAME", help="1f1b (default), gpipe or interleaved")
+    group.add_argument(
+        "--chunks", type=_count, metavar="V", help="groups of layers on each device if interleaved (default 2)"
+    )
+
+
+def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Give the options on a pipeline, refused where they do not go together; none if there is no pipeline."""
+    if args.pipeline_stages is None:
+        if given := [name for name in ("micro_batches", "schedule", "chunks") if getattr(args, name, None) is not None]:
+            raise UsageError(f"--{given[0].replace('_', '-')} is for a pipeline: give --pipeline-stages N too")
+        return {}
+    if args.micro_batches is None:
+        raise UsageError("--pipeline-stages needs --micro-batches M: how many one training step has")
+    refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
+               "--operations": args.operations, "--runtime": args.runtime != "auto"}  # fmt: skip
+    if given := [option for option, value in refused.items() if value]:
+        raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
+    schedule = args.schedule or "1f1b"
+    made = PipelineSchedule(
+        stages=args.pipeline_stages,
+        micro_batches=args.micro_batches,
+        name=schedule,
+        chunks=args.chunks or (2 if schedule == "interleaved" else 1),
+    )
+    return {
+        "stages": made.stages,
+        "micro_batches": made.micro_batches,
+        "schedule": made.name,
+        "chunks": made.chunks,
+    }
 
 
 def solving_options() -> Parser:

@@ -34,6 +34,7 @@ TOUCHES_TORCH = {
     "planner.memory",
     "planner.operands",
     "planner.optimizers",
+    "planner.pipelining",
     "planner.profiling",
     "planner.provenance",
     "planner.resident",

@@ -10,9 +10,19 @@ from planner.plan_types import Plan
 from planner.report import anatomy, baselines, operations, origin, placement, verdict, verification, warnings
 from planner.report.device import render as render_device
 from planner.report.diagnosis import render as render_diagnosis
+from planner.report.pipeline import render as render_pipeline
+from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
 from planner.report.profile import render as render_profile
 
-__all__ = ["render", "render_device", "render_diagnosis", "render_infeasible", "render_profile"]
+__all__ = [
+    "render",
+    "render_device",
+    "render_diagnosis",
+    "render_infeasible",
+    "render_infeasible_pipeline",
+    "render_pipeline",
+    "render_profile",
+]
 
 
 def render(plan: Plan, console: Console, *, show_operations: bool = False) -> None:

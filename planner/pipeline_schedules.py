@@ -1,0 +1,151 @@
+"""In which order a device of a pipeline runs its micro-batches, and how many it holds meanwhile.
+
+A device runs *passes*: the forward or the backward of one micro-batch through one *chunk* of
+layers. Schedules differ in the order alone, and what a device must hold follows from the order:
+
+- ``gpipe``: all forwards, then all backwards. All M micro-batches are in flight
+  (Huang et al., "GPipe", 2019).
+- ``1f1b``: stage s of S begins with min(M, S - s - 1) forwards, then forwards and backwards take
+  turns, so that min(M, S - s) are in flight (Narayanan et al., "Efficient Large-Scale Language
+  Model Training on GPU Clusters Using Megatron-LM", 2021, section 2.2).
+- ``interleaved``: each device has v chunks, and stage s begins with 2(S - s - 1) + (v - 1)S forwards
+  of chunks, Mv at most; one more is in flight (the same paper; Korthikanti et al., "Reducing
+  Activation Recomputation in Large Transformer Models", 2022, give the bytes that follow).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from planner.errors import UsageError
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSchedule:
+    """A pipeline: how many devices, micro-batches and chunks, and in which order they run.
+
+    Parameters
+    ----------
+    stages : int
+        Devices, each with one stage.
+    micro_batches : int
+        Micro-batches of one training step.
+    name : str
+        One of :data:`SCHEDULES`.
+    chunks : int
+        Groups of layers on each device; above 1 for ``"interleaved"``, and only there.
+
+    Raises
+    ------
+    UsageError
+        If these do not go together.
+    """
+
+    stages: int
+    micro_batches: int
+    name: str = "1f1b"
+    chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name not in SCHEDULES:
+            near = difflib.get_close_matches(self.name.lower(), SCHEDULES, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UsageError(f"unknown schedule {self.name!r}: {hint}there are {', '.join(SCHEDULES)}")
+        for what, count in (("stages", self.stages), ("micro-batches", self.micro_batches), ("chunks", self.chunks)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise UsageError(f"a pipeline needs at least 1 of its {what}, not {count!r}")
+        if (self.name == "interleaved") != (self.chunks > 1):
+            raise UsageError(
+                f"schedule {self.name!r} does not go with {self.chunks} chunk(s) on each device: "
+                "'interleaved' takes 2 or more, the others 1"
+            )
+        if self.name == "interleaved" and self.micro_batches % self.stages:
+            raise UsageError(
+                f"the interleaved schedule takes micro-batches in groups of one for each stage: "
+                f"{self.micro_batches} is no multiple of {self.stages}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One micro-batch through one chunk, forward or backward."""
+
+    is_backward: bool
+    chunk: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a device holds beside the pass that is under way.
+
+    Parameters
+    ----------
+    chunk : int
+        Of the pass.
+    is_backward : bool
+        Of the pass.
+    others : tuple of int
+        For each chunk, how many other micro-batches wait for their backward.
+    accumulated : tuple of bool
+        For each chunk, whether there are gradients of an earlier backward.
+    """
+
+    chunk: int
+    is_backward: bool
+    others: tuple[int, ...]
+    accumulated: tuple[bool, ...]
+
+
+def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
+    """Give what one device runs in a training step, in order.
+
+    Examples
+    --------
+    >>> order = passes(PipelineSchedule(stages=2, micro_batches=3), stage=0)
+    >>> " ".join(f"{'B' if done.is_backward else 'F'}{done.micro_batch}" for done in order)
+    'F0 F1 B0 F2 B1 B2'
+    """
+    s, m, v = schedule.stages, schedule.micro_batches, schedule.chunks
+    total = m * v
+    if schedule.name == "gpipe":
+        warm_up = total
+    elif schedule.name == "1f1b":
+        warm_up = min(s - stage - 1, total)
+    else:
+        warm_up = min(2 * (s - stage - 1) + (v - 1) * s, total)
+
+    def numbered(number: int, is_backward: bool) -> Pass:
+        # With one chunk that is micro-batch after micro-batch; with several, groups of s go through all chunks.
+        group, within = divmod(number, s * v)
+        chunk, micro_batch = within // s, group * s + within % s
+        if v == 1:
+            chunk, micro_batch = 0, number
+        return Pass(is_backward, v - 1 - chunk if is_backward else chunk, micro_batch)
+
+    order = [numbered(number, False) for number in range(warm_up)]
+    for number in range(total - warm_up):
+        order += [numbered(warm_up + number, False), numbered(number, True)]
+    order += [numbered(number, True) for number in range(total - warm_up, total)]
+    return tuple(order)
+
+
+def loads(schedule: PipelineSchedule, stage: int) -> tuple[Load, ...]:
+    """Give the different loads under which a device runs its passes, in order of their first time."""
+    waiting = [0] * schedule.chunks
+    accumulated = [False] * schedule.chunks
+    seen: dict[Load, None] = {}
+    for done in passes(schedule, stage):
+        waiting[done.chunk] -= done.is_backward
+        seen[Load(done.chunk, done.is_backward, tuple(waiting), tuple(accumulated))] = None
+        waiting[done.chunk] += not done.is_backward
+        accumulated[done.chunk] |= done.is_backward
+    return tuple(seen)
+
+
+def most_in_flight(schedule: PipelineSchedule, stage: int) -> int:
+    """Give how many micro-batches a device holds at most, the one under way included, counted in chunks."""
+    return max(sum(load.others) for load in loads(schedule, stage)) + 1
