@@ -72,6 +72,7 @@ class GraphRuntime:
         self._expected: list[int] | None = None
         self._call = self._new_call()
 
+    @torch.compiler.disable(reason="a model wrapped by planner.auto_wrap runs its own graphs")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled():
