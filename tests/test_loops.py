@@ -22,9 +22,7 @@ class Model(nn.Module):
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.GELU(), nn.Dropout(0.5), nn.Linear(128, WIDTH)
-            )
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128), nn.GELU(), nn.Dropout(0.5), nn.Linear(128, WIDTH))
             for _ in range(depth)
         )
 
