@@ -88,8 +88,9 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
             )
         if getattr(module, "gradient_checkpointing", False) is True and module.training:
             raise UsageError(
-                f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides that "
-                "now: call model.gradient_checkpointing_disable(), and pass no gradient_checkpointing=True to a trainer"
+                f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides "
+                "that now: call model.gradient_checkpointing_disable(), "
+                "and pass no gradient_checkpointing=True to a trainer"
             )
 
 

@@ -141,8 +141,8 @@ class GraphRuntime:
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
         if self._graphs == self.options.maximum_shapes:
             raise RuntimeUnsupportedError(
-                f"{type(self.model).__name__} has graphs for {self._graphs} sets of input sizes, and these are new: each "
-                "costs a capture. Pad or bucket the inputs to fewer sizes, or pass a larger maximum_shapes to auto_wrap"
+                f"{type(self.model).__name__} has graphs for {self._graphs} sets of input sizes, and these are new: "
+                "each costs a capture. Pad or bucket the inputs to fewer sizes, or raise maximum_shapes of auto_wrap"
             )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:
