@@ -227,6 +227,7 @@ def auto_wrap(
     data_parallel: str = "none",
     ranks: int = 1,
     reserve: Size = 0,
+    maximum_shapes: int = 64,
     progress: Progress | None = None,
 ) -> ModelT:
     """Make a model keep a memory budget while it trains: the same object, class, parameters and numbers.
@@ -245,14 +246,19 @@ def auto_wrap(
         Whether a plan that does not match may be replaced.
     example_kwargs, loss_fn, runtime, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
-    cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
+    cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
         See :func:`plan`.
+    maximum_shapes : int
+        How many sets of input sizes may have graphs; the next one is refused with an error.
+    progress : callable, optional
+        Told in short lines how it stands.
 
     Returns
     -------
     torch.nn.Module
-        The same object. Calls without gradients run as before; other input sizes are planned when
-        they come, and the plan is kept if it fits them. Wrapping again replaces the plan.
+        The same object. Calls without gradients run as before; other input sizes are captured when
+        they come, and a plan at hand is kept if it fits them. A percentage is of the largest step so far.
+        Wrapping again replaces the plan.
 
     Raises
     ------
@@ -271,6 +277,11 @@ def auto_wrap(
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
+    if _running(model) is None and installed_call(model) is not None:
+        raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
+    if not maximum_shapes >= 1:
+        raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
+    replan = replan or plan is None  # only a plan that was given is held to its sizes
     if plan is not None and budget is None and activation_budget is None:
         budget = plan.budget_bytes
     options = Options(
@@ -294,14 +305,15 @@ def auto_wrap(
         taken_over=plan,
         compare=False,
         progress=progress,
+        maximum_shapes=maximum_shapes,
     )
     _check_budget(options)
     way = runtimes.get(runtime)
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
         options = _with_loss(model, options, loss_fn, inputs)
-        must_match = plan is not None and not replan
-        plan = way.plan(model, inputs, options, reuse=plan, must_match=must_match)
+        plan = way.plan(model, inputs, options, reuse=plan, must_match=not replan)
+        options = options.after(plan)
     prepare: Callable[[Inputs], Options] | None = None
     if loss_fn is not None:
         prepare = lambda seen: _with_loss(model, options, loss_fn, seen)  # noqa: E731
@@ -311,7 +323,7 @@ def auto_wrap(
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """Give the plan in force: the one of the input sizes planned last.
+    """Give the plan in force: the one of the input sizes that ran last.
 
     Raises
     ------

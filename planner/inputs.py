@@ -84,6 +84,8 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
         If the inputs are not on the model's device.
     RuntimeUnsupportedError
         If a module has full backward hooks.
+    UsageError
+        If the model checkpoints its activations itself.
     """
     devices = {p.device for p in itertools.chain(model.parameters(), model.buffers())}
     for tensor in inputs.tensors():
@@ -96,6 +98,12 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
             raise RuntimeUnsupportedError(
                 f"module {name or type(model).__name__!r} has full backward hooks, which a captured graph cannot call: "
                 "remove them, or use tensor hooks on the output"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True and module.training:
+            raise UsageError(
+                f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides "
+                "that now: call model.gradient_checkpointing_disable(), "
+                "and pass no gradient_checkpointing=True to a trainer"
             )
 
 

@@ -53,6 +53,7 @@ def make_plan(
     *,
     budget: Size | None = None,
     activation_budget: Size | None = None,
+    at_least_bytes: int = 0,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -74,6 +75,8 @@ def make_plan(
     activation_budget : int, float or str, optional
         What the step may allocate on top of what is resident; ``"60%"`` is of what the unplanned
         step allocates. Exactly one of the two is given.
+    at_least_bytes : int
+        What the whole device may hold even if the budget comes to less.
     solver : str
         Name of a solver.
     time_limit_seconds : float
@@ -100,7 +103,9 @@ def make_plan(
     UsageError
         If the budget or the solver is not understood.
     """
-    problem = make_problem(graph, costs, budget=budget, activation_budget=activation_budget)
+    problem = make_problem(
+        graph, costs, budget=budget, activation_budget=activation_budget, at_least_bytes=at_least_bytes
+    )
     origin = origin or PlanOrigin()
     surroundings = surroundings or Surroundings()
     after_bytes = optimizer_peak_bytes(graph, surroundings)
@@ -128,6 +133,7 @@ def make_problem(
     *,
     budget: Size | None = None,
     activation_budget: Size | None = None,
+    at_least_bytes: int = 0,
 ) -> Problem:
     """Give the problem that a budget poses: what is resident is subtracted here, and only here.
 
@@ -145,7 +151,7 @@ def make_problem(
     else:
         assert activation_budget is not None
         limit_bytes = parse_size(activation_budget, whole_bytes=step_bytes)
-    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes)
+    return Problem(graph=graph, costs=tuple(costs), budget_bytes=max(limit_bytes, at_least_bytes - static_bytes))
 
 
 def plan_from_solution(

@@ -7,6 +7,7 @@ through here, so both see the same graph.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.surroundings import Surroundings, as_planned
 from planner.training import Training
+from planner.units import is_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,10 @@ class Options:
         Whether to simulate the baselines for the report.
     progress : callable, optional
         Told in short lines how it stands.
+    at_least_bytes : int
+        What the whole device may hold even if the budget comes to less; see :meth:`after`.
+    maximum_shapes : int
+        How many sets of input sizes a runtime may have graphs for.
     """
 
     budget: Size | None = None
@@ -93,6 +99,14 @@ class Options:
     name: str = ""
     compare: bool = True
     progress: Progress | None = None
+    at_least_bytes: int = 0
+    maximum_shapes: int = 64
+
+    def after(self, plan: Plan) -> Options:
+        """Give the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
+        if is_share(self.budget) or is_share(self.activation_budget):
+            return replace(self, at_least_bytes=max(self.at_least_bytes, plan.budget_bytes))
+        return self
 
 
 def options_of(plan: Plan, **changes: Any) -> Options:
@@ -210,6 +224,7 @@ def plan_step(
         costs,
         budget=options.budget,
         activation_budget=options.activation_budget,
+        at_least_bytes=options.at_least_bytes,
         solver=options.solver,
         time_limit_seconds=options.time_limit_seconds,
         deterministic=options.deterministic,
@@ -275,6 +290,11 @@ def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tupl
     return tuple(tuple(t.shape) for t in inputs if id(t) not in own)
 
 
+def input_elements(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
+    """Count the elements of what a step is called with."""
+    return sum(math.prod(shape) for shape in input_shapes(model, inputs))
+
+
 def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
     digest = hashlib.sha256()
@@ -336,7 +356,13 @@ def _take_over(
         schedule = plan.schedule_for(lowered.graph)
     except PlanMismatchError:
         return None
-    problem = make_problem(lowered.graph, costs, budget=options.budget, activation_budget=options.activation_budget)
+    problem = make_problem(
+        lowered.graph,
+        costs,
+        budget=options.budget,
+        activation_budget=options.activation_budget,
+        at_least_bytes=options.at_least_bytes,
+    )
     evaluation = simulate(lowered.graph, costs, schedule)
     unneeded = evaluation.recompute_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
     after_bytes = optimizer_peak_bytes(lowered.graph, around) - lowered.graph.total_static_bytes
@@ -344,7 +370,7 @@ def _take_over(
         return None
     same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
     solution = Solution(
-        solver=plan.solver if same_graph else f"{plan.solver} (reused)",
+        solver=plan.solver if same_graph else f"{plan.solver.removesuffix(' (reused)')} (reused)",
         schedule=schedule,
         peak_bytes=evaluation.peak_bytes,
         recompute_seconds=evaluation.recompute_seconds,

@@ -7,7 +7,7 @@ A new torch release that moves one of them breaks this file, with one message: s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -47,11 +47,13 @@ __all__ = [
     "boxed",
     "call_implementation",
     "compile_isolated",
+    "dynamic_ranges",
     "dynamo_settings",
     "eliminate_common_subexpressions",
     "has_full_backward_hooks",
     "install_call",
     "installed_call",
+    "is_marked_dynamic",
     "is_mutable",
     "profiler_is_running",
     "run_and_save_rng_state",
@@ -59,10 +61,12 @@ __all__ = [
     "self_test",
     "storage_id",
     "uninstall_call",
+    "without_dynamic_marks",
 ]
 
-MAXIMUM_SHAPES = 64
-"""How many sets of input shapes one wrapped model may have graphs for."""
+_NO_LIMIT = 2**31 - 1
+_DYNAMIC_MARKS = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices"}
+_BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking"}
 
 
 class _Functions(set[Callable[..., Any]]):
@@ -159,13 +163,43 @@ def has_full_backward_hooks(module: torch.nn.Module) -> bool:
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Let a planned model have graphs for many shapes, recurrent layers, and log messages that pass in silence."""
+    """Capture again whenever something differs, hooks too; log messages inside a model pass in silence."""
     settings = torch._dynamo.config.patch(
-        recompile_limit=MAXIMUM_SHAPES, allow_rnn=True, ignore_logging_functions=_LOGGING, suppress_errors=False
+        recompile_limit=_NO_LIMIT,  # the limit is ours: see planner.runtimes.graph
+        accumulated_recompile_limit=_NO_LIMIT,
+        skip_nnmodule_hook_guards=False,  # a hook that is added later would not run, and nobody would know
+        allow_rnn=True,
+        ignore_logging_functions=_LOGGING,
+        suppress_errors=False,
     )
     # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
     with settings, patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm):
         yield
+
+
+def is_marked_dynamic(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries what ``torch._dynamo.mark_dynamic`` and its kin leave on it."""
+    return not _DYNAMIC_MARKS.isdisjoint(vars(tensor))
+
+
+@contextmanager
+def without_dynamic_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Take the marks off tensors for as long as the context lasts."""
+    taken = []
+    for tensor in tensors:  # one that comes twice has none left the second time
+        attributes = vars(tensor)
+        names = attributes.keys() & (_DYNAMIC_MARKS | _BESIDE_MARKS)
+        taken.append((attributes, {name: attributes.pop(name) for name in names}))
+    try:
+        yield
+    finally:
+        for attributes, marks in taken:
+            attributes.update(marks)
+
+
+def dynamic_ranges(tensor: torch.Tensor) -> dict[int, int | None]:
+    """Give the dimensions that ``mark_dynamic`` marked, with the largest size where one was named."""
+    return {r.dim: r.max for r in getattr(tensor, "_dynamo_dynamic_range", ())}
 
 
 def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
@@ -198,6 +232,9 @@ def self_test() -> None:
     actual = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     uninstall_call(model)
     problems = []
+    torch._dynamo.mark_dynamic(x, 0, max=8)
+    if not is_marked_dynamic(x) or dynamic_ranges(x) != {0: 8}:
+        problems.append("mark_dynamic leaves other marks on a tensor")
     if not any(isinstance(d, TangentAOTInput) for d in seen.get("descriptors", ())):
         problems.append("tangents of the joint graph carry no TangentAOTInput descriptor")
     if not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):

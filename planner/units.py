@@ -64,6 +64,17 @@ def parse_size(size: int | float | str, *, whole_bytes: int | None = None) -> in
     return value
 
 
+def is_share(size: int | float | str | None) -> bool:
+    """Whether a size is a percentage of something.
+
+    Examples
+    --------
+    >>> is_share("60%"), is_share("8GiB")
+    (True, False)
+    """
+    return isinstance(size, str) and _PERCENT.fullmatch(size) is not None
+
+
 def _is_finite(number: int | float) -> bool:
     return isinstance(number, int) or math.isfinite(number)
 

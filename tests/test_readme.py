@@ -71,7 +71,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     inputs, labels = torch.randint(128, (8, 64)), torch.randint(128, (8, 64))
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
     snippets = [block for block in fenced("python") if not block.startswith("# my_model.py")]
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     for snippet in snippets:
         exec(compile(snippet, "README.md", "exec"), names)
     assert names["proof"].exact

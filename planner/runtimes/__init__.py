@@ -33,7 +33,7 @@ class Running(Protocol):
     Attributes
     ----------
     plan : Plan or None
-        The plan in force: that of the input sizes planned last.
+        The plan in force: that of the input sizes that ran last.
     """
 
     plan: Plan | None

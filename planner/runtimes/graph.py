@@ -17,6 +17,7 @@ from planner.capture import (
     expected_losses,
     isolated_call,
 )
+from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.failures import explain_failures
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
@@ -24,16 +25,18 @@ from planner.masks import AssumptionBrokenError
 from planner.planning import Plan
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
-from planner.session import Options, PlannedStep, attention_for, plan_step
-from planner.torch_internals import call_implementation, dynamo_settings
+from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
+from planner.session import Options, PlannedStep, attention_for, input_elements, plan_step
+from planner.torch_internals import call_implementation, dynamo_settings, without_dynamic_marks
 
 
 class GraphRuntime:
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients captures the model, plans, and writes the graphs; later calls with
-    the same input sizes run them. Other sizes are captured again, and the plan is carried over if
-    the simulator says that it fits. Calls without gradients run the model as it is.
+    the same input sizes run them. Other sizes are captured again, and a plan at hand is carried over if
+    the simulator says that it fits. So is whatever else makes the graph another: modules, parameters or
+    hooks added, ``requires_grad`` or the mode switched. Calls without gradients run the model as it is.
 
     Parameters
     ----------
@@ -61,6 +64,9 @@ class GraphRuntime:
         self.plan = plan
         self.replan = replan
         self.prepare = prepare
+        self._plans = PlansBySize(plan)
+        self._graphs = 0
+        self._planned_ahead: set[Sizes] = set()
         self._confirmed = False
         self._prepared_for: list[torch.Size] | None = None
         self._joint: JointGraph | None = None
@@ -68,19 +74,28 @@ class GraphRuntime:
         self._call = self._new_call()
         self._call_without_assumption = self._new_call(assume=False)
 
+    @torch.compiler.disable(reason="a model wrapped by planner.auto_wrap runs its own graphs")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled():
             return call_implementation(self.model)(*args, **kwargs)
+        inputs = Inputs(args, kwargs)
         if not self._confirmed:
-            check_capturable(self.model, Inputs(args, kwargs))
+            check_capturable(self.model, inputs)
         if self.prepare is not None:
-            self._prepare_for(Inputs(args, kwargs))
-        with dynamo_settings(), explain_failures(self.model):
-            try:
-                return self._call(*args, **kwargs)
-            except AssumptionBrokenError:  # raised before anything was run
-                return self._call_without_assumption(*args, **kwargs)
+            self._prepare_for(inputs)
+        if varying := marked(inputs):
+            self._plan_ahead(inputs)
+        try:
+            # Marks would make sizes symbolic, and planned graphs have fixed ones.
+            with without_dynamic_marks(varying), dynamo_settings(), explain_failures(self.model):
+                try:
+                    return self._call(*args, **kwargs)
+                except AssumptionBrokenError:  # raised before anything was run
+                    return self._call_without_assumption(*args, **kwargs)
+        except CaptureError:
+            check_capturable(self.model, inputs)  # what was added since may say it better
+            raise
 
     def stop(self) -> None:
         """Do nothing: the model's parts are as they were."""
@@ -88,8 +103,24 @@ class GraphRuntime:
     def _prepare_for(self, inputs: Inputs) -> None:
         sizes = [tensor.shape for tensor in inputs.tensors()]
         if self.prepare is not None and sizes != self._prepared_for:
-            self.options = self.prepare(inputs)
+            self.options = replace(self.prepare(inputs), at_least_bytes=self.options.at_least_bytes)
             self._prepared_for = sizes
+
+    def _plan_ahead(self, inputs: Inputs) -> None:
+        """Plan for the largest sizes that are allowed, so that the decisions are there for all others."""
+        sizes = largest_sizes(inputs)
+        # What a loss outside needs can be asked only with targets of the same sizes.
+        if sizes is None or sizes in self._planned_ahead or self.prepare is not None:
+            return
+        try:
+            joint = capture(self.model, with_sizes(inputs, sizes))
+        except CaptureError as error:
+            raise UsageError(
+                f"the largest inputs that mark_dynamic allows, {', '.join(map(str, sizes))}, do not run: mark every "
+                f"input that grows with them. {error}"
+            ) from error
+        self._remember(self.planned(joint), joint)
+        self._planned_ahead.add(sizes)
 
     def _new_call(self, *, assume: bool = True) -> Callable[..., Any]:
         return isolated_call(
@@ -98,7 +129,7 @@ class GraphRuntime:
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         step = self.planned(joint)
-        self.plan = step.plan
+        self._remember(step, joint)
         self._confirmed = True
         self._joint = joint
         return rewrite.split(step.lowered, step.schedule)
@@ -106,9 +137,20 @@ class GraphRuntime:
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""
         must_match = self.plan is not None and not self._confirmed and not self.replan
-        return plan_step(self.model, joint, self.options, reuse=self.plan, must_match=must_match)
+        reuse = self._plans.nearest(input_elements(self.model, joint.inputs))
+        return plan_step(self.model, joint, self.options, reuse=reuse, must_match=must_match)
+
+    def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
+        self.plan = step.plan
+        self.options = self.options.after(step.plan)
+        self._plans.add(input_elements(self.model, joint.inputs), step.plan)
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
+        if self._graphs == self.options.maximum_shapes:
+            raise RuntimeUnsupportedError(
+                f"{type(self.model).__name__} has graphs for {self._graphs} sets of input sizes, and these are new: "
+                "each costs a capture. Pad or bucket the inputs to fewer sizes, or raise maximum_shapes of auto_wrap"
+            )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:
             return expected_losses(graph_module)
@@ -122,11 +164,13 @@ class GraphRuntime:
         def expect(positions: Sequence[int]) -> None:
             """Plan for these outputs from the next call on."""
             self._expected = sorted(positions)
+            self._graphs = 0
             self._call = self._new_call()
             self._call_without_assumption = self._new_call(assume=False)
 
+        self._graphs += 1
         joint, self._joint = self._joint, None
-        late = None
+        plan, late = self.plan, None
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
         reach = reach_of(joint)
@@ -137,6 +181,7 @@ class GraphRuntime:
         def finished(*inputs: Any) -> Any:
             before = late.state() if late else None
             outputs = list(run(*inputs))
+            self.plan = plan
             watch_backward([outputs[p] for p in differentiable], reach)
             if late is not None:
                 for position, output in zip(others, late.attach(before, inputs, outputs), strict=True):

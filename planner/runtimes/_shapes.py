@@ -1,0 +1,85 @@
+"""Input sizes that change from call to call: which plan is tried for which, and sizes marked as dynamic."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from planner.errors import UsageError
+from planner.inputs import Inputs
+from planner.plan_types import Plan
+from planner.torch_internals import dynamic_ranges, is_marked_dynamic
+
+Sizes = tuple[tuple[int, ...], ...]
+
+
+class PlansBySize:
+    """The plans of one wrapped model, by how many elements the inputs had that they were made for.
+
+    What keeps the budget for large inputs nearly always does for smaller ones, so the plan of the
+    nearest size above is the one to try first: it fits, and recomputes least of those that do.
+
+    Parameters
+    ----------
+    given : Plan, optional
+        A plan made before, for sizes that are not known: tried where there is none from above.
+    """
+
+    def __init__(self, given: Plan | None = None) -> None:
+        self._plans: dict[float, Plan] = {math.inf: given} if given is not None else {}
+
+    def nearest(self, elements: int) -> Plan | None:
+        """Give the plan of the nearest size that is not smaller, else that of the largest."""
+        above = [size for size in self._plans if size >= elements]
+        return self._plans[min(above)] if above else self._plans.get(max(self._plans, default=0))
+
+    def add(self, elements: int, plan: Plan) -> None:
+        """Remember a plan; of two for the same size, the later."""
+        self._plans[elements] = plan
+
+
+def marked(inputs: Inputs) -> list[torch.Tensor]:
+    """Give the inputs that are marked by ``mark_dynamic`` or its kin."""
+    return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
+
+
+def largest_sizes(inputs: Inputs) -> Sizes | None:
+    """Give the largest sizes that the marks allow, tensor by tensor; None if they name none.
+
+    Raises
+    ------
+    UsageError
+        If an input is larger than its mark says.
+    """
+    bounded = False
+    sizes = []
+    for tensor in inputs.tensors():
+        size = list(tensor.shape)
+        for dimension, largest in dynamic_ranges(tensor).items():
+            if largest is None:
+                continue
+            if size[dimension] > largest:
+                raise UsageError(
+                    f"an input of size {tuple(tensor.shape)} is marked to have at most {largest} in dimension "
+                    f"{dimension}: raise max= of mark_dynamic"
+                )
+            size[dimension], bounded = largest, True
+        sizes.append(tuple(size))
+    return tuple(sizes) if bounded else None
+
+
+def with_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
+    """Give inputs of other sizes, without values and marks: enough to be planned for."""
+    wanted = iter(sizes)
+    seen: dict[int, torch.Tensor] = {}  # one tensor that is passed twice stays one
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        size = next(wanted)
+        if not is_marked_dynamic(tensor):
+            return tensor
+        order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)  # channels last stay last
+        empty = torch.empty_permuted(size, order, dtype=tensor.dtype, device=tensor.device)
+        return seen.setdefault(id(tensor), empty.requires_grad_(tensor.requires_grad))
+
+    return inputs.map_tensors(resized)
