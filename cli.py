@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import logging
 import os
 import sys
 import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 # Nothing slow is imported up here: --help must answer at once.
@@ -32,6 +28,7 @@ from planner.options import (
     solving_options,
     training_options,
 )
+from planner.terminal import quiet, reporting, show, write_json
 
 if TYPE_CHECKING:
     from planner.planning import Plan
@@ -133,23 +130,23 @@ def _run_plan(args: argparse.Namespace) -> int:
     from planner.planning import NoPlanFitsError
 
     try:
-        with _quiet(args), _progress(args) as progress:
+        with quiet(args.debug), reporting(args.debug) as progress:
             plan = _make(args, progress)
     except NoPlanFitsError as error:
         report = error.report
-        _write_json(report, args)
+        write_json(report, args.json)
         if args.json != "-":
             from planner.report import render_infeasible
 
-            _show(lambda console: render_infeasible(report, console))
+            show(lambda console: render_infeasible(report, console))
         raise
     if args.save:
         plan.save(args.save)
-    _write_json(plan.report(operations=args.operations), args)
+    write_json(plan.report(operations=args.operations), args.json)
     if args.json != "-":
         from planner.report import render
 
-        _show(lambda console: render(plan, console, show_operations=args.operations))
+        show(lambda console: render(plan, console, show_operations=args.operations))
     _hold_to_measured(plan)
     return 0
 
@@ -164,7 +161,7 @@ def _run_check(args: argparse.Namespace) -> int:
         device_file.find(args.device)
     if args.json not in (None, "-"):
         check_writable(args.json)
-    with _quiet(args), _progress(args) as progress:
+    with quiet(args.debug), reporting(args.debug) as progress:
         from planner.diagnose.check import check
 
         progress("building the model")
@@ -179,11 +176,11 @@ def _run_check(args: argparse.Namespace) -> int:
             name=loaded.name,
             progress=progress,
         )
-    _write_json(diagnosis.report(), args)
+    write_json(diagnosis.report(), args.json)
     if args.json != "-":
         from planner.report import render_diagnosis
 
-        _show(lambda console: render_diagnosis(diagnosis, console))
+        show(lambda console: render_diagnosis(diagnosis, console))
     if not diagnosis.captured:
         return CaptureError.exit_code
     return PlannerError.exit_code if diagnosis.problems else 0
@@ -194,7 +191,7 @@ def _run_pipeline(args: argparse.Namespace) -> int:
     from planner.report import render_infeasible_pipeline, render_pipeline
 
     try:
-        with _quiet(args), _progress(args) as progress:
+        with quiet(args.debug), reporting(args.debug) as progress:
             import planner
 
             progress("building the model")
@@ -208,13 +205,13 @@ def _run_pipeline(args: argparse.Namespace) -> int:
             )
     except NoPipelineFitsError as error:
         report = error.report
-        _write_json(report, args)
+        write_json(report, args.json)
         if args.json != "-":
-            _show(lambda console: render_infeasible_pipeline(report, console))
+            show(lambda console: render_infeasible_pipeline(report, console))
         raise
-    _write_json(plan.report(), args)
+    write_json(plan.report(), args.json)
     if args.json != "-":
-        _show(lambda console: render_pipeline(plan, console))
+        show(lambda console: render_pipeline(plan, console))
     return 0
 
 
@@ -224,7 +221,7 @@ def _run_profile(args: argparse.Namespace) -> int:
 
     _check_name(args)
     check_writable(args.output)
-    with _quiet(args), _progress(args) as progress:
+    with quiet(args.debug), reporting(args.debug) as progress:
         from planner import api
         from planner.memory import keep_freed_memory
         from planner.profile_file import save
@@ -244,7 +241,7 @@ def _run_profile(args: argparse.Namespace) -> int:
     save(made, args.output)
     from planner.report import render_profile
 
-    _show(lambda console: render_profile(made, args.output, console))
+    show(lambda console: render_profile(made, args.output, console))
     return 0
 
 
@@ -254,7 +251,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
     if not args.output.endswith(".json"):
         raise UsageError(f"--output {args.output}: a device file is found by its name, which ends in .json")
     check_writable(args.output)
-    with _quiet(args), _progress(args) as progress:
+    with quiet(args.debug), reporting(args.debug) as progress:
         from planner import device_file
         from planner.calibration import calibrate
 
@@ -262,7 +259,7 @@ def _run_calibrate(args: argparse.Namespace) -> int:
     device_file.save(spec, args.output)
     from planner.report import render_device
 
-    _show(lambda console: render_device(spec, args.output, console))
+    show(lambda console: render_device(spec, args.output, console))
     return 0
 
 
@@ -401,59 +398,6 @@ def _hold_to_measured(plan: Plan) -> None:
         raise PlannerError(
             f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"
         )
-
-
-# How it is shown.
-
-
-def _show(draw: Callable[[Any], None]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    with console.capture() as capture:
-        draw(console)
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(capture.get().encode(encoding, "replace").decode(encoding))
-
-
-def _write_json(report: dict[str, Any], args: argparse.Namespace) -> None:
-    if args.json is None:
-        return
-    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
-    if args.json == "-":
-        sys.stdout.write(text)
-    else:
-        from planner.atomic import write_text
-
-        write_text(args.json, text)
-
-
-@contextmanager
-def _quiet(args: argparse.Namespace) -> Iterator[None]:
-    """Keep what torch logs and warns on the way out of sight: errors of ours say what matters."""
-    if args.debug:
-        yield
-        return
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-@contextmanager
-def _progress(args: argparse.Namespace) -> Iterator[Progress]:
-    """Show on standard error, if that is a terminal, how the work stands."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    quiet = args.debug or not console.is_terminal
-    with nullcontext() if quiet else console.status("starting") as status:
-        yield lambda line: status.update(Text(line)) if status else None
 
 
 if __name__ == "__main__":

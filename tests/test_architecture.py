@@ -55,7 +55,7 @@ TOUCHES_TORCH = {
 ONLY_IN = {
     "pulp": ("planner.solvers._pulp",),
     "highspy": ("planner.solvers._pulp",),
-    "rich": ("planner.report", "cli"),
+    "rich": ("planner.report", "planner.terminal"),
     "transformers": ("planner.zoo_transformers",),
 }
 

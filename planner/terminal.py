@@ -1,0 +1,65 @@
+"""What a command shows: results on standard output, how it stands on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from planner.problem import Progress
+
+
+def show(draw: Callable[[Any], None]) -> None:
+    """Print what is drawn on a console of the terminal's width, in whatever encoding standard output has."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        draw(console)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(capture.get().encode(encoding, "replace").decode(encoding))
+
+
+def write_json(report: dict[str, Any], path: str | None) -> None:
+    """Write a report to a file, or for ``"-"`` to standard output; nothing without a path."""
+    if path is None:
+        return
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        from planner.atomic import write_text
+
+        write_text(path, text)
+
+
+@contextmanager
+def quiet(debug: bool) -> Iterator[None]:
+    """Keep what torch logs and warns on the way out of sight: errors of ours say what matters."""
+    if debug:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def reporting(debug: bool) -> Iterator[Progress]:
+    """Show on standard error, if that is a terminal, how the work stands."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    with nullcontext() if debug or not console.is_terminal else console.status("starting") as status:
+        yield lambda line: status.update(Text(line)) if status else None
