@@ -207,6 +207,15 @@ def _rows_by_columns(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> in
     return int(2 * a.numel() * b.shape[-1])
 
 
+def _lstm_layer(x: torch.Tensor, w0: torch.Tensor, w1: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every step multiplies its input and the state before it with their weights."""
+    return 2 * x.shape[0] * x.shape[1] * (w0.numel() + w1.numel())
+
+
+def _backward_of_lstm_layer(x: torch.Tensor, w0: torch.Tensor, w1: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _lstm_layer(x, w0, w1)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     import torch
     from torch.utils._pytree import tree_leaves
@@ -263,8 +272,10 @@ def _strided() -> Any:
     return torch.strided
 
 
-_OUTSIDE_TORCH = {
+_OUTSIDE_TORCH: dict[str, Callable[..., int]] = {
+    "checkpoint_planner.lstm_layer": _lstm_layer,
+    "checkpoint_planner.lstm_layer_backward": _backward_of_lstm_layer,
     "transformers.grouped_mm_fallback": _rows_by_columns,
     "transformers.grouped_mm_fallback_backward": _backward_of_rows_by_columns,
 }
-"""Formulas of operators that other libraries define, by name: they are there once the library is imported."""
+"""Formulas of operators that torch does not define, by name: they are there once their module is imported."""

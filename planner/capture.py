@@ -21,6 +21,7 @@ from planner.failures import explain_failures, raised_at
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
 from planner.masks import Assumption, simplify_masks
+from planner.recurrent import keep_recurrent
 from planner.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -151,6 +152,7 @@ class Backend:
         """Compile what Dynamo captured."""
         differentiable = self.choose_outputs(graph_module)
         narrowed = detach_others(graph_module, differentiable)
+        keep_recurrent(narrowed)
         assumption = simplify_masks(narrowed, example_inputs, assume=self.assume)
         if self.attention is not None:
             replace_attention(narrowed, self.attention)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +29,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import PlannerError
 
@@ -51,10 +52,12 @@ __all__ = [
     "dynamo_settings",
     "eliminate_common_subexpressions",
     "has_full_backward_hooks",
+    "has_onednn",
     "install_call",
     "installed_call",
     "is_marked_dynamic",
     "is_mutable",
+    "outside_tracing",
     "profiler_is_running",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -144,6 +147,17 @@ def installed_call(module: torch.nn.Module) -> Any:
 def uninstall_call(module: torch.nn.Module) -> None:
     """Undo :func:`install_call`."""
     module._compiled_call_impl = None
+
+
+def has_onednn() -> bool:
+    """Whether CPU operators may use oneDNN."""
+    return bool(torch._C._get_mkldnn_enabled()) and bool(torch.backends.mkldnn.is_available())
+
+
+def outside_tracing() -> AbstractContextManager[Any]:
+    """Let what is run have data, although a program is being traced."""
+    modes: AbstractContextManager[Any] = _disable_current_modes()
+    return modes
 
 
 def is_mutable(operator: OpOverload) -> bool:

@@ -38,6 +38,7 @@ TOUCHES_TORCH = {
     "planner.profiling",
     "planner.provenance",
     "planner.resident",
+    "planner.recurrent",
     "planner.rewrite",
     "planner.session",
     "planner.torch_internals",
