@@ -20,7 +20,7 @@ from planner.graph import Operation, Phase, TrainingGraph, Value
 from planner.joint import JointGraph, is_collective, tensors_of
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LOSS_NAME, LOSS_TARGET, LoweredGraph
 from planner.provenance import Keys
-from planner.torch_internals import BatchNorm, OpOverload
+from planner.torch_internals import BatchNorm
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
 """What Hugging Face's models derive their layers from."""
@@ -172,7 +172,7 @@ class _Lowering:
                 flops=run.flops,
                 moved_bytes=run.moved_bytes,
                 dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                signature=operands.signature(node) if isinstance(node.target, OpOverload) else "",
+                signature=operands.signature(node) if operands.runs_alone(node, in_place=True) else "",
             ),
         )
 

@@ -26,10 +26,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import fake_mode, is_fake
 from planner.errors import CaptureError
+from planner.failures import raised_at
 from planner.inputs import Inputs
 from planner.provenance import is_library, short_path
 from planner.torch_internals import (
     FakeTensor,
+    FakeTensorMode,
     call_implementation,
     install_call,
     installed_call,
@@ -302,12 +304,17 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
         If the step fails, or nothing in it requires gradients.
     """
     try:
-        return _record(model, inputs, has_loss=has_loss, real=False)
+        misses = FakeTensorMode.cache_info().misses
+        trace = _record(model, inputs, has_loss=has_loss, real=False)
+        if FakeTensorMode.cache_info().misses > misses:
+            # What fake tensors compute for the first time they hold on to, and autograd copies it for that.
+            trace = _record(model, inputs, has_loss=has_loss, real=False)
+        return trace
     except CaptureError:
         raise
     except Exception as error:
         if is_fake(model):
-            raise _failed(model, error) from error
+            raise _failed(model, error, "; if it depends on data, build the model for real") from error
     try:
         return _record(model, inputs, has_loss=has_loss, real=True)
     except CaptureError:
@@ -316,9 +323,11 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
         raise _failed(model, error) from error
 
 
-def _failed(model: nn.Module, error: Exception) -> CaptureError:
+def _failed(model: nn.Module, error: Exception, hint: str = "") -> CaptureError:
     first = (str(error).strip().splitlines() or [""])[0]
-    return CaptureError(f"a step of {type(model).__name__} fails: {type(error).__name__}: {first}")
+    return CaptureError(
+        f"a step of {type(model).__name__} fails: {type(error).__name__}: {first}{raised_at(error)}{hint}"
+    )
 
 
 def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> Trace:

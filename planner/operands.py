@@ -28,9 +28,15 @@ _INDEX_BOUND = {
 """What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
 
 
-def runs_alone(node: fx.Node | None) -> bool:
-    """Whether an operation is one that can be called with made-up arguments."""
-    return node is not None and isinstance(node.target, OpOverload) and not mutates(node)
+_OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
+"""Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
+
+
+def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
+    """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
+    if node is None or not isinstance(node.target, OpOverload) or any(name in str(node.target) for name in _OPAQUE):
+        return False
+    return in_place or not mutates(node)
 
 
 def signature(node: fx.Node) -> str:
