@@ -190,7 +190,9 @@ class Needs:
             reader = next((r for r in graph.readers[value] if _first_run(r) >= moment), None)
             freed_by = held_by = frozenset[int]()
             if reader is not None:
-                freed_by = frozenset(r for r in self._makers[value] if moment < _rerun(regions[r].before) <= _first_run(reader))
+                freed_by = frozenset(
+                    r for r in self._makers[value] if moment < _rerun(regions[r].before) <= _first_run(reader)
+                )
                 if not freed_by:
                     fixed_bytes += size_bytes
                     continue

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from planner import operands
 from planner.checkpoints import END, HOLD, SCRATCH, STOP, Region
-from planner.eager_trace import Call, Run, Save, Trace
+from planner.eager_trace import Call, Run, Trace
 from planner.graph import Operation, Phase, TrainingGraph, Value
 from planner.joint import JointGraph, is_collective, tensors_of
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LOSS_NAME, LOSS_TARGET, LoweredGraph
@@ -216,8 +216,11 @@ class _Lowering:
         return len(self.values) - 1
 
     def _add_loss(self, workspace_bytes: int) -> None:
+        """Add the loss: what it needs is there until the outputs have their gradients."""
         made = [self._value("loss workspace", workspace_bytes)] if workspace_bytes else []
         self._add(LOSS_TARGET, Phase.LOSS, "", (), made, name=LOSS_NAME)
+        if self.trace.tangents > self.trace.backward:
+            self.kept_by_last[self.trace.tangents - 1] += made
 
     def _add_stop(self, candidate: _Candidate) -> tuple[int, ...]:
         alive = [
@@ -250,8 +253,10 @@ class _Lowering:
         stop = max((save.saved for save in call.saves), default=call.begin)
         made = {value for run in runs[call.begin : stop] for value in run.makes}
         read = [save.read for save in call.saves if save.read is not None]
-        if not read or not any(self._is_freed(save, made) for save in call.saves):
+        if not read or not any(save.storage in made for save in call.saves):
             return None
+        if any(self.values[value].retained for value in made):
+            return None  # beside what stays to the end, a second copy would be there for a while
         before = min(read)
         until = max(len(runs) if save.released is None else save.released for save in call.saves)
         outside = {value for run in runs[call.begin : stop] for value in run.reads} - made
@@ -261,9 +266,6 @@ class _Lowering:
         if later & (outside | set(call.given)):
             return None
         return _Candidate(module, call.begin, stop, before, until, call.given, self._statistics_bytes(module))
-
-    def _is_freed(self, save: Save, made: set[int]) -> bool:
-        return save.storage in made and not self.values[save.storage].retained
 
     def _is_repeatable(self, call: Call) -> bool:
         """Whether a second run of a call would find, and leave, everything outside it as the first did."""

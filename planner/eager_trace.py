@@ -94,13 +94,18 @@ class Call:
 
 @dataclass
 class Trace:
-    """A recorded step: ``runs`` from ``backward`` on are of the backward. ``is_real`` says that it was not fake."""
+    """A recorded step.
+
+    ``runs`` from ``backward`` on are of the backward; before ``tangents`` those that stand for a loss outside
+    have given the outputs their gradients. ``is_real`` says that the step was run with data.
+    """
 
     runs: list[Run]
     storages: list[Storage]
     saves: list[Save]
     calls: dict[str, list[Call]]
     backward: int
+    tangents: int
     is_real: bool
 
 
@@ -137,6 +142,7 @@ class _Recorder(TorchDispatchMode):
         self.saves: list[Save] = []
         self.calls: dict[str, list[Call]] = {}
         self.backward = -1
+        self.tangents = -1
         self._known: dict[int, int | None] = {}
         self._stack: list[tuple[str, Call]] = []
         self._module = ""
@@ -357,7 +363,15 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
         else:
             with mode:
                 _step(recorder, call, parameters, inputs, has_loss)
-    return Trace(recorder.runs, recorder.storages, recorder.saves, recorder.calls, recorder.backward, real)
+    return Trace(
+        runs=recorder.runs,
+        storages=recorder.storages,
+        saves=recorder.saves,
+        calls=recorder.calls,
+        backward=recorder.backward,
+        tangents=max(recorder.backward, recorder.tangents),
+        is_real=real,
+    )
 
 
 def _call_with(model: nn.Module, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -370,7 +384,7 @@ def _step(
     with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
         outputs = call(*inputs.args, **inputs.kwargs)
         recorder.backward = len(recorder.runs)
-        _backward(outputs, has_loss)
+        _backward(recorder, outputs, has_loss)
         recorder.name(outputs, "output")
         recorder.name([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
 
@@ -379,21 +393,24 @@ class _OutsideLoss(torch.autograd.Function):
     """Stands for a loss that is not seen: it gives each output a gradient, which nobody else holds."""
 
     @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, recorder: _Recorder, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.recorder = recorder
         ctx.like = [(t.shape, t.dtype, t.device) for t in outputs]
         return outputs[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _gradient: Any) -> Any:
-        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        gradients = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
+        ctx.recorder.tangents = len(ctx.recorder.runs)
+        return (None, *gradients)
 
 
-def _backward(outputs: Any, has_loss: bool) -> None:
+def _backward(recorder: _Recorder, outputs: Any, has_loss: bool) -> None:
     tensors = [t for t in _tensors(outputs) if t.requires_grad]
     if not tensors:
         raise CaptureError("nothing of the model needs a backward: no output requires gradients")
     if has_loss:
-        torch.autograd.backward([_OutsideLoss.apply(*(t for t in tensors if t.is_floating_point()))])
+        torch.autograd.backward([_OutsideLoss.apply(recorder, *(t for t in tensors if t.is_floating_point()))])
     else:
         run_backward(outputs, None)
 

@@ -36,9 +36,7 @@ def rows(count: int = 256) -> torch.Tensor:
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, str]:
         return x + scale * self.inner(x), "beside"
@@ -62,6 +60,12 @@ class Branching(Stack):
         return super().forward(x if x.sum() > 1e9 else -x)
 
 
+class Mixed(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
 class Convolutions(nn.Module):
     """BatchNorm, with and without a fixed momentum, and activations in place."""
 
@@ -70,8 +74,8 @@ class Convolutions(nn.Module):
         self.blocks = nn.Sequential(
             *(
                 nn.Sequential(
-                    nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(inplace=True),
-                    nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4),
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=momentum), nn.ReLU(inplace=True),
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16),
                 )
                 for momentum in (0.1, None, 0.1, None)
             )
@@ -99,22 +103,23 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, .
         alignment_bytes=64, static_bytes={}, name="", loss_workspace_bytes=0, on_cpu=True,
     )  # fmt: skip
     graph = step.lowered.graph
-    costs = tuple(OperationCost(seconds=1e-6 * op.moved_bytes, workspace_bytes=op.flops % 4096) for op in graph.operations)
+    costs = tuple(
+        OperationCost(seconds=1e-6 * op.moved_bytes, workspace_bytes=op.flops % 4096) for op in graph.operations
+    )
     return Problem(graph=graph, costs=costs, budget_bytes=0), step.regions
 
 
 @pytest.mark.parametrize("model", [Stack(), Convolutions(), Branching()])
 def test_peak_and_bits_are_those_that_were_predicted(model: nn.Module) -> None:
-    x = torch.randn(8, 4, 24, 24) if isinstance(model, Convolutions) else rows()
+    x = torch.randn(4, 16, 24, 24) if isinstance(model, Convolutions) else rows()
     check(model, x)
 
 
 def test_frozen_parameters_autocast_and_other_dtypes() -> None:
-    model = Stack()
+    model = Mixed()
     model.blocks[0].requires_grad_(False)
     model.blocks[2].inner[0].weight.requires_grad_(False)
-    with torch.autocast("cpu", torch.bfloat16):
-        check(model, rows())
+    check(model, rows())
     check(Stack().double(), rows().double())
 
 
@@ -129,7 +134,7 @@ def test_a_loss_outside() -> None:
 
 @pytest.mark.parametrize("model", [Stack(2), Convolutions()])
 def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
-    x = torch.randn(2, 4, 8, 8) if isinstance(model, Convolutions) else rows(16)
+    x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else rows(16)
     problem, regions = problem_of(model, x)
     needs = Needs(problem.graph, problem.costs, regions)
     clash = nested(regions)
@@ -184,9 +189,10 @@ def test_recording_leaves_no_trace() -> None:
     model.blocks[0][0].weight.grad = torch.ones_like(model.blocks[0][0].weight)
     before = copy.deepcopy(model.state_dict())
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    inputs = Inputs.of(torch.randn(2, 16, 8, 8))
     state = torch.get_rng_state()
-    record(model, Inputs.of(torch.randn(2, 4, 8, 8)), has_loss=False)
-    assert torch.equal(torch.get_rng_state(), state) or True
+    record(model, inputs, has_loss=False)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
@@ -208,7 +214,7 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     wrapped = copy.deepcopy(plain)
     seen: list[str] = []
     wrapped.blocks[1].inner.register_full_backward_hook(lambda *_: seen.append("hook"))
-    planner.auto_wrap(wrapped, rows(), activation_budget="60%", runtime="modules")
+    planner.auto_wrap(wrapped, rows().requires_grad_(), activation_budget="60%", runtime="modules")
     for model in (plain, wrapped):
         x = rows().requires_grad_()
         (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
@@ -237,9 +243,7 @@ def test_layers_that_a_model_declares_are_the_candidates() -> None:
 
 
 def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
-    plan = planner.Plan.from_json(
-        planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules").to_json()
-    )
+    plan = planner.Plan.from_json(planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules").to_json())
     model = planner.auto_wrap(Stack(), plan=plan)
     model(rows()).backward()
     assert modules_of(planner.plan_of(model)) == modules_of(plan)
@@ -247,7 +251,7 @@ def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
         planner.auto_wrap(Stack(3), rows(), plan=plan)
 
 
-class ChangesItsInput(nn.Module):
+class CountsItsCalls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -259,8 +263,7 @@ class ChangesItsInput(nn.Module):
 
 
 def test_what_cannot_run_twice_is_left_alone() -> None:
-    model = nn.Sequential(*(ChangesItsInput() for _ in range(3)))
-    _, regions = problem_of(nn.Sequential(model, nn.Sigmoid()), rows())
+    _, regions = problem_of(nn.Sequential(*(CountsItsCalls() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
     assert regions == ()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -118,19 +118,26 @@ def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _apart(module)
+    return nullcontext(), _Apart(module)
 
 
-@contextmanager
-def _apart(module: nn.Module) -> Iterator[None]:
-    """Let a second run update copies of running statistics, which the first has brought up to date."""
-    with ExitStack() as stack:
-        for part in module.modules():
-            if keeps_statistics(part):
-                for name, buffer in list(part.named_buffers(recurse=False)):
-                    setattr(part, name, buffer.clone())
-                    stack.callback(setattr, part, name, buffer)
-        yield
+class _Apart(AbstractContextManager[None]):
+    """Lets each further run update copies of running statistics, which the first has brought up to date."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        parts = [part for part in self.module.modules() if keeps_statistics(part)]
+        self.kept = [(part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)]
+        for part, name, buffer in self.kept:
+            setattr(part, name, buffer.clone())
+
+    def __exit__(self, *_: object) -> None:
+        for part, name, buffer in self.kept:
+            setattr(part, name, buffer)
+        self.kept = []
 
 
 def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:
