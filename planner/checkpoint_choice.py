@@ -14,6 +14,7 @@ from planner.checkpoints import Group, Need, Needs, Region, nested, schedule_of,
 from planner.effort import Clock
 from planner.errors import InfeasibleBudgetError
 from planner.problem import Problem, Progress, Solution
+from planner.schedule import Schedule
 from planner.simulate import Evaluation, simulate
 from planner.solvers._pulp import Answer, Library
 from planner.solvers._stepcut import Model
@@ -111,7 +112,7 @@ class Chooser:
                 return best
             chosen = self._chosen(answer)
 
-    def schedule(self, chosen: frozenset[int]):  # type: ignore[no-untyped-def]
+    def schedule(self, chosen: frozenset[int]) -> Schedule:
         """Give the schedule of a choice."""
         return schedule_of(self.problem.graph, [self.regions[r] for r in sorted(chosen)])
 

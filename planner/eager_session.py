@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from planner.errors import PlanMismatchError
 from planner.graph import OperationCost
 from planner.inputs import Inputs
 from planner.layers import find_layers
+from planner.operands import is_opaque
 from planner.plan_parts import BaselineRow, PlanOrigin, PlanWarning
 from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
@@ -24,7 +26,7 @@ from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.session import Options, check_match, cost, device_spec, fingerprint
 from planner.simulate import simulate
-from planner.surroundings import Surroundings, as_planned
+from planner.surroundings import as_planned
 
 
 def modules_of(plan: Plan) -> tuple[str, ...]:
@@ -119,11 +121,9 @@ class _Session:
         """Refuse a plan of something else; a step that depends on its data need not be the same twice."""
         origin = self.origin
         if self.is_real:
-            same = {key: plan.fingerprint.get(key) for key in ("graph", "operations")}
-            origin = replace(origin, fingerprint={**origin.fingerprint, **same})
-            ours = {key: value for key, value in origin.fingerprint.items() if key != "graph"}
-            if any(plan.fingerprint.get(key) != value for key, value in ours.items()):
-                origin = self.origin
+            ours = {key: value for key, value in origin.fingerprint.items() if key not in ("graph", "operations")}
+            if all(plan.fingerprint.get(key) == value for key, value in ours.items()):
+                return
         check_match(plan, origin)
 
     def _take_over(self, plan: Plan) -> Plan | None:
@@ -193,14 +193,17 @@ class _Session:
         )
 
 
-def _notes(trace: Trace) -> tuple[PlanWarning, ...]:
-    if not trace.is_real:
-        return ()
-    return (
-        PlanWarning(
+def _notes(trace: Trace) -> Iterator[PlanWarning]:
+    if trace.is_real:
+        yield PlanWarning(
             rule="recorded-for-real",
-            cause="what the model runs depends on its data, so a real step was recorded: another batch may need "
-            "more, or less, than is predicted",
+            cause="what the model runs, or what its kernels keep, is known only with data, so a real step was recorded: "
+            "another batch may need more, or less, than is predicted",
             fix="plan with a batch of the kind that needs most, and leave some room in the budget",
-        ),
-    )
+        )
+    if opaque := sorted({str(run.node.target) for run in trace.runs if is_opaque(run.node)}):
+        yield PlanWarning(
+            rule="workspace-unknown",
+            cause=f"the workspace of {', '.join(opaque)} cannot be measured alone and counts as none",
+            fix="verify the plan, and leave room in the budget for what it shows",
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from planner.capture import fake_mode, is_fake
 from planner.errors import CaptureError
 from planner.failures import raised_at
 from planner.inputs import Inputs
+from planner.operands import is_opaque
 from planner.provenance import is_library, short_path
 from planner.torch_internals import (
     FakeTensor,
@@ -143,6 +144,7 @@ class _Recorder(TorchDispatchMode):
         self.calls: dict[str, list[Call]] = {}
         self.backward = -1
         self.tangents = -1
+        self.is_over = False
         self._known: dict[int, int | None] = {}
         self._stack: list[tuple[str, Call]] = []
         self._module = ""
@@ -233,7 +235,8 @@ class _Recorder(TorchDispatchMode):
 
     def _died(self, identity: int, index: int) -> None:
         self._known.pop(identity, None)
-        self.storages[index].died = len(self.runs)
+        if not self.is_over:
+            self.storages[index].died = len(self.runs)
 
     def name(self, tensors: Any, kind: str) -> None:
         """Say what storages that outlive the step are."""
@@ -315,7 +318,8 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
         if FakeTensorMode.cache_info().misses > misses:
             # What fake tensors compute for the first time they hold on to, and autograd copies it for that.
             trace = _record(model, inputs, has_loss=has_loss, real=False)
-        return trace
+        if is_fake(model) or not any(is_opaque(run.node) for run in trace.runs):
+            return trace
     except CaptureError:
         raise
     except Exception as error:
@@ -349,7 +353,7 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
     with _put_back(model), _followed(model, recorder):
         if real:
             call: Callable[..., Any] = call_implementation(model)
-            parameters = list(model.parameters())
+            parameters: Sequence[torch.Tensor] = list(model.parameters())
         else:
             twins = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in state.values()}
             named = {name: twins[id(tensor)] for name, tensor in state.items()}
@@ -374,18 +378,19 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
     )
 
 
-def _call_with(model: nn.Module, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    return functional_call(model, state, args, kwargs)
+def _call_with(model: nn.Module, state: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    return functional_call(model, dict(state), args, kwargs)
 
 
 def _step(
-    recorder: _Recorder, call: Callable[..., Any], parameters: list[torch.Tensor], inputs: Inputs, has_loss: bool
+    recorder: _Recorder, call: Callable[..., Any], parameters: Sequence[torch.Tensor], inputs: Inputs, has_loss: bool
 ) -> None:
     with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
         outputs = call(*inputs.args, **inputs.kwargs)
         recorder.backward = len(recorder.runs)
         _backward(recorder, outputs, has_loss)
         recorder.name(outputs, "output")
+        recorder.is_over = True
         recorder.name([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
 
 
@@ -410,7 +415,13 @@ def _backward(recorder: _Recorder, outputs: Any, has_loss: bool) -> None:
     if not tensors:
         raise CaptureError("nothing of the model needs a backward: no output requires gradients")
     if has_loss:
-        torch.autograd.backward([_OutsideLoss.apply(recorder, *(t for t in tensors if t.is_floating_point()))])
+        torch.autograd.backward(
+            [
+                _OutsideLoss.apply(  # type: ignore[no-untyped-call]
+                    recorder, *(t for t in tensors if t.is_floating_point())
+                )
+            ]
+        )
     else:
         run_backward(outputs, None)
 

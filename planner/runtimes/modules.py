@@ -19,7 +19,7 @@ from planner.inputs import Inputs, check_device
 from planner.planning import Plan
 from planner.runtimes import Prepare
 from planner.session import Options
-from planner.torch_internals import MAXIMUM_SHAPES, call_implementation, install_call, installed_call, uninstall_call
+from planner.torch_internals import call_implementation, install_call, installed_call, uninstall_call
 
 
 class ModulesRuntime:
@@ -79,10 +79,6 @@ class ModulesRuntime:
         return described, modes, trained, cast
 
     def _choose(self, inputs: Inputs) -> tuple[nn.Module, ...]:
-        if len(self._chosen) >= MAXIMUM_SHAPES:
-            raise RuntimeUnsupportedError(
-                f"more than {MAXIMUM_SHAPES} different sizes of inputs: pad or bucket them, each is planned by itself"
-            )
         if self.prepare is not None:
             self.options = self.prepare(inputs)
         must_match = self.plan is not None and not self._chosen and not self.replan
