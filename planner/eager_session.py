@@ -12,14 +12,16 @@ from torch import nn
 from planner.checkpoint_choice import NAME, Chooser
 from planner.checkpoints import HOLD, Region, schedule_of
 from planner.eager_graph import lower_eager
-from planner.eager_trace import Trace, record
+from planner.eager_record import record
+from planner.eager_trace import Trace
 from planner.effort import Effort
 from planner.errors import PlanMismatchError
+from planner.findings import Finding
 from planner.graph import OperationCost
 from planner.inputs import Inputs
 from planner.layers import find_layers
 from planner.operands import is_opaque
-from planner.plan_parts import BaselineRow, PlanOrigin, PlanWarning
+from planner.plan_parts import BaselineRow, PlanOrigin
 from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
@@ -42,7 +44,7 @@ def plan_eager(
     begun = time.perf_counter()
     if options.progress is not None:
         options.progress("recording a step")
-    trace = record(model, inputs, has_loss=options.loss_bytes > 0)
+    trace = record(model, inputs, has_loss=bool(options.loss_bytes))
     return _Session(model, inputs, options, trace, begun).plan(reuse, must_match)
 
 
@@ -62,12 +64,12 @@ class _Session:
             alignment_bytes=spec.alignment_bytes,
             static_bytes=dict(around.static_bytes),
             name=options.name or type(model).__name__,
-            loss_workspace_bytes=options.loss_bytes,
+            loss_workspace_bytes=options.loss_bytes or 0,
             on_cpu=spec.kind == "cpu",
         )
         costing = cost(model, step.lowered.joint, step.lowered, spec, options)
         origin = PlanOrigin(
-            fingerprint=fingerprint(model, step.lowered.graph, spec.name, tensors),
+            fingerprint=fingerprint(model, step.lowered.graph, spec.name, step.lowered.joint),
             capture_seconds=time.perf_counter() - begun,
             cost_model=costing.cost_model,
             device=spec.name,
@@ -102,6 +104,7 @@ class _Session:
             self.costs,
             budget=options.budget,
             activation_budget=options.activation_budget,
+            at_least_bytes=options.at_least_bytes,
             origin=self.origin,
             surroundings=self.around,
             progress=options.progress,
@@ -193,17 +196,18 @@ class _Session:
         )
 
 
-def _notes(trace: Trace) -> Iterator[PlanWarning]:
+def _notes(trace: Trace) -> Iterator[Finding]:
     if trace.is_real:
-        yield PlanWarning(
+        yield Finding(
             rule="recorded-for-real",
-            cause="what the model runs, or what its kernels keep, is known only with data, so a real step was recorded: "
-            "another batch may need more, or less, than is predicted",
+            evidence="a real step was recorded: what the model runs, or what its kernels keep, is known only with data",
+            cause="another batch may need more, or less, than is predicted",
             fix="plan with a batch of the kind that needs most, and leave some room in the budget",
         )
     if opaque := sorted({str(run.node.target) for run in trace.runs if is_opaque(run.node)}):
-        yield PlanWarning(
+        yield Finding(
             rule="workspace-unknown",
-            cause=f"the workspace of {', '.join(opaque)} cannot be measured alone and counts as none",
+            evidence=", ".join(opaque),
+            cause="the workspace of these kernels cannot be measured alone, and counts as none",
             fix="verify the plan, and leave room in the budget for what it shows",
         )

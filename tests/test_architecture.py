@@ -26,6 +26,7 @@ TOUCHES_TORCH = {
     "planner.diagnose.facts",
     "planner.diagnose.observe",
     "planner.eager_graph",
+    "planner.eager_record",
     "planner.eager_session",
     "planner.eager_trace",
     "planner.failures",

@@ -16,8 +16,8 @@ import planner
 from planner.checkpoint_choice import Chooser
 from planner.checkpoints import Needs, nested, schedule_of, seconds_of
 from planner.eager_graph import lower_eager
+from planner.eager_record import record
 from planner.eager_session import modules_of
-from planner.eager_trace import record
 from planner.effort import Effort
 from planner.errors import CaptureError, PlanMismatchError, RuntimeUnsupportedError
 from planner.graph import OperationCost

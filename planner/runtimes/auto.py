@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner import runtimes
 from planner.errors import CaptureError, RuntimeUnsupportedError
-from planner.plan_parts import PlanWarning
+from planner.findings import Finding
 from planner.runtimes import Prepare, Running
 
 if TYPE_CHECKING:
@@ -124,15 +124,16 @@ def _announce(reason: _Refusal) -> None:
     warnings.warn(f"runtime {INSTEAD!r} in place of {FIRST!r}: {reason}", stacklevel=4)
 
 
-def _note(reason: _Refusal) -> PlanWarning:
-    return PlanWarning(
+def _note(reason: _Refusal) -> Finding:
+    return Finding(
         rule=_RULE,
-        cause=f"planned for the runtime {INSTEAD!r}, which can choose only whole modules: {reason}",
+        evidence=str(reason),
+        cause=f"planned for the runtime {INSTEAD!r} in place of {FIRST!r}, which can choose only whole modules",
         fix="remove what stops the capture, and plans are finer",
     )
 
 
-def _with(plan: Plan, note: PlanWarning) -> Plan:
+def _with(plan: Plan, note: Finding) -> Plan:
     return plan if note in plan.warnings else replace(plan, warnings=(*plan.warnings, note))
 
 
