@@ -28,10 +28,11 @@ _LAYER_CLASS = "GradientCheckpointingLayer"
 
 @dataclass(frozen=True)
 class EagerStep:
-    """An eager step as a graph, and what of it can be checkpointed."""
+    """An eager step as a graph, what of it can be checkpointed, and the workspace that was seen of some operations."""
 
     lowered: LoweredGraph
     regions: tuple[Region, ...]
+    workspace_bytes: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class _Lowering:
         nodes = fx.Graph()
         joint = JointGraph(fx.GraphModule(nn.Module(), nodes), nodes, 0, inputs)
         lowered = LoweredGraph(joint, graph, self.nodes, [], {})
-        return EagerStep(lowered, tuple(regions))
+        seen = {index: run.workspace_bytes for index, run in zip(run_at, runs, strict=False)}
+        return EagerStep(lowered, tuple(regions), {index: size for index, size in seen.items() if size is not None})
 
     # Operations.
 

@@ -52,7 +52,7 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
         if FakeTensorMode.cache_info().misses > misses:
             # What fake tensors compute for the first time they hold on to, and autograd copies it for that.
             trace = _record(model, inputs, has_loss=has_loss, real=False)
-        if is_fake(model) or not any(is_opaque(run.node) for run in trace.runs):
+        if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
             return trace
     except CaptureError:
         raise

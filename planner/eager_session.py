@@ -80,8 +80,10 @@ class _Session:
         self.graph = step.lowered.graph
         self.regions = step.regions
         self.costs = tuple(
-            OperationCost(seconds=0.0) if node is None else cost
-            for node, cost in zip(step.lowered.operation_nodes, costing.costs, strict=True)
+            OperationCost(seconds=0.0)
+            if node is None
+            else replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
+            for index, (node, cost) in enumerate(zip(step.lowered.operation_nodes, costing.costs, strict=True))
         )
         self.around = around
         self.origin = origin
@@ -204,7 +206,9 @@ def _notes(trace: Trace) -> Iterator[Finding]:
             cause="another batch may need more, or less, than is predicted",
             fix="plan with a batch of the kind that needs most, and leave some room in the budget",
         )
-    if opaque := sorted({str(run.node.target) for run in trace.runs if is_opaque(run.node)}):
+    if opaque := sorted(
+        {str(run.node.target) for run in trace.runs if is_opaque(run.node.target) and run.workspace_bytes is None}
+    ):
         yield Finding(
             rule="workspace-unknown",
             evidence=", ".join(opaque),

@@ -20,11 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.flops import count_flops, moved_bytes
+from planner.memory import measure_peak
+from planner.operands import is_opaque
 from planner.provenance import is_library, short_path
 from planner.torch_internals import (
     FakeTensor,
     call_implementation,
     is_mutable,
+    profiler_is_running,
     storage_id,
     written_arguments,
 )
@@ -32,7 +35,10 @@ from planner.torch_internals import (
 
 @dataclass
 class Run:
-    """One operator that ran; ``flops`` and ``moved_bytes`` are counted on what it was called with."""
+    """One operator that ran; ``flops`` and ``moved_bytes`` are counted on what it was called with.
+
+    ``workspace_bytes`` is known where the run itself had to be watched: see :func:`planner.operands.is_opaque`.
+    """
 
     node: fx.Node
     reads: tuple[int, ...]
@@ -43,6 +49,7 @@ class Run:
     source: str
     flops: int
     moved_bytes: int
+    workspace_bytes: int | None = None
 
 
 @dataclass
@@ -142,33 +149,41 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = function(*args, **kwargs)
-        if not self._copying:
-            self._record(function, args, kwargs, result)
+        if self._copying:
+            return function(*args, **kwargs)
+        given = tensors_in((args, kwargs))
+        watched = is_opaque(function) and not isinstance(given[0], FakeTensor) and not profiler_is_running()
+        if watched:
+            peak_bytes, result = measure_peak(lambda: function(*args, **kwargs), given[0].device)
+        else:
+            peak_bytes, result = 0, function(*args, **kwargs)
+        run = self._record(function, args, kwargs, result)
+        if watched and run is not None:
+            run.workspace_bytes = max(0, peak_bytes - sum(self.storages[value].size_bytes for value in run.makes))
         return result
 
-    def _record(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
         given, made = tensors_in((args, kwargs)), tensors_in(result)
         reads = tuple(dict.fromkeys(v for t in given if (v := self._look_up(t)) is not None))
         fresh = [t for t in made if storage_id(t) not in self._known]
         mutable = is_mutable(function)
         if not fresh and not mutable:
-            return  # a view, or a number for Python
+            return None  # a view, or a number for Python
         written = [self._look_up(t) for t in written_arguments(function, args, kwargs)]
         makes = tuple(dict.fromkeys(self._new(t) for t in fresh))
-        self.runs.append(
-            Run(
-                node=self._node(function, args, kwargs, result),
-                reads=reads,
-                makes=makes,
-                writes=tuple(v for v in written if v is not None),
-                writes_resident=None in written,
-                module=self._module,
-                source=_source() if self.backward < 0 else "",
-                flops=count_flops(function, args, kwargs, result),
-                moved_bytes=moved_bytes(function, args, kwargs, result),
-            )
+        run = Run(
+            node=self._node(function, args, kwargs, result),
+            reads=reads,
+            makes=makes,
+            writes=tuple(v for v in written if v is not None),
+            writes_resident=None in written,
+            module=self._module,
+            source=_source() if self.backward < 0 else "",
+            flops=count_flops(function, args, kwargs, result),
+            moved_bytes=moved_bytes(function, args, kwargs, result),
         )
+        self.runs.append(run)
+        return run
 
     def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Describe a call as an fx node: other parts of the planner read those."""

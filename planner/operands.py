@@ -34,14 +34,14 @@ _OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
 
 def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
     """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
-    if node is None or not isinstance(node.target, OpOverload) or is_opaque(node):
+    if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
         return False
     return in_place or not mutates(node)
 
 
-def is_opaque(node: fx.Node) -> bool:
-    """Whether an operation makes memory for its own backward whose size and contents no fake tensor knows."""
-    return any(name in str(node.target) for name in _OPAQUE)
+def is_opaque(operator: Any) -> bool:
+    """Whether an operator makes memory for its own backward whose size and contents no fake tensor knows."""
+    return any(name in str(operator) for name in _OPAQUE)
 
 
 def signature(node: fx.Node) -> str:

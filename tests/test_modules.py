@@ -286,3 +286,21 @@ def test_auto_falls_back_and_says_why() -> None:
 def test_auto_names_the_models_own_failure() -> None:
     with pytest.raises(CaptureError, match="forward of Stack fails"):
         planner.plan(Stack(), torch.randn(8, WIDTH + 1), budget="60%")
+
+
+class Recurrent(nn.Module):
+    """A kernel of LSTMs keeps memory of a size that only a real run shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)[0])
+        return x.square().mean()
+
+
+def test_kernels_that_keep_memory_of_their_own() -> None:
+    plan = check(Recurrent(), rows(256).reshape(8, 32, WIDTH), budget="80%")
+    assert "workspace-unknown" not in {warning.rule for warning in plan.warnings}
