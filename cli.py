@@ -369,14 +369,25 @@ def _make(args: argparse.Namespace, progress: Progress) -> Plan:
     if args.verify or args.cost_model == "measured":
         keep_freed_memory()  # this process is ours, and its times are to mean something
     loaded = _load(args, real=args.verify)
-    plan = saved or api.plan(
-        loaded.model,
-        loaded.example_args,
-        budget=args.budget,
-        activation_budget=args.activation_budget,
-        runtime=args.runtime,
-        **_how(args, loaded, progress),
-    )
+
+    def planned() -> Plan:
+        return api.plan(
+            loaded.model,
+            loaded.example_args,
+            budget=args.budget,
+            activation_budget=args.activation_budget,
+            runtime=args.runtime,
+            **_how(args, loaded, progress),
+        )
+
+    try:
+        plan = saved or planned()
+    except CaptureError:
+        if args.verify or args.runtime == "graph" or ":" not in (args.model or args.name):
+            raise
+        progress("building the model for real: what it runs may depend on data")
+        loaded = _load(args, real=True)
+        plan = planned()
     if not args.verify:
         return plan
     progress("running real steps")

@@ -76,7 +76,7 @@ def check_model(model: Any) -> None:
 
 
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse at once what would fail deep inside torch.
+    """Refuse at once what would fail deep inside torch's compiler.
 
     Raises
     ------
@@ -87,12 +87,7 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
     UsageError
         If the model checkpoints its activations itself.
     """
-    devices = {p.device for p in itertools.chain(model.parameters(), model.buffers())}
-    for tensor in inputs.tensors():
-        if len(devices) == 1 and tensor.device not in devices:
-            raise UsageError(
-                f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one of them"
-            )
+    check_device(model, inputs)
     for name, module in model.named_modules():
         if has_full_backward_hooks(module):
             raise RuntimeUnsupportedError(
@@ -104,6 +99,22 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
                 f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides "
                 "that now: call model.gradient_checkpointing_disable(), "
                 "and pass no gradient_checkpointing=True to a trainer"
+            )
+
+
+def check_device(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse inputs that are not on the model's device.
+
+    Raises
+    ------
+    UsageError
+        Naming both.
+    """
+    devices = {p.device for p in itertools.chain(model.parameters(), model.buffers())}
+    for tensor in inputs.tensors():
+        if len(devices) == 1 and tensor.device not in devices:
+            raise UsageError(
+                f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one of them"
             )
 
 

@@ -28,9 +28,20 @@ _INDEX_BOUND = {
 """What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
 
 
-def runs_alone(node: fx.Node | None) -> bool:
-    """Whether an operation is one that can be called with made-up arguments."""
-    return node is not None and isinstance(node.target, OpOverload) and not mutates(node)
+_OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
+"""Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
+
+
+def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
+    """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
+    if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
+        return False
+    return in_place or not mutates(node)
+
+
+def is_opaque(operator: Any) -> bool:
+    """Whether an operator makes memory for its own backward whose size and contents no fake tensor knows."""
+    return any(name in str(operator) for name in _OPAQUE)
 
 
 def signature(node: fx.Node) -> str:

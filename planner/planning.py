@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from planner.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.baselines import baseline_rows
@@ -62,6 +62,7 @@ def make_plan(
     surroundings: Surroundings | None = None,
     progress: Progress | None = None,
     compare: bool = True,
+    propose: Callable[[Problem], Solution] | None = None,
 ) -> Plan:
     """Find the cheapest plan that keeps a budget.
 
@@ -91,6 +92,8 @@ def make_plan(
         Told in short lines how it stands.
     compare : bool
         Whether to find the baselines that the report shows beside the plan.
+    propose : callable, optional
+        Stands in for the solvers, where not every schedule can be carried out.
 
     Returns
     -------
@@ -114,13 +117,17 @@ def make_plan(
             raise _nothing_left(problem)
         if surroundings.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise _optimizer_does_not_fit(problem, after_bytes)
-        solution = solve(
-            problem,
-            solver,
-            time_limit_seconds=time_limit_seconds,
-            deterministic=deterministic,
-            seed=seed,
-            progress=progress,
+        solution = (
+            propose(problem)
+            if propose is not None
+            else solve(
+                problem,
+                solver,
+                time_limit_seconds=time_limit_seconds,
+                deterministic=deterministic,
+                seed=seed,
+                progress=progress,
+            )
         )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, solver, origin) from error

@@ -7,7 +7,7 @@ A new torch release that moves one of them breaks this file, with one message: s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -29,11 +29,13 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import PlannerError
 
 __all__ = [
+    "BatchNorm",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -65,6 +67,7 @@ __all__ = [
     "storage_id",
     "uninstall_call",
     "without_dynamic_marks",
+    "written_arguments",
 ]
 
 _NO_LIMIT = 2**31 - 1
@@ -163,6 +166,18 @@ def outside_tracing() -> AbstractContextManager[Any]:
 def is_mutable(operator: OpOverload) -> bool:
     """Whether an operator writes into one of its arguments."""
     return bool(operator._schema.is_mutable)
+
+
+def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Give the tensors that a call writes into, by the operator's schema."""
+    if not is_mutable(operator):
+        return []
+    found = []
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in (value if isinstance(value, (list, tuple)) else [value]) if leaf is not None]
+    return found
 
 
 def profiler_is_running() -> bool:

@@ -267,7 +267,7 @@ def test_data_dependent_python_is_named() -> None:
             return super().forward(x if x.sum() > 0 else -x)
 
     with pytest.raises(CaptureError, match=r"cannot be captured as one graph.*test_api\.py:\d+"):
-        planner.plan(Branches(), data(), budget="60%")
+        planner.plan(Branches(), data(), budget="60%", runtime="graph")
 
 
 def test_everything_frozen() -> None:

@@ -453,7 +453,7 @@ def test_full_backward_hooks_are_refused() -> None:
     model = CASES["plain"]()
     model.blocks[1].register_full_backward_hook(lambda *_: None)
     with pytest.raises(RuntimeUnsupportedError, match=r"blocks\.1"):
-        planner.plan(model, data(), activation_budget="70%", time_limit_seconds=1.0)
+        planner.plan(model, data(), activation_budget="70%", runtime="graph", time_limit_seconds=1.0)
 
 
 def test_forward_hooks_run() -> None:

@@ -36,7 +36,10 @@ class Running(Protocol):
         The plan in force: that of the input sizes that ran last.
     """
 
-    plan: Plan | None
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""

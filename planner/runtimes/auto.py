@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner import runtimes
+from planner.errors import CaptureError, RuntimeUnsupportedError
+from planner.findings import Finding
 from planner.runtimes import Prepare, Running
 
 if TYPE_CHECKING:
@@ -15,19 +18,95 @@ if TYPE_CHECKING:
     from planner.plan_types import Plan
     from planner.session import Options
 
+FIRST, INSTEAD = "graph", "modules"
+_RULE = "runtime"
+
+_Refusal = CaptureError | RuntimeUnsupportedError
+
+
+def choose() -> str:
+    """Give the runtime to try first; which one suits how the process trains is decided here, and only here."""
+    return FIRST
+
+
+class AutoRuntime:
+    """What ``model(...)`` runs: the first choice, and once that cannot capture the model, the other one.
+
+    Parameters
+    ----------
+    model, options, plan, replan, prepare
+        See :meth:`planner.runtimes.Runtime.start`.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, *, plan: Plan | None, replan: bool, prepare: Prepare | None
+    ) -> None:
+        self._settings: dict[str, Any] = {"replan": replan, "prepare": prepare}
+        self._model = model
+        self._options = options
+        self._note = next((w for w in plan.warnings if w.rule == _RULE), None) if plan is not None else None
+        self._running = self._start(plan.runtime if plan is not None else choose(), plan)
+        self._may_change = plan is None or replan
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force."""
+        made = self._running.plan
+        return made if made is None or self._note is None else _with(made, self._note)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, planned if gradients are on."""
+        if self._may_change:
+            try:
+                return self._running(*args, **kwargs)
+            except (CaptureError, RuntimeUnsupportedError) as refusal:
+                if self._running.plan is not None:
+                    raise  # it is not the capture of the model that failed
+                self._note = _note(refusal)
+                _announce(refusal)
+            self._running = self._start(INSTEAD, None)
+            self._may_change = False
+        return self._running(*args, **kwargs)
+
+    def stop(self) -> None:
+        """Undo what was done to the model's parts."""
+        self._running.stop()
+
+    def _start(self, name: str, plan: Plan | None) -> Running:
+        options = replace(self._options, runtime=name)
+        prepare = self._settings["prepare"]
+        if prepare is not None:
+            settings = {**self._settings, "prepare": lambda seen: replace(prepare(seen), runtime=name)}
+        else:
+            settings = self._settings
+        return runtimes.get(name).start(self._model, options, plan=plan, **settings)
+
 
 class _Auto:
     name = "auto"
-    summary = "the first of the others that can carry the model out"
+    summary = "graph; modules where the model cannot be captured"
     exact_bits = True
     exact_peak = True
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        name = _choose(reuse)
-        options = replace(options, runtime=name)
-        return runtimes.get(name).plan(model, inputs, options, reuse=reuse, must_match=must_match)
+        def made_by(name: str) -> Plan:
+            way = runtimes.get(name)
+            return way.plan(model, inputs, replace(options, runtime=name), reuse=reuse, must_match=must_match)
+
+        if reuse is not None:
+            return made_by(reuse.runtime)
+        try:
+            return made_by(choose())
+        except (CaptureError, RuntimeUnsupportedError) as refusal:
+            reason = refusal
+        try:
+            plan = made_by(INSTEAD)
+        except (CaptureError, RuntimeUnsupportedError):
+            raise reason from None  # it is the model that fails, not its capture
+        _announce(reason)
+        return _with(plan, _note(reason))
 
     def start(
         self,
@@ -38,13 +117,24 @@ class _Auto:
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> Running:
-        name = _choose(plan)
-        options = replace(options, runtime=name)
-        return runtimes.get(name).start(model, options, plan=plan, replan=replan, prepare=prepare)
+        return AutoRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
 
 
-def _choose(plan: Plan | None) -> str:
-    return plan.runtime if plan is not None else "graph"
+def _announce(reason: _Refusal) -> None:
+    warnings.warn(f"runtime {INSTEAD!r} in place of {FIRST!r}: {reason}", stacklevel=4)
+
+
+def _note(reason: _Refusal) -> Finding:
+    return Finding(
+        rule=_RULE,
+        evidence=str(reason),
+        cause=f"planned for the runtime {INSTEAD!r} in place of {FIRST!r}, which can choose only whole modules",
+        fix="remove what stops the capture, and plans are finer",
+    )
+
+
+def _with(plan: Plan, note: Finding) -> Plan:
+    return plan if note in plan.warnings else replace(plan, warnings=(*plan.warnings, note))
 
 
 RUNTIME = _Auto()

@@ -1,0 +1,208 @@
+"""Regions that ``torch.utils.checkpoint`` can run again, as decisions on a training graph.
+
+The graph is that of an eager step. Each region brings three operations of no cost along: ``hold``,
+run again when the checkpoint lets go of its inputs and of the random state; ``scratch``, run again
+before the region is, for the random state that is put back afterwards; ``stop``, run again after
+its last operation, which reads what is alive there. With them the lifetimes of a checkpointed step
+are those of a schedule, and ``simulate`` judges it like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.graph import OperationCost, TrainingGraph
+from planner.schedule import Schedule
+
+HOLD, SCRATCH, STOP, END = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "end of the step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A module's call that can be checkpointed.
+
+    Parameters
+    ----------
+    module : str
+        Path of the module.
+    hold : int
+        Its operation of that name.
+    again : tuple of int
+        What is run again: ``scratch``, the operations of the region up to the last one that saves
+        anything, and ``stop``.
+    before : int
+        Operation of the backward right before which that happens.
+    until : int
+        Operation of the backward before which its inputs are let go.
+    """
+
+    module: str
+    hold: int
+    again: tuple[int, ...]
+    before: int
+    until: int
+
+
+def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
+    """Give the schedule of a step in which these regions are checkpointed."""
+    before: dict[int, list[int]] = {}
+    chosen = list(regions)
+    for region in chosen:
+        before.setdefault(region.until, []).append(region.hold)
+    for region in chosen:  # what is let go is gone before anything is run again
+        before.setdefault(region.before, []).extend(region.again)
+    return Schedule.with_recomputations(graph, before)
+
+
+def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
+    """Give what one recompute of a region takes."""
+    return sum(costs[index].seconds for index in region.again)
+
+
+def nested(regions: Sequence[Region]) -> list[tuple[int, int]]:
+    """Give the pairs of regions of which one holds the other: they cannot both be checkpointed."""
+    inside = {region.module: index for index, region in enumerate(regions)}
+    pairs = []
+    for index, region in enumerate(regions):
+        path = region.module
+        while path:
+            path = path.rpartition(".")[0]
+            if path in inside:
+                pairs.append((inside[path], index))
+    return pairs
+
+
+Group = tuple[frozenset[int] | None, frozenset[int]]
+"""Values that share a fate: gone once one of the first regions is chosen (None: without that), kept if one of the
+second is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes at one moment of the step, for any choice of regions.
+
+    Parameters
+    ----------
+    fixed_bytes : int
+        There whatever is chosen.
+    group_bytes : mapping of Group to int
+        There depending on what is chosen.
+    when : int, optional
+        The moment exists only if this region is chosen.
+    """
+
+    fixed_bytes: int
+    group_bytes: Mapping[Group, int]
+    when: int | None = None
+
+    def bytes_with(self, chosen: Collection[int]) -> int:
+        """Give the bytes for one choice."""
+        held = 0
+        for (freed_by, held_by), size in self.group_bytes.items():
+            if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
+                held += size
+        return self.fixed_bytes + held
+
+
+def _released(step: int) -> int:
+    return 3 * step
+
+
+def _rerun(step: int) -> int:
+    return 3 * step + 1
+
+
+def _first_run(step: int) -> int:
+    return 3 * step + 2
+
+
+class Needs:
+    """Writes down what a moment of the step needs, for any choice of regions of which none is in another.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+    regions : sequence of Region
+
+    Notes
+    -----
+    Moments are numbered: before an operation of the base order has its first run, inputs of checkpoints
+    are let go, and then regions are run again.
+    """
+
+    def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], regions: Sequence[Region]) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.regions = regions
+        self._makers: list[list[int]] = [[] for _ in graph.values]
+        """For each value, the regions that make it again."""
+        self._holders: list[list[tuple[int, int]]] = [[] for _ in graph.values]
+        """For each value, the regions that need it from outside, and until when."""
+        self._own: list[set[int]] = []
+        for number, region in enumerate(regions):
+            made = {value for index in region.again for value in graph.operations[index].outputs}
+            self._own.append(made)
+            for value in made:
+                self._makers[value].append(number)
+            for value in {v for index in region.again for v in graph.operations[index].inputs} - made:
+                self._holders[value].append((number, _rerun(region.before)))
+            for value in graph.operations[region.hold].inputs:
+                self._holders[value].append((number, _released(region.until)))
+
+    def at(self, step: int) -> Need:
+        """Give what is there while an operation of the base order has its first run."""
+        return self._need(_first_run(step), self.costs[step].workspace_bytes, None)
+
+    def within(self, number: int) -> Need:
+        """Give the most that is there while a region is run again."""
+        graph, region = self.graph, self.regions[number]
+        end = len(region.again)
+        last: dict[int, int] = {}
+        for position, index in enumerate(region.again):
+            last.update(dict.fromkeys((*graph.operations[index].outputs, *graph.operations[index].inputs), position))
+        live = peak = 0
+        freed = [0] * (end + 1)
+        for position, index in enumerate(region.again):
+            for value in graph.operations[index].outputs:
+                live += graph.values[value].size_bytes
+                read_later = any(reader >= region.before for reader in graph.readers[value])
+                at = position if graph.values[value].retained else end if read_later else last[value]
+                freed[at] += graph.values[value].size_bytes
+            peak = max(peak, live + self.costs[index].workspace_bytes)
+            live -= freed[position]
+        return self._need(_rerun(region.before), peak, number)
+
+    def _need(self, moment: int, fixed_bytes: int, when: int | None) -> Need:
+        graph, regions = self.graph, self.regions
+        own = self._own[when] if when is not None else ()
+        groups: dict[Group, int] = {}
+        for value, maker in enumerate(graph.producer):
+            size_bytes = graph.values[value].size_bytes
+            if _first_run(maker) > moment or not size_bytes:
+                continue
+            if graph.values[value].retained or _first_run(maker) == moment:
+                fixed_bytes += size_bytes
+                continue
+            if value in own:
+                continue
+            reader = next((r for r in graph.readers[value] if _first_run(r) >= moment), None)
+            freed_by = held_by = frozenset[int]()
+            if reader is not None:
+                freed_by = frozenset(
+                    r for r in self._makers[value] if moment < _rerun(regions[r].before) <= _first_run(reader)
+                )
+                if not freed_by:
+                    fixed_bytes += size_bytes
+                    continue
+            held_by = frozenset(r for r, until in self._holders[value] if until >= moment)
+            if reader is not None or held_by:
+                group = (freed_by if reader is not None else None, held_by)
+                groups[group] = groups.get(group, 0) + size_bytes
+        for number, region in enumerate(regions):
+            state_bytes = graph.operations[region.hold].state_bytes
+            if state_bytes and _first_run(region.hold) <= moment <= _released(region.until):
+                group = (None, frozenset([number]))
+                groups[group] = groups.get(group, 0) + state_bytes
+        return Need(fixed_bytes, groups, when)

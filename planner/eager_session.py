@@ -1,0 +1,217 @@
+"""From a recorded eager step to a plan of checkpointed modules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from planner.checkpoint_choice import NAME, Chooser
+from planner.checkpoints import HOLD, Region, schedule_of
+from planner.eager_graph import lower_eager
+from planner.eager_record import record
+from planner.eager_trace import Trace
+from planner.effort import Effort
+from planner.errors import PlanMismatchError
+from planner.findings import Finding
+from planner.graph import OperationCost
+from planner.inputs import Inputs
+from planner.layers import find_layers
+from planner.operands import is_opaque
+from planner.plan_parts import BaselineRow, PlanOrigin
+from planner.planning import Plan, make_plan, make_problem, plan_from_solution
+from planner.problem import Problem, Solution
+from planner.reservation import optimizer_peak_bytes
+from planner.resident import surroundings
+from planner.session import Options, check_match, cost, device_spec, fingerprint
+from planner.simulate import simulate
+from planner.surroundings import as_planned
+
+
+def modules_of(plan: Plan) -> tuple[str, ...]:
+    """Give the paths of the modules that a plan checkpoints, in the order of their backward."""
+    again = dict.fromkeys(key for keys in plan.recomputations.values() for key in keys)
+    return tuple(key.partition("|")[0] for key in again if key.split("|")[1] == HOLD)
+
+
+def plan_eager(
+    model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> Plan:
+    """Plan one eager step; see :func:`planner.session.plan_step`."""
+    begun = time.perf_counter()
+    if options.progress is not None:
+        options.progress("recording a step")
+    trace = record(model, inputs, has_loss=bool(options.loss_bytes))
+    return _Session(model, inputs, options, trace, begun).plan(reuse, must_match)
+
+
+class _Session:
+    def __init__(self, model: nn.Module, inputs: Inputs, options: Options, trace: Trace, begun: float) -> None:
+        self.options = options
+        self.is_real = trace.is_real
+        tensors = inputs.tensors()
+        spec = device_spec(model, options.device)
+        around = surroundings(model, tensors, spec, options.training)
+        if options.taken_over is not None:
+            around = as_planned(around, options.taken_over)
+        step = lower_eager(
+            trace,
+            model,
+            tensors,
+            alignment_bytes=spec.alignment_bytes,
+            static_bytes=dict(around.static_bytes),
+            name=options.name or type(model).__name__,
+            loss_workspace_bytes=options.loss_bytes or 0,
+            on_cpu=spec.kind == "cpu",
+        )
+        costing = cost(model, step.lowered.joint, step.lowered, spec, options)
+        origin = PlanOrigin(
+            fingerprint=fingerprint(model, step.lowered.graph, spec.name, step.lowered.joint),
+            capture_seconds=time.perf_counter() - begun,
+            cost_model=costing.cost_model,
+            device=spec.name,
+            torch_version=torch.__version__,
+            runtime=options.runtime,
+            warnings=(*costing.warnings, *_notes(trace)),
+        )
+        self.graph = step.lowered.graph
+        self.regions = step.regions
+        self.costs = tuple(
+            OperationCost(seconds=0.0)
+            if node is None
+            else replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
+            for index, (node, cost) in enumerate(zip(step.lowered.operation_nodes, costing.costs, strict=True))
+        )
+        self.around = around
+        self.origin = origin
+
+    def plan(self, reuse: Plan | None, must_match: bool) -> Plan:
+        """Take a plan over if it fits, else make one."""
+        if reuse is not None:
+            if must_match:
+                self._check_match(reuse)
+            taken = self._take_over(reuse)
+            if taken is not None:
+                return taken
+            if must_match and not self.is_real:  # another batch may need more; the budget is what counts
+                raise PlanMismatchError(
+                    "the plan's decisions break the budget on this step: plan again, or pass replan=True"
+                )
+        options = self.options
+        made = make_plan(
+            self.graph,
+            self.costs,
+            budget=options.budget,
+            activation_budget=options.activation_budget,
+            at_least_bytes=options.at_least_bytes,
+            origin=self.origin,
+            surroundings=self.around,
+            progress=options.progress,
+            compare=False,
+            propose=lambda problem: self._chooser(problem).cheapest(),
+        )
+        return self._compared(made) if options.compare else made
+
+    def _chooser(self, problem: Problem) -> Chooser:
+        options = self.options
+        effort = Effort(
+            time_limit_seconds=options.time_limit_seconds, deterministic=options.deterministic, seed=options.seed
+        )
+        return Chooser(problem, self.regions, effort.clock(), options.progress)
+
+    def _check_match(self, plan: Plan) -> None:
+        """Refuse a plan of something else; a step that depends on its data need not be the same twice."""
+        origin = self.origin
+        if self.is_real:
+            ours = {key: value for key, value in origin.fingerprint.items() if key not in ("graph", "operations")}
+            if all(plan.fingerprint.get(key) == value for key, value in ours.items()):
+                return
+        check_match(plan, origin)
+
+    def _take_over(self, plan: Plan) -> Plan | None:
+        """Carry the choice of modules over, if they are there and the step keeps the budget."""
+        region_of = {region.module: region for region in self.regions}
+        names = modules_of(plan)
+        if not all(name in region_of for name in names):
+            return None
+        schedule = schedule_of(self.graph, [region_of[name] for name in names])
+        options = self.options
+        problem = make_problem(
+            self.graph, self.costs, budget=options.budget, activation_budget=options.activation_budget
+        )
+        evaluation = simulate(self.graph, self.costs, schedule)
+        unneeded = bool(names) and problem.baseline.peak_bytes <= problem.budget_bytes
+        after_bytes = optimizer_peak_bytes(self.graph, self.around) - self.graph.total_static_bytes
+        if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
+            return None
+        same = plan.fingerprint.get("graph") == self.origin.fingerprint["graph"]
+        solution = Solution(
+            solver=plan.solver if same else f"{NAME} (reused)",
+            schedule=schedule,
+            peak_bytes=evaluation.peak_bytes,
+            recompute_seconds=evaluation.recompute_seconds,
+            lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same else 0.0,
+        )
+        return plan_from_solution(problem, solution, origin=self.origin, surroundings=self.around, compare=False)
+
+    # For the report.
+
+    def _compared(self, plan: Plan) -> Plan:
+        """Set the plan beside other choices of modules."""
+        problem = make_problem(self.graph, self.costs, budget=plan.budget_bytes)
+        chooser = self._chooser(problem)
+        lowest = simulate(self.graph, self.costs, chooser.schedule(chooser.lowest()))
+        smallest_bytes = min(lowest.peak_bytes + self.graph.total_static_bytes, plan.peak_bytes)
+        blocks = set(find_layers(self.graph).blocks)
+        layers = [region for region in self.regions if region.module in blocks]
+        return replace(
+            plan,
+            minimum_feasible_peak_bytes=max(smallest_bytes, plan.optimizer_peak_bytes),
+            baselines=(
+                self._row("none", [], plan),
+                self._row("every layer", layers, plan),
+                self._row("every second layer", layers[::2], plan),
+                BaselineRow(
+                    name="this plan",
+                    peak_bytes=plan.peak_bytes,
+                    overhead=plan.overhead,
+                    seconds=plan.solve_seconds,
+                    fits=True,
+                ),
+            ),
+        )
+
+    def _row(self, name: str, regions: list[Region], plan: Plan) -> BaselineRow:
+        if name != "none" and not regions:
+            return BaselineRow(name=name, reason="the model has no repeated blocks that can be checkpointed")
+        evaluation = simulate(self.graph, self.costs, schedule_of(self.graph, regions))
+        peak_bytes = evaluation.peak_bytes + self.graph.total_static_bytes
+        return BaselineRow(
+            name=name,
+            peak_bytes=peak_bytes,
+            overhead=plan.relative(evaluation.recompute_seconds),
+            seconds=0.0,
+            fits=peak_bytes <= plan.budget_bytes,
+        )
+
+
+def _notes(trace: Trace) -> Iterator[Finding]:
+    if trace.is_real:
+        yield Finding(
+            rule="recorded-for-real",
+            evidence="a real step was recorded: what the model runs, or what its kernels keep, is known only with data",
+            cause="another batch may need more, or less, than is predicted",
+            fix="plan with a batch of the kind that needs most, and leave some room in the budget",
+        )
+    if opaque := sorted(
+        {str(run.node.target) for run in trace.runs if is_opaque(run.node.target) and run.workspace_bytes is None}
+    ):
+        yield Finding(
+            rule="workspace-unknown",
+            evidence=", ".join(opaque),
+            cause="the workspace of these kernels cannot be measured alone, and counts as none",
+            fix="verify the plan, and leave room in the budget for what it shows",
+        )

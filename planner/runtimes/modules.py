@@ -1,0 +1,173 @@
+"""Runs the model as it is, with chosen modules under ``torch.utils.checkpoint``: nothing is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from planner.eager_graph import keeps_statistics
+from planner.eager_session import modules_of, plan_eager
+from planner.errors import PlanMismatchError, RuntimeUnsupportedError
+from planner.inputs import Inputs, check_device
+from planner.planning import Plan
+from planner.runtimes import Prepare
+from planner.session import Options
+from planner.torch_internals import call_implementation, install_call, installed_call, uninstall_call
+
+
+class ModulesRuntime:
+    """What ``model(...)`` runs while a plan is in force.
+
+    The first call with gradients records a step and plans it; calls of other sizes or settings are
+    recorded again, and the choice of modules is carried over if the simulator says that it fits.
+    Modules are replaced during the forward only.
+
+    Parameters
+    ----------
+    model, options, plan, replan, prepare
+        See :meth:`planner.runtimes.Runtime.start`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.plan = plan
+        self.replan = replan
+        self.prepare = prepare
+        self._chosen: dict[Any, tuple[nn.Module, ...]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with checkpoints if gradients are on."""
+        if not torch.is_grad_enabled():
+            return call_implementation(self.model)(*args, **kwargs)
+        situation = self._situation(args, kwargs)
+        if situation not in self._chosen:
+            self._chosen[situation] = self._choose(Inputs(args, kwargs))
+        with _checkpointed(self._chosen[situation]):
+            return call_implementation(self.model)(*args, **kwargs)
+
+    def stop(self) -> None:
+        """Do nothing: between calls the model's parts are as they were."""
+
+    def _situation(self, args: Any, kwargs: Any) -> Any:
+        """Give what decides, apart from data, what a step runs."""
+        leaves = tree_leaves((args, kwargs))
+        described = tuple(
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for x in leaves
+            if isinstance(x, (torch.Tensor, bool, str))
+        )
+        modes = tuple(module.training for module in self.model.modules())
+        trained = tuple(p.requires_grad for p in self.model.parameters())
+        kind = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return described, modes, trained, cast
+
+    def _choose(self, inputs: Inputs) -> tuple[nn.Module, ...]:
+        if self.prepare is not None:
+            self.options = self.prepare(inputs)
+        must_match = self.plan is not None and not self._chosen and not self.replan
+        self.plan = _plan(self.model, inputs, self.options, self.plan, must_match)
+        by_name = dict(self.model.named_modules())
+        names = modules_of(self.plan)
+        if missing := [name for name in names if name not in by_name]:
+            raise PlanMismatchError(f"the plan checkpoints {missing[0]!r}, which this model does not have")
+        return tuple(by_name[name] for name in names)
+
+
+@contextmanager
+def _checkpointed(modules: tuple[nn.Module, ...]) -> Iterator[None]:
+    """Let calls of these modules be checkpointed."""
+    before = [(module, installed_call(module)) for module in modules]
+    for module in modules:
+        install_call(module, partial(_run, module))
+    try:
+        yield
+    finally:
+        for module, call in before:
+            uninstall_call(module) if call is None else install_call(module, call)
+
+
+def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return call_implementation(module)(*args, **kwargs)
+    # What a second run goes through is the module's own call: it is not checkpointed again.
+    run = partial(call_implementation(module), **kwargs) if kwargs else call_implementation(module)
+    return checkpoint(
+        run, *args, use_reentrant=False, preserve_rng_state=True, context_fn=partial(_contexts, module), debug=False
+    )
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _Apart(module)
+
+
+class _Apart(AbstractContextManager[None]):
+    """Lets each further run update copies of running statistics, which the first has brought up to date."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        parts = [part for part in self.module.modules() if keeps_statistics(part)]
+        self.kept = [(part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)]
+        for part, name, buffer in self.kept:
+            setattr(part, name, buffer.clone())
+
+    def __exit__(self, *_: object) -> None:
+        for part, name, buffer in self.kept:
+            setattr(part, name, buffer)
+        self.kept = []
+
+
+def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:
+    check_device(model, inputs)
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True and module.training:
+            raise RuntimeUnsupportedError(
+                f"gradient checkpointing of the model's own is on in {name or type(model).__name__!r}: call "
+                "model.gradient_checkpointing_disable() first, or layers would be run again twice"
+            )
+    return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
+
+
+class _Modules:
+    name = "modules"
+    summary = "the model itself, with chosen modules under torch.utils.checkpoint: no capture"
+    exact_bits = True
+    exact_peak = True
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        return _plan(model, inputs, options, reuse, must_match)
+
+    def start(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> ModulesRuntime:
+        return ModulesRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+
+
+RUNTIME = _Modules()

@@ -1,0 +1,306 @@
+"""The runtime of checkpointed modules: what eager would do, to the byte and to the bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.checkpoint_choice import Chooser
+from planner.checkpoints import Needs, nested, schedule_of, seconds_of
+from planner.eager_graph import lower_eager
+from planner.eager_record import record
+from planner.eager_session import modules_of
+from planner.effort import Effort
+from planner.errors import CaptureError, PlanMismatchError, RuntimeUnsupportedError
+from planner.graph import OperationCost
+from planner.inputs import Inputs
+from planner.problem import Problem
+from planner.simulate import simulate
+from planner.torch_internals import installed_call
+
+WIDTH = 32
+
+
+def rows(count: int = 256) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, str]:
+        return x + scale * self.inner(x), "beside"
+
+
+class Stack(nn.Module):
+    """Blocks that take keyword arguments and numbers, and give tuples."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, _ = block(x, scale=0.5)
+        return x.square().mean()
+
+
+class Branching(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 1e9 else -x)
+
+
+class Mixed(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Convolutions(nn.Module):
+    """BatchNorm, with and without a fixed momentum, and activations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=momentum), nn.ReLU(inplace=True),
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16),
+                )
+                for momentum in (0.1, None, 0.1, None)
+            )
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+def check(model: nn.Module, x: Any, budget: str = "70%", **options: Any) -> planner.Plan:
+    """Plan, verify, and give a plan that checkpoints something."""
+    plan = planner.plan(model, x, activation_budget=budget, runtime="modules", compare=False, **options)
+    proof = planner.verify(model, x, plan, timed_steps=1)
+    assert proof.exact, proof.differences
+    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    assert 0.999 * plan.baseline_peak_bytes <= proof.baseline_peak_bytes <= plan.baseline_peak_bytes
+    assert modules_of(plan)
+    return plan
+
+
+def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, ...]]:
+    inputs = Inputs.of(x)
+    step = lower_eager(
+        record(model, inputs, has_loss=False), model, inputs.tensors(),
+        alignment_bytes=64, static_bytes={}, name="", loss_workspace_bytes=0, on_cpu=True,
+    )  # fmt: skip
+    graph = step.lowered.graph
+    costs = tuple(
+        OperationCost(seconds=1e-6 * op.moved_bytes, workspace_bytes=op.flops % 4096) for op in graph.operations
+    )
+    return Problem(graph=graph, costs=costs, budget_bytes=0), step.regions
+
+
+@pytest.mark.parametrize("model", [Stack(), Convolutions(), Branching()])
+def test_peak_and_bits_are_those_that_were_predicted(model: nn.Module) -> None:
+    x = torch.randn(4, 16, 24, 24) if isinstance(model, Convolutions) else rows()
+    check(model, x)
+
+
+def test_frozen_parameters_autocast_and_other_dtypes() -> None:
+    model = Mixed()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].inner[0].weight.requires_grad_(False)
+    check(model, rows())
+    check(Stack().double(), rows().double())
+
+
+def test_a_loss_outside() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Tanh()) for _ in range(6)))
+    loss = lambda y: y.exp().mean()  # noqa: E731
+    plan = planner.plan(model, rows(), activation_budget="80%", loss_fn=loss, runtime="modules")
+    proof = planner.verify(model, rows(), plan, loss_fn=loss, timed_steps=1)
+    assert proof.exact and 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
+    assert [row.name for row in plan.baselines] == ["none", "every layer", "every second layer", "this plan"]
+
+
+@pytest.mark.parametrize("model", [Stack(2), Convolutions()])
+def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
+    x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else rows(16)
+    problem, regions = problem_of(model, x)
+    needs = Needs(problem.graph, problem.costs, regions)
+    clash = nested(regions)
+    for count in range(3):
+        for chosen in itertools.combinations(range(len(regions)), count):
+            if any(a in chosen and b in chosen for a, b in clash):
+                continue
+            schedule = schedule_of(problem.graph, [regions[r] for r in chosen])
+            timeline = simulate(problem.graph, problem.costs, schedule).timeline_bytes
+            ran: set[int] = set()
+            within: dict[int, int] = {}
+            for index, size in zip(schedule.order, timeline, strict=True):
+                if index not in ran:
+                    assert needs.at(index).bytes_with(chosen) == size
+                ran_again = [r for r in chosen if index in regions[r].again]
+                if index in ran and ran_again:
+                    within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
+                ran.add(index)
+            assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    problem, regions = problem_of(Stack(3), rows(64))
+    clash = nested(regions)
+    choices = [
+        chosen
+        for count in range(len(regions) + 1)
+        for chosen in itertools.combinations(range(len(regions)), count)
+        if not any(a in chosen and b in chosen for a, b in clash)
+    ]
+    outcome = {
+        chosen: (
+            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [regions[r] for r in chosen])).peak_bytes,
+            sum(seconds_of(regions[r], problem.costs) for r in chosen),
+        )
+        for chosen in choices
+    }
+    lowest = min(peak for peak, _ in outcome.values())
+    for budget in {lowest, problem.baseline.peak_bytes, (lowest + problem.baseline.peak_bytes) // 2}:
+        posed = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=budget)
+        chooser = Chooser(posed, regions, Effort(time_limit_seconds=30).clock())
+        solution = chooser.cheapest()
+        best = min(seconds for peak, seconds in outcome.values() if peak <= budget)
+        assert solution.recompute_seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
+        assert solution.lower_bound_seconds <= best * (1 + 1e-9)
+        assert solution.lower_bound_seconds == pytest.approx(best, rel=1e-4, abs=1e-12)
+        assert outcome[tuple(sorted(chooser.lowest()))][0] == lowest
+
+
+def test_recording_leaves_no_trace() -> None:
+    model = Convolutions()
+    model.blocks[0][0].weight.grad = torch.ones_like(model.blocks[0][0].weight)
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    inputs = Inputs.of(torch.randn(2, 16, 8, 8))
+    state = torch.get_rng_state()
+    record(model, inputs, has_loss=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
+
+
+def test_nothing_is_left_in_the_model_between_calls() -> None:
+    model = planner.auto_wrap(Stack(), rows(), activation_budget="60%", runtime="modules")
+    assert modules_of(planner.plan_of(model))
+    loss = model(rows())
+    assert all(installed_call(m) is None for name, m in model.named_modules() if name)
+    pickle.loads(pickle.dumps(model))
+    copy.deepcopy(model)
+    loss.backward()
+
+
+def test_hooks_and_double_backward_work_as_in_eager() -> None:
+    torch.manual_seed(0)
+    plain = Stack().eval()
+    wrapped = copy.deepcopy(plain)
+    seen: list[str] = []
+    wrapped.blocks[1].inner.register_full_backward_hook(lambda *_: seen.append("hook"))
+    planner.auto_wrap(wrapped, rows().requires_grad_(), activation_budget="60%", runtime="modules")
+    for model in (plain, wrapped):
+        x = rows().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert seen
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+class GradientCheckpointingLayer(Mlp):
+    """Named like the class of transformers from which its layers derive."""
+
+    gradient_checkpointing = False
+
+
+def test_layers_that_a_model_declares_are_the_candidates() -> None:
+    model = Stack()
+    model.blocks[1] = GradientCheckpointingLayer()
+    model.blocks[2] = GradientCheckpointingLayer()
+    plan = planner.plan(model, rows(), activation_budget="75%", runtime="modules", compare=False)
+    assert all(name.startswith(("blocks.1", "blocks.2")) for name in modules_of(plan))
+    model.blocks[1].gradient_checkpointing = True
+    with pytest.raises(RuntimeUnsupportedError, match="gradient_checkpointing_disable"):
+        planner.plan(model, rows(), activation_budget="75%", runtime="modules")
+
+
+def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
+    plan = planner.Plan.from_json(planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules").to_json())
+    model = planner.auto_wrap(Stack(), plan=plan)
+    model(rows()).backward()
+    assert modules_of(planner.plan_of(model)) == modules_of(plan)
+    with pytest.raises(PlanMismatchError, match="made for something else"):
+        planner.auto_wrap(Stack(3), rows(), plan=plan)
+
+
+class CountsItsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).sigmoid().tanh()
+
+
+def test_what_cannot_run_twice_is_left_alone() -> None:
+    _, regions = problem_of(nn.Sequential(*(CountsItsCalls() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
+    assert regions == ()
+
+
+def test_auto_falls_back_and_says_why() -> None:
+    with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
+        plan = planner.plan(Branching(), rows(), activation_budget="70%", compare=False)
+    assert plan.runtime == "modules"
+    assert {"runtime", "recorded-for-real"} <= {warning.rule for warning in plan.warnings}
+    with pytest.raises(CaptureError, match="one graph"):
+        planner.plan(Branching(), rows(), activation_budget="70%", runtime="graph")
+    with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
+        model = planner.auto_wrap(Branching(), activation_budget="70%")
+        model(rows()).backward()
+    assert "runtime" in {warning.rule for warning in planner.plan_of(model).warnings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(rows()).backward()
+
+
+def test_auto_names_the_models_own_failure() -> None:
+    with pytest.raises(CaptureError, match="forward of Stack fails"):
+        planner.plan(Stack(), torch.randn(8, WIDTH + 1), budget="60%")
+
+
+class Recurrent(nn.Module):
+    """A kernel of LSTMs keeps memory of a size that only a real run shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)[0])
+        return x.square().mean()
+
+
+def test_kernels_that_keep_memory_of_their_own() -> None:
+    plan = check(Recurrent(), rows(256).reshape(8, 32, WIDTH), budget="80%")
+    assert "workspace-unknown" not in {warning.rule for warning in plan.warnings}
