@@ -148,6 +148,7 @@ class LoweredStep:
     facts: dict[str, str | int] = field(default_factory=dict)
     """What else a plan for this step is made for."""
     warnings: tuple[Finding, ...] = ()
+    capture_seconds: float = 0.0
 
 
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
@@ -220,7 +221,7 @@ def plan_lowered(
     costs = costing.costs
     origin = PlanOrigin(
         fingerprint=fingerprint_of(model, step),
-        capture_seconds=time.perf_counter() - begun,
+        capture_seconds=step.capture_seconds + time.perf_counter() - begun,
         cost_model=costing.cost_model,
         device=spec.name,
         torch_version=torch.__version__,

@@ -60,7 +60,6 @@ class Sharding:
         self.order: list[str] = []
         """Units in the order in which their forwards end."""
         self.last_reduced: list[int] = []
-        self.begun_backward = False
 
     def begin(self) -> None:
         """Gather what belongs to no block, for the whole step."""
@@ -75,17 +74,20 @@ class Sharding:
         self._add("reshard", path, [self.gathered.pop(path)])
         self.order.append(path)
 
-    def turn(self) -> None:
-        """End the forward and begin the backward."""
+    def end_forward(self) -> None:
+        """Free the last buffer of the forward."""
         self._add("free the last gather", ROOT, self.buffers.values())
         self.buffers.clear()
-        self.order.append(ROOT) if ROOT in self.units else None
+        if ROOT in self.units:
+            self.order.append(ROOT)
+
+    def begin_backward(self) -> None:
+        """Gather the last block ahead: the model's own hook does so as soon as the loss has its gradient."""
+        if ROOT in self.units:
+            self._prefetch(ROOT)
 
     def before_backward(self, path: str) -> None:
         """Gather a block, and the one whose backward comes next."""
-        if not self.begun_backward and ROOT in self.units:
-            self._prefetch(ROOT)
-        self.begun_backward = True
         self._all_gather(path)
         self._copy_out(path, [])
         self._add("free the gather", path, [self.buffers.pop(path)])

@@ -164,7 +164,7 @@ class Builder:
 
     def _loss(self, event: Event, index: int, workspace_bytes: int) -> None:
         if self.sharding:
-            self.sharding.turn()
+            self.sharding.end_forward()
         self.phase = Phase.LOSS
         makes = [self._value(storage) for storage in event.makes.values()]
         if workspace_bytes:
@@ -172,6 +172,8 @@ class Builder:
         reads = self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values())
         self.add(target=LOSS_TARGET, module="", reads=reads, makes=makes, name=LOSS_NAME)
         self.phase = Phase.BACKWARD
+        if self.sharding:
+            self.sharding.begin_backward()
 
     def _block(self, event: Event, index: int) -> None:
         block = self.blocks[event.module]

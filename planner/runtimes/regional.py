@@ -273,27 +273,20 @@ class _Regional:
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
         begun = time.perf_counter()
-        captured_seconds = 0.0
         blocks: dict[str, Block] = {}
 
         def prepare() -> LoweredStep:
-            nonlocal captured_seconds
             if options.progress is not None:
                 options.progress("capturing each block")
             check_capturable(model, inputs)
             with dynamo_settings(), explain_forward(model):
                 step, found = lower_regional(model, inputs, options)
             blocks.update(found)
-            captured_seconds = time.perf_counter() - begun
-            return step
+            return replace(step, capture_seconds=time.perf_counter() - begun)
 
         plan = plan_together(model, prepare, options, reuse=reuse, must_match=must_match)
         alone = sum(_alone_bytes(plan, block) for block in blocks.values())
-        return replace(
-            plan,
-            fingerprint={**plan.fingerprint, BLOCK_BYTES: alone},
-            capture_seconds=plan.capture_seconds + captured_seconds,
-        )
+        return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
 
     def start(
         self,
