@@ -112,8 +112,8 @@ def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collec
     return resident_bytes + buckets_bytes + min(peaks), model
 
 
-def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """Give the shares of a backward's operations and of its time that are over when the first gradient is there."""
+def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float, int]:
+    """Give the shares of a backward's operations and time that are over at the first gradient, and all its gathers."""
     times: list[float] = []
     hooks = []
 
@@ -137,7 +137,8 @@ def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
     events = [e for e in seen.events() if e.name.startswith("aten::") or e.name == "a gradient"]
     events.sort(key=lambda e: e.time_range.start)
     first = next(i for i, e in enumerate(events) if e.name == "a gradient")
-    return first / len(events), (times[0] - begun) / (ended - begun)
+    gathers = sum(e.name.startswith("FSDP::all_gather (") for e in seen.events())
+    return first / len(events), (times[0] - begun) / (ended - begun), gathers
 
 
 def wrap(model: Model, rank: int, way: str, **options: Any) -> Model:

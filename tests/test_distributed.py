@@ -77,6 +77,11 @@ def test_the_first_gradient_comes_as_early_as_in_eager(folder: Path, way: str) -
         assert result["first"][0] <= 1.5 * result["eager_first"][0]  # shares of operations; times are beside them
 
 
+def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
+    for result in results(folder, "fsdp2"):
+        assert result["first"][2] == result["eager_first"][2] == 4  # one for each block
+
+
 def test_fsdp2_in_mixed_precision_is_exact_and_below_its_prediction(folder: Path) -> None:
     for result in results(folder, "mixed_precision"):
         assert result["recomputed"] > 0
