@@ -18,6 +18,7 @@ from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes import Running
 from planner.session import Options, cost, lower_step
+from planner.surroundings import SHARDS
 from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.training import Training
 from planner.verification import LossFunction
@@ -199,7 +200,7 @@ def profile(
     options = _with_loss(model, options, loss_fn, inputs)
     joint = capture(model, inputs)
     step = lower_step(model, joint, options)
-    costing = cost(model, joint, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
+    costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
     assert costing.profile is not None
     return costing.profile
 
@@ -303,6 +304,7 @@ def auto_wrap(
             reserve=reserve,
         ),
         taken_over=plan,
+        together=True,
         compare=False,
         progress=progress,
         maximum_shapes=maximum_shapes,
@@ -360,6 +362,11 @@ def verify(
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
+    if SHARDS in plan.fingerprint:
+        raise UsageError(
+            f"the plan is for parameters spread over {plan.fingerprint[SHARDS]} ranks, and verify runs one process: "
+            "measure a step of the sharded model on one of them"
+        )
     inputs = Inputs.of(example_inputs, example_kwargs)
     loss_bytes = loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else 0
     return _verify(model, inputs, plan, loss_fn=loss_fn, loss_bytes=loss_bytes, timed_steps=timed_steps)

@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from planner.cuda_attention import Attention, replace_attention
-from planner.errors import CaptureError, PlannerError
-from planner.failures import explain_failures, raised_at
+from planner.errors import CaptureError
+from planner.failures import explain_forward
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
 from planner.masks import Assumption, simplify_masks
@@ -33,6 +33,8 @@ from planner.torch_internals import (
 )
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
+
+ChooseOutputs = Callable[[fx.GraphModule], list[int]]
 
 _counter = itertools.count()
 
@@ -50,7 +52,13 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def capture(model: nn.Module, inputs: Inputs, *, attention: Attention | None = None) -> JointGraph:
+def capture(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    implementation: Callable[..., Any] | None = None,
+    **options: Any,
+) -> JointGraph:
     """Capture forward and backward of one call as a joint graph; nothing is run.
 
     Parameters
@@ -58,8 +66,10 @@ def capture(model: nn.Module, inputs: Inputs, *, attention: Attention | None = N
     model : torch.nn.Module
         Real or built under :func:`fake_mode`. It is left as it was.
     inputs : Inputs
-    attention : callable, optional
-        Stands in for ``scaled_dot_product_attention``; see :mod:`planner.cuda_attention`.
+    implementation : callable, optional
+        What to capture in place of the model's call: its ``forward``, without its hooks.
+    **options
+        See :class:`Backend`.
 
     Returns
     -------
@@ -79,28 +89,20 @@ def capture(model: nn.Module, inputs: Inputs, *, attention: Attention | None = N
         raise _Captured(joint)
 
     check_capturable(model, inputs)
-    call = isolated_call(model, stop, attention=attention)
+    call = isolated_call(implementation or call_implementation(model), stop, **options)
     try:
-        with dynamo_settings(), explain_failures(model), torch.enable_grad():
+        with dynamo_settings(), explain_forward(model), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
     except _Captured as captured:
         return captured.joint
-    except PlannerError:
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CaptureError(
-            f"the forward of {type(model).__name__} fails: {type(error).__name__}: {first}{raised_at(error)}"
-        ) from error
     raise CaptureError(
         f"{type(model).__name__} needs no backward: no parameter and no input that requires gradients "
         "leads to an output (is everything frozen?)"
     )
 
 
-def isolated_call(model: nn.Module, partition: Partition, **options: Any) -> Callable[..., Any]:
-    """Compile a model's call with a :class:`Backend`, sharing no cache with any other model."""
-    implementation = call_implementation(model)
+def isolated_call(implementation: Callable[..., Any], partition: Partition, **options: Any) -> Callable[..., Any]:
+    """Compile a module's call, or its ``forward``, with a :class:`Backend`, sharing no cache with any other."""
 
     def planned(*args: Any, **kwargs: Any) -> Any:
         return implementation(*args, **kwargs)
@@ -137,7 +139,7 @@ class Backend:
         self,
         partition: Partition,
         *,
-        choose_outputs: Callable[[fx.GraphModule], list[int]] | None = None,
+        choose_outputs: ChooseOutputs | None = None,
         finish: Callable[..., Callable[..., Any]] | None = None,
         attention: Attention | None = None,
         assume: bool = True,

@@ -67,7 +67,7 @@ class _Session:
             loss_workspace_bytes=options.loss_bytes or 0,
             on_cpu=spec.kind == "cpu",
         )
-        costing = cost(model, step.lowered.joint, step.lowered, spec, options)
+        costing = cost(model, step.lowered, spec, options)
         origin = PlanOrigin(
             fingerprint=fingerprint(model, step.lowered.graph, spec.name, step.lowered.joint),
             capture_seconds=time.perf_counter() - begun,

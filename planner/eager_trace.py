@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
     """Notes what runs, what is saved, and when storages die; ``fakes`` is the mode in which calls are described."""
 
     def __init__(self, fakes: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.fakes = fakes
         self.graph = fx.Graph()
         self.runs: list[Run] = []

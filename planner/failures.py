@@ -34,6 +34,21 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
         raise CaptureError(f"the forward of {name} fails: {reason}{where}") from error
 
 
+@contextmanager
+def explain_forward(model: nn.Module) -> Iterator[None]:
+    """Turn whatever a forward raises while it is captured into a :class:`CaptureError` of one line."""
+    try:
+        with explain_failures(model):
+            yield
+    except PlannerError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError(
+            f"the forward of {type(model).__name__} fails: {type(error).__name__}: {first}{raised_at(error)}"
+        ) from error
+
+
 def _user_line(error: BaseException) -> str:
     stack = getattr(error, "real_stack", None)
     frames = [f for f in stack or () if not is_library(f.filename)]

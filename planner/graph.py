@@ -83,6 +83,8 @@ class Operation:
         Element type that it computes in, for example ``"float32"``.
     signature : str
         What it is called with, the same for calls that run the same kernels; ``""`` if it cannot be run alone.
+    region : str
+        What it is compiled with, if that is not the whole step: it runs again only while its region runs.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Operation:
     moved_bytes: int = 0
     dtype: str = "float32"
     signature: str = ""
+    region: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.parallel import check_not_distributed
 from planner.torch_internals import has_full_backward_hooks, storage_id
 
 
@@ -73,6 +74,7 @@ def check_model(model: Any) -> None:
         raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
+    check_not_distributed(model)
 
 
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:

@@ -8,7 +8,7 @@ out. The tables that lead back from operations and values to fx nodes go to ``pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,8 @@ from planner.joint import (
 from planner.torch_internals import storage_id
 
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
+
+GIVEN_TARGET = "what the rest of the step hands to this part"
 
 LOSS_NAME = "loss"
 LOSS_TARGET = "the loss and what runs outside the captured graph"
@@ -82,6 +84,7 @@ def lower(
     loss_workspace_bytes: int = 0,
     random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
     gradient_shards: int = 1,
+    given: Sequence[fx.Node] = (),
 ) -> LoweredGraph:
     """Lower a joint graph.
 
@@ -100,6 +103,9 @@ def lower(
         What a random operation keeps of the device's memory if it is to be recomputed.
     gradient_shards : int
         Over how many devices each gradient is spread once it is there.
+    given : sequence of torch.fx.Node
+        Placeholders that are values and not resident, if the graph is a part of a step: one operation before all
+        others makes them.
 
     Returns
     -------
@@ -115,7 +121,7 @@ def lower(
     O(nodes + edges).
     """
     return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(
-        static_bytes, name, loss_workspace_bytes
+        static_bytes, name, loss_workspace_bytes, given
     )
 
 
@@ -137,13 +143,16 @@ class _Lowering:
         self.keys = provenance.Keys()
         self.weight_copies = weight_copies(joint)
 
-    def run(self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int) -> LoweredGraph:
+    def run(
+        self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int, given: Sequence[fx.Node]
+    ) -> LoweredGraph:
         forward_outputs, backward_outputs = self.joint.outputs
         forward = needed_by_forward(self.joint)
         self.unavailable = overwritten_inputs(self.joint)
         self.retained = self._retained_storages(forward_outputs, backward_outputs)
         tangents = []
         drop_unused_statistics(self.joint.graph)
+        self._add_given(given)
         for node in self.joint.graph.nodes:
             for tensor in tensors_of(node):
                 if any(isinstance(size, torch.SymInt) for size in tensor.shape):
@@ -153,7 +162,7 @@ class _Lowering:
                     )
             if node.op == "placeholder" and is_tangent(node):
                 tangents.append(node)
-            elif node.op in ("placeholder", "get_attr"):
+            elif node.op in ("placeholder", "get_attr") and node not in given:
                 self._resident(node)
         nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
         for node in nodes:
@@ -187,6 +196,25 @@ class _Lowering:
         for tensor in tensors_of(node):
             self.value_of_storage[storage_id(tensor)] = None
         self.storage_of[node] = ()
+
+    def _add_given(self, nodes: Sequence[fx.Node]) -> None:
+        if not nodes:
+            return
+        for node in nodes:
+            (tensor,) = tensors_of(node)
+            self.storage_of[node] = (self._new_value(node, tensor, 0, 1),)
+        self.operations.append(
+            Operation(
+                name="given",
+                key=self.keys.next("", GIVEN_TARGET, Phase.FORWARD),
+                target=GIVEN_TARGET,
+                inputs=(),
+                outputs=_distinct(v for node in nodes for v in self.storage_of[node]),
+                recomputable=False,
+                dtype="",
+            )
+        )
+        self.operation_nodes.append(None)
 
     def _add(self, node: fx.Node, phase: Phase) -> None:
         tensors = tensors_of(node)

@@ -135,7 +135,7 @@ def plan_pipeline(
         progress("capturing forward and backward")
     joint = capture(model, inputs, attention=attention_for(model, options))
     step = lower_step(model, joint, options)
-    costing = cost(model, joint, step.lowered, step.spec, options)
+    costing = cost(model, step.lowered, step.spec, options)
     parts = cut(step.lowered.graph, costing.costs, stages * chunks)
     devices = [parts[index::stages] for index in range(stages)]
     return make_pipeline_plan(

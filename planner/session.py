@@ -38,7 +38,7 @@ from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
-from planner.surroundings import Surroundings, as_planned
+from planner.surroundings import SHARDS, Surroundings, as_planned
 from planner.training import Training
 from planner.units import is_share
 
@@ -71,6 +71,8 @@ class Options:
         What a loss outside the captured graph needs on top of the outputs and their gradients; None if none is known.
     runtime : str
         Name of the runtime that is to carry the plan out.
+    together : bool
+        Whether all ranks of torch.distributed plan this step at once, and are to have one plan.
     name : str
         Name of the model in reports.
     compare : bool
@@ -96,6 +98,7 @@ class Options:
     taken_over: Plan | None = None
     loss_bytes: int | None = None
     runtime: str = "graph"
+    together: bool = False
     name: str = ""
     compare: bool = True
     progress: Progress | None = None
@@ -142,14 +145,16 @@ class LoweredStep:
     lowered: LoweredGraph
     spec: DeviceSpec
     surroundings: Surroundings
+    facts: dict[str, str | int] = field(default_factory=dict)
+    """What else a plan for this step is made for."""
+    warnings: tuple[Finding, ...] = ()
+    capture_seconds: float = 0.0
 
 
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
     spec = device_spec(model, options.device)
-    around = surroundings(model, joint.inputs, spec, options.training)
-    if options.taken_over is not None:
-        around = as_planned(around, options.taken_over)
+    around = surroundings_of(model, joint.inputs, spec, options)
     lowered = lower(
         joint,
         alignment_bytes=spec.alignment_bytes,
@@ -160,6 +165,14 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         gradient_shards=around.gradient_shards,
     )
     return LoweredStep(lowered, spec, around)
+
+
+def surroundings_of(
+    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options
+) -> Surroundings:
+    """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
+    around = surroundings(model, inputs, spec, options.training)
+    return around if options.taken_over is None else as_planned(around, options.taken_over)
 
 
 def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
@@ -195,19 +208,30 @@ def plan_step(
     InfeasibleBudgetError
         If no plan fits.
     """
+    return plan_lowered(model, lower_step(model, joint, options), options, reuse=reuse, must_match=must_match)
+
+
+def plan_lowered(
+    model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> PlannedStep:
+    """Plan a lowered step; see :func:`plan_step`."""
     begun = time.perf_counter()
-    step = lower_step(model, joint, options)
     lowered, spec, around = step.lowered, step.spec, step.surroundings
-    costing = cost(model, joint, lowered, spec, options)
+    costing = cost(model, lowered, spec, options)
     costs = costing.costs
     origin = PlanOrigin(
-        fingerprint=fingerprint(model, lowered.graph, spec.name, joint),
-        capture_seconds=time.perf_counter() - begun,
+        fingerprint=fingerprint_of(model, step),
+        capture_seconds=step.capture_seconds + time.perf_counter() - begun,
         cost_model=costing.cost_model,
         device=spec.name,
         torch_version=torch.__version__,
         runtime=options.runtime,
-        warnings=(*costing.warnings, *_assumed(joint), *_problems_of(model, lowered.graph, options)),
+        warnings=(
+            *costing.warnings,
+            *step.warnings,
+            *_assumed(lowered.joint),
+            *_problems_of(model, lowered.graph, options),
+        ),
     )
     if reuse is not None:
         if must_match:
@@ -262,7 +286,6 @@ def _problems_of(model: nn.Module, graph: TrainingGraph, options: Options) -> It
 
 def cost(
     model: nn.Module,
-    joint: JointGraph,
     lowered: LoweredGraph,
     spec: DeviceSpec,
     options: Options,
@@ -276,7 +299,7 @@ def cost(
         spec,
         cost_model=options.cost_model,
         here=where if devices.is_here(spec, where) else None,
-        inputs=input_shapes(model, joint.inputs),
+        inputs=input_shapes(model, lowered.joint.inputs),
         effort=workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN,
         profile=options.profile,
         time_limit_seconds=time_limit_seconds,
@@ -293,6 +316,13 @@ def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tupl
 def input_elements(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
     """Count the elements of what a step is called with."""
     return sum(math.prod(shape) for shape in input_shapes(model, inputs))
+
+
+def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
+    """Say what a plan for a lowered step is made for."""
+    shards = step.surroundings.gradient_shards
+    spread: dict[str, str | int] = {SHARDS: shards} if shards > 1 else {}
+    return {**fingerprint(model, step.lowered.graph, step.spec.name, step.lowered.joint), **spread, **step.facts}
 
 
 def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:

@@ -11,6 +11,10 @@ OF_THE_MODEL = ("parameters", "buffers", "inputs")
 """What is resident because of the model itself, whatever surrounds it."""
 
 
+SHARDS = "gradient shards"
+"""In a plan's fingerprint: over how many ranks it spreads parameters and gradients."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What is resident beside the model, and what the optimizer's own step needs.
@@ -40,8 +44,12 @@ def as_planned(around: Surroundings, plan: Plan) -> Surroundings:
     """Give surroundings as a plan has them; what is there because of the model itself stays as it is."""
     of_model = {kind: size_bytes for kind, size_bytes in around.static_bytes.items() if kind in OF_THE_MODEL}
     beside = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind not in OF_THE_MODEL}
+    shards = int(plan.fingerprint.get(SHARDS, 1))
+    if shards > 1:
+        of_model["parameters"] = plan.static_bytes["parameters"]
     return replace(
         around,
+        gradient_shards=shards,
         static_bytes=of_model | beside,
         optimizer_step_bytes=plan.optimizer_step_bytes,
         tensor_bytes=(*around.tensor_bytes[:-1], sum(beside.values()) - beside.get("reserve", 0)),

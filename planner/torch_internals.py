@@ -200,6 +200,7 @@ def dynamo_settings() -> Iterator[None]:
         allow_rnn=True,
         ignore_logging_functions=_LOGGING,
         suppress_errors=False,
+        optimize_ddp=False,  # it would cut blocks that are compiled inside DDP at the borders of buckets
     )
     # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
     with settings, patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm):

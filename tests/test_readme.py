@@ -71,9 +71,14 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     inputs, labels = torch.randint(128, (8, 64)), torch.randint(128, (8, 64))
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
     snippets = [block for block in fenced("python") if not block.startswith("# my_model.py")]
-    assert len(snippets) == 4
-    for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), names)
+    assert len(snippets) == 5
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        for snippet in snippets:
+            exec(compile(snippet, "README.md", "exec"), names)
+        names["model"](inputs, labels).backward()
+    finally:
+        torch.distributed.destroy_process_group()
     assert names["proof"].exact
     assert VERDICT.search(capsys.readouterr().out)
 

@@ -114,7 +114,7 @@ def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunct
     if loss_fn is not None:
         options = replace(options, loss_bytes=loss.workspace_bytes(model, inputs, loss_fn))
     lowered = lower_step(model, joint, options)
-    graph, costs = lowered.lowered.graph, cost(model, joint, lowered.lowered, lowered.spec, options).costs
+    graph, costs = lowered.lowered.graph, cost(model, lowered.lowered, lowered.spec, options).costs
     unbounded = Problem(graph=graph, costs=costs, budget_bytes=0)
     problem = Problem(graph=graph, costs=costs, budget_bytes=unbounded.baseline.peak_bytes)
     return Step(problem=problem, schedule=Schedule.keep_all(graph), evaluation=unbounded.baseline)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from planner import runtimes
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings import Finding
+from planner.parallel import has_several_ranks
 from planner.runtimes import Prepare, Running
 
 if TYPE_CHECKING:
@@ -25,8 +26,12 @@ _Refusal = CaptureError | RuntimeUnsupportedError
 
 
 def choose() -> str:
-    """Give the runtime to try first; which one suits how the process trains is decided here, and only here."""
-    return FIRST
+    """Give the runtime to try first; which one suits how the process trains is decided here, and only here.
+
+    With several ranks gradients must go out while the backward runs, and every rank must do the same:
+    what one rank cannot carry out is then an error, and nothing else is tried.
+    """
+    return "regional" if has_several_ranks() else FIRST
 
 
 class AutoRuntime:
@@ -60,7 +65,7 @@ class AutoRuntime:
             try:
                 return self._running(*args, **kwargs)
             except (CaptureError, RuntimeUnsupportedError) as refusal:
-                if self._running.plan is not None:
+                if self._running.plan is not None or choose() != FIRST:
                     raise  # it is not the capture of the model that failed
                 self._note = _note(refusal)
                 _announce(refusal)
@@ -84,7 +89,7 @@ class AutoRuntime:
 
 class _Auto:
     name = "auto"
-    summary = "graph; modules where the model cannot be captured"
+    summary = "graph; modules where the model cannot be captured; regional with several ranks"
     exact_bits = True
     exact_peak = True
 
@@ -100,6 +105,8 @@ class _Auto:
         try:
             return made_by(choose())
         except (CaptureError, RuntimeUnsupportedError) as refusal:
+            if choose() != FIRST:
+                raise
             reason = refusal
         try:
             plan = made_by(INSTEAD)

@@ -124,7 +124,11 @@ class GraphRuntime:
 
     def _new_call(self, *, assume: bool = True) -> Callable[..., Any]:
         return isolated_call(
-            self.model, self._partition, choose_outputs=self._choose_outputs, finish=self._finish, assume=assume
+            call_implementation(self.model),
+            self._partition,
+            choose_outputs=self._choose_outputs,
+            finish=self._finish,
+            assume=assume,
         )
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
 
+from planner.confine import confined
 from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.problem import Problem, Progress, Solution, confirm
@@ -154,7 +155,7 @@ def solve(
     chosen = get(solver)
     started = time.perf_counter()
     try:
-        solution = chosen.solve(problem, effort=effort, progress=progress)
+        solution = confined(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
     except InfeasibleBudgetError as error:
         raise _with_known_minimum(problem, error) from None
     solution = replace(solution, solve_seconds=time.perf_counter() - started)

@@ -5,6 +5,7 @@ The only module that knows PuLP.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -30,12 +31,28 @@ class Answer:
     turns: int = 0
 
 
+def _load() -> Any:
+    """Import PuLP in a thread of its own.
+
+    It keeps what importing an absent solver raised, and that keeps every frame that waits for the
+    import, with all that is in them: a model, its inputs. A new thread has no such frames.
+    """
+
+    def load() -> Any:
+        import pulp
+
+        return pulp
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(load).result()
+
+
 class Library:
     """PuLP with HiGHS or CBC."""
 
     def __init__(self, tell: Progress) -> None:
         try:
-            import pulp
+            pulp = _load()
         except ImportError as error:
             raise SolverUnavailableError("solver 'ilp' needs PuLP: pip install pulp highspy") from error
         self.pulp: Any = pulp

@@ -1,0 +1,308 @@
+"""Runs each repeated block as planned graphs of its own, and the rest as eager PyTorch.
+
+Blocks deliver their gradients as the backward goes, so communication overlaps with it as in eager
+training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner import rewrite
+from planner.agreement import plan_together
+from planner.capture import differentiable_outputs, isolated_call
+from planner.errors import PlanMismatchError, UsageError
+from planner.failures import explain_failures, explain_forward
+from planner.findings import Finding
+from planner.graph import OperationCost, TrainingGraph
+from planner.inputs import Inputs, check_capturable
+from planner.joint import JointGraph
+from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
+from planner.parallel import is_sharded
+from planner.planning import Plan
+from planner.regions import Block, Step, find_blocks, forwards, placeholders_given
+from planner.runtimes import Prepare
+from planner.runtimes._gradients import Reach, reach_of, watch_backward
+from planner.schedule import Schedule
+from planner.session import LoweredStep, Options, attention_for, device_spec, surroundings_of
+from planner.sharding import ROOT, Parameter
+from planner.simulate import simulate
+from planner.surroundings import Surroundings
+from planner.torch_internals import call_implementation, dynamo_settings
+from planner.whole_step import prefixed, put_together
+
+BLOCK_BYTES = "block bytes"
+"""In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
+
+
+class RegionalRuntime:
+    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.plan = plan
+        self.replan = replan
+        self.prepare = prepare
+        self._confirmed = False
+        self._known: dict[Any, _Planned] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, with planned blocks if gradients are on."""
+        implementation = call_implementation(self.model)
+        if not torch.is_grad_enabled():
+            return implementation(*args, **kwargs)
+        situation = _situation(self.model, Inputs(args, kwargs))
+        if situation not in self._known:
+            self._known[situation] = self._planned(Inputs(args, kwargs))
+        planned = self._known[situation]
+        self.plan = planned.plan
+        with dynamo_settings(), explain_failures(self.model), forwards(planned.forwards):
+            return implementation(*args, **kwargs)
+
+    def stop(self) -> None:
+        """Do nothing: blocks have their own ``forward`` whenever the model is not being called."""
+
+    def _planned(self, inputs: Inputs) -> _Planned:
+        if is_sharded(self.model):
+            return _Planned(self.model, self._planned_before(inputs))
+        check_capturable(self.model, inputs)
+        if self.prepare is not None:
+            self.options = self.prepare(inputs)
+        must_match = self.plan is not None and not self._confirmed and not self.replan
+        plan = RUNTIME.plan(self.model, inputs, self.options, reuse=self.plan, must_match=must_match)
+        self._confirmed = True
+        return _Planned(self.model, plan)
+
+    def _planned_before(self, inputs: Inputs) -> Plan:
+        """Give the plan that was made before the model was sharded: afterwards there is no whole model to plan."""
+        if self.plan is None:
+            raise UsageError(
+                "the model was sharded before it was planned: give example inputs to planner.auto_wrap, and call "
+                "fully_shard after it"
+            )
+        shapes = _described(inputs)
+        if self.plan.fingerprint["inputs"] != shapes:
+            raise PlanMismatchError(
+                f"the sharded model was planned for inputs {self.plan.fingerprint['inputs']}, and is called with "
+                f"{shapes}: a sharded model cannot be planned anew; keep to one set of sizes"
+            )
+        return self.plan
+
+
+class _Planned:
+    """The blocks of a model, each compiled with its part of a plan when it is first called."""
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
+        blocks = find_blocks(model)
+        planned = str(plan.fingerprint["blocks"]).split()
+        self.forwards = {blocks[path]: self._forward(path, blocks[path]) for path in planned}
+
+    def _forward(self, path: str, block: nn.Module) -> Callable[..., Any]:
+        reach: list[Reach | None] = []
+
+        def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+            reach.append(reach_of(joint))
+            own = [*block.parameters(), *block.buffers()]
+            lowered = _lower(joint, placeholders_given(joint, own), alignment_bytes=1)
+            schedule = part_of(self.plan, path, lowered.graph)
+            self.bytes_left -= _peak_bytes(lowered.graph, schedule)
+            if self.bytes_left < 0:
+                raise PlanMismatchError(
+                    f"block {path} holds more than was planned: it is called with other sizes or element types than "
+                    "when the plan was made; plan again as the model now is"
+                )
+            return rewrite.split(lowered, schedule)
+
+        def finish(
+            run: Callable[..., Any], _graph_module: fx.GraphModule, differentiable: Sequence[int]
+        ) -> Callable[..., Any]:
+            reached = reach.pop() if reach else None
+
+            def finished(*inputs: Any) -> Any:
+                outputs = run(*inputs)
+                watch_backward([outputs[position] for position in differentiable], reached)
+                return outputs
+
+            return finished
+
+        return isolated_call(
+            block.forward, partition, choose_outputs=differentiable_outputs, finish=finish, assume=False
+        )
+
+
+def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
+    """Give the schedule of a block's own graph that a plan for the whole step asks for.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan names operations that the block does not have.
+    """
+    index_of = {prefixed(path, operation.key): index for index, operation in enumerate(graph.operations)}
+    before: dict[int, tuple[int, ...]] = {}
+    for key, keys in plan.recomputations.items():
+        module = key.partition("|")[0]
+        if module != path and not module.startswith(f"{path}."):
+            continue
+        missing = [k for k in (key, *keys) if k not in index_of]
+        if missing:
+            raise PlanMismatchError(
+                f"block {path} does not have {missing[0]}, which the plan names: it is captured otherwise than when "
+                "the plan was made (other element types?); plan again as the model now is"
+            )
+        before[index_of[key]] = tuple(index_of[k] for k in keys)
+    return Schedule.with_recomputations(graph, before)
+
+
+def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[LoweredStep, dict[str, Block]]:
+    """Follow one step of a model on fake tensors, and lower it with its blocks."""
+    spec = device_spec(model, options.device)
+    step = Step(model, inputs, attention_for(model, options))
+    random_state_bytes = CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0
+
+    def lower_block(joint: JointGraph, given: Sequence[fx.Node]) -> LoweredGraph:
+        return _lower(joint, given, alignment_bytes=spec.alignment_bytes, random_state_bytes=random_state_bytes)
+
+    blocks, left = step.capture_blocks(lower_block)
+    if not blocks:
+        why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
+        raise UsageError(
+            f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
+            f"step) that could be planned one by one{why}; take runtime='graph'"
+        )
+    everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
+    around = surroundings_of(model, everything, spec, options)
+    units = None
+    if around.gradient_shards > 1:
+        units = _units(model, blocks)
+        around = _sharded(around, units, spec.alignment_bytes)
+    # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
+    shapes = [t.detach().to("meta") for t in inputs.tensors()]
+    whole = JointGraph(fx.GraphModule({}, fx.Graph()), fx.Graph(), 0, shapes)
+    lowered = put_together(
+        whole,
+        step.trace(blocks),
+        blocks,
+        alignment_bytes=spec.alignment_bytes,
+        static_bytes=dict(around.static_bytes),
+        name=options.name or type(model).__name__,
+        loss_workspace_bytes=options.loss_bytes or 0,
+        ranks=around.gradient_shards,
+        units=units,
+    )
+    facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
+    warnings = tuple(
+        Finding(
+            rule="block-left-eager",
+            evidence=f"block {path}",
+            cause=f"it is not planned: {why}",
+            fix="nothing to do, if it is a small part of the step; otherwise runtime='graph' plans it",
+        )
+        for path, why in left.items()
+    )
+    return LoweredStep(lowered, spec, around, facts, warnings), blocks
+
+
+def _units(model: nn.Module, blocks: Iterable[str]) -> dict[str, Sequence[Parameter]]:
+    """Give the parameters of each block, and of the rest, as ``fully_shard`` on each would group them."""
+    units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
+    for name, parameter in model.named_parameters():
+        path = next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
+        shape = tuple(parameter.shape)
+        units[path].append(
+            Parameter(shape=shape, item_bytes=parameter.element_size(), trainable=parameter.requires_grad)
+        )
+    return dict(units)
+
+
+def _sharded(around: Surroundings, units: dict[str, Sequence[Parameter]], alignment_bytes: int) -> Surroundings:
+    """Count padded shards, and no buffers for communication: those come and go within the step."""
+    ranks = around.gradient_shards
+    shards = [p.padded_bytes(ranks) // ranks for parameters in units.values() for p in parameters]
+    static = dict(around.static_bytes)
+    static.pop("communication buffers", None)
+    static["parameters"] = sum(-(-size_bytes // alignment_bytes) * alignment_bytes for size_bytes in shards)
+    return replace(around, static_bytes=static)
+
+
+def _lower(joint: JointGraph, given: Sequence[fx.Node], **options: Any) -> LoweredGraph:
+    return lower(joint, static_bytes={}, given=given, **options)
+
+
+def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
+    return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule).peak_bytes
+
+
+def _described(inputs: Inputs) -> str:
+    return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs.tensors())
+
+
+def _situation(model: nn.Module, inputs: Inputs) -> Any:
+    """Give all that a step's graphs depend on, as far as it can change between calls."""
+    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in inputs.tensors())
+    kind = inputs.tensors()[0].device.type
+    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+    modes = tuple(module.training for module in model.modules())
+    return tensors, autocast, modes, tuple(p.requires_grad for p in model.parameters())
+
+
+class _Regional:
+    name = "regional"
+    summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
+    exact_bits = True
+    exact_peak = True
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        begun = time.perf_counter()
+        blocks: dict[str, Block] = {}
+
+        def prepare() -> LoweredStep:
+            if options.progress is not None:
+                options.progress("capturing each block")
+            check_capturable(model, inputs)
+            with dynamo_settings(), explain_forward(model):
+                step, found = lower_regional(model, inputs, options)
+            blocks.update(found)
+            return replace(step, capture_seconds=time.perf_counter() - begun)
+
+        plan = plan_together(model, prepare, options, reuse=reuse, must_match=must_match)
+        alone = sum(_alone_bytes(plan, block) for block in blocks.values())
+        return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
+
+    def start(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> RegionalRuntime:
+        return RegionalRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+
+
+def _alone_bytes(plan: Plan, block: Block) -> int:
+    graph = block.lowered.graph
+    return _peak_bytes(graph, part_of(plan, block.path, graph))
+
+
+RUNTIME = _Regional()

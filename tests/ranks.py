@@ -1,0 +1,273 @@
+"""What each rank of ``test_distributed.py`` runs, under ``python -m torch.distributed.run``."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import planner
+from planner import errors
+from planner.memory import measure_peak, record
+from planner.planning import Plan
+
+WIDTH, ROWS, DEPTH, RANKS = 64, 384, 4, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.rise = nn.Linear(WIDTH, 4 * WIDTH)
+        self.fall = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fall(F.gelu(self.rise(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Something before the blocks and something after them, which stay eager."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).square().mean()
+
+
+def data(rank: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def make() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def every_block_differently(plan: Plan) -> Plan:
+    """Let block 0 recompute GELU and LayerNorm, 1 LayerNorm, 2 GELU and 3 nothing."""
+    again: dict[str, tuple[str, ...]] = {}
+    for number in (0, 1):
+        again[f"blocks.{number}.rise|aten.mm.default|b1"] = (f"blocks.{number}.norm|aten.native_layer_norm.default|f0",)
+    for number in (0, 2):
+        again[f"blocks.{number}.fall|aten.mm.default|b1"] = (f"blocks.{number}|aten.gelu.default|f0",)
+    return replace(plan, recomputations=again, budget_bytes=plan.baseline_peak_bytes - 1)
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad(set_to_none=True)
+    model(x).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t  # noqa: E731
+    return {n.removeprefix("module."): full(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def live() -> dict[int, int]:
+    """Give the bytes of every tensor that is there, each storage once."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter) and o.device.type == "cpu"]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collection[int]) -> tuple[int, nn.Module]:
+    """Give the peak of a later step, with all that is resident: every live tensor, and what distributing allocates.
+
+    ``others`` are tensors that earlier scenarios have left.
+    """
+    with record() as recording:
+        model = distribute()
+    buckets_bytes = sum(change for _, change in recording.changes) if isinstance(model, DistributedDataParallel) else 0
+    for _ in range(3):
+        step(model, x)
+    model.zero_grad(set_to_none=True)
+    resident_bytes = sum(size_bytes for place, size_bytes in live().items() if place not in others)
+    peaks = []
+    for _ in range(6):
+        model.zero_grad(set_to_none=True)
+        peaks.append(measure_peak(lambda: step(model, x), torch.device("cpu"))[0])
+    # The profiler does not see what gloo's threads free: a buffer that one of them was last to hold seems to stay.
+    return resident_bytes + buckets_bytes + min(peaks), model
+
+
+def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float, int]:
+    """Give the shares of a backward's operations and time that are over at the first gradient, and all its gathers."""
+    times: list[float] = []
+    hooks = []
+
+    def note(_parameter: Any) -> None:
+        times.append(time.perf_counter())
+        with record_function("a gradient"):
+            pass
+
+    for parameter in model.parameters():
+        hooks.append(parameter.register_post_accumulate_grad_hook(note))
+    step(model, x)
+    times.clear()
+    model.zero_grad(set_to_none=True)
+    loss = model(x)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        begun = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+    for hook in hooks:
+        hook.remove()
+    events = [e for e in seen.events() if e.name.startswith("aten::") or e.name == "a gradient"]
+    events.sort(key=lambda e: e.time_range.start)
+    first = next(i for i, e in enumerate(events) if e.name == "a gradient")
+    gathers = sum(e.name.startswith("FSDP::all_gather (") for e in seen.events())
+    return first / len(events), (times[0] - begun) / (ended - begun), gathers
+
+
+def wrap(model: Model, rank: int, way: str, **options: Any) -> Model:
+    options = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True, **options}
+    return planner.auto_wrap(model, data(rank), runtime="regional", data_parallel=way, ranks=RANKS, **options)
+
+
+def distributed(model: Model, way: str, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    if way == "ddp":
+        return DistributedDataParallel(model, init_sync=False)  # gloo frees what that sends unseen by the profiler
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    return model
+
+
+def mean_of_single_processes() -> dict[str, torch.Tensor]:
+    alone = make()
+    single = []
+    for rank in range(RANKS):
+        step(alone, data(rank))
+        single.append(gradients(alone))
+    return {name: (single[0][name] + single[1][name]) / 2 for name in single[0]}
+
+
+def train(rank: int, way: str) -> dict[str, Any]:
+    others = live()
+    model, x = make(), data(rank)
+    wrap(model, rank, way, activation_budget="68%")
+    planner.auto_wrap(model, x, plan=every_block_differently(planner.plan_of(model)), runtime="regional")
+    plan = planner.plan_of(model)
+    peak, running = peak_of(lambda: distributed(model, way), x, others)
+    found, expected = gradients(running), mean_of_single_processes()
+    equal = found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected)
+    result = {
+        "equal": equal,
+        "difference": max((found[n] - expected[n]).abs().max().item() for n in expected),
+        "peak_bytes": peak,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "plan": plan.to_json(),
+        "first": first_gradient(running, x),
+        "eager_first": first_gradient(distributed(make(), way), x),
+    }
+    return result
+
+
+def mixed_precision(rank: int) -> dict[str, Any]:
+    """Hold a sharded model of 16 bits against the same without recompute."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found, peaks = [], []
+    for budget in ("100%", "68%"):
+        others = live()
+        x = data(rank)
+        model = wrap(make(), rank, "fsdp2", activation_budget=budget)
+        plan = planner.plan_of(model)
+        peak, running = peak_of(lambda model=model: distributed(model, "fsdp2", policy), x, others)
+        found.append(gradients(running))
+        peaks.append(peak)
+    equal = all(torch.equal(found[0][n], found[1][n]) for n in found[0])
+    recomputed = len(plan.recomputations)
+    return {"equal": equal, "peaks": peaks, "predicted_bytes": plan.peak_bytes, "recomputed": recomputed}
+
+
+def refused(function: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        function()
+    except errors.PlannerError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"error": None}
+
+
+def dies(rank: int) -> dict[str, Any]:
+    if rank == 1:
+        os._exit(0)
+    return refused(lambda: wrap(make(), rank, "ddp"))
+
+
+def fails_on_rank_0(rank: int) -> dict[str, Any]:
+    return refused(lambda: wrap(make(), rank, "ddp", activation_budget="1%"))
+
+
+def fails_on_rank_1(rank: int) -> dict[str, Any]:
+    model = make()
+    if rank == 1:
+        model.norm = nn.LayerNorm(3)
+    return refused(lambda: wrap(model, rank, "ddp"))
+
+
+def differs(rank: int) -> dict[str, Any]:
+    model = make()
+    if rank == 1:
+        del model.blocks[-1]
+    return refused(lambda: wrap(model, rank, "ddp"))
+
+
+def wrong_order(rank: int) -> dict[str, Any]:
+    ddp, sharded, late = distributed(make(), "ddp"), distributed(make(), "fsdp2"), make()
+    planner.auto_wrap(late, activation_budget="75%", runtime="regional", data_parallel="fsdp2", ranks=RANKS)
+    distributed(late, "fsdp2")
+    return {
+        "ddp": refused(lambda: planner.auto_wrap(ddp, data(rank), budget="90%")),
+        "sharded": refused(lambda: planner.auto_wrap(sharded, data(rank), budget="90%")),
+        "late": refused(lambda: late(data(rank))),
+    }
+
+
+SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "ddp": lambda rank: train(rank, "ddp"),
+    "fsdp2": lambda rank: train(rank, "fsdp2"),
+    "mixed_precision": mixed_precision,
+    "dies": dies,
+    "fails_on_rank_0": fails_on_rank_0,
+    "fails_on_rank_1": fails_on_rank_1,
+    "differs": differs,
+    "wrong_order": wrong_order,
+}
+
+
+def main() -> None:
+    names, folder = sys.argv[1].split(","), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for name in names:
+        (folder / f"{name}.{rank}.json").write_text(json.dumps(SCENARIOS[name](rank)), encoding="utf-8")
+    if dist.is_initialized() and "dies" not in names:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Recomputations stay in their regions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from planner.confine import confine
+from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.problem import Problem
+from planner.schedule import Schedule
+from planner.solvers import solve
+
+
+def chain(regions: list[str]) -> TrainingGraph:
+    """Give a forward with one region after the other, of two operations each, and its backward."""
+    operations: list[Operation] = []
+    values: list[Value] = []
+
+    def add(phase: Phase, region: str, inputs: tuple[int, ...], *, crosses: bool) -> int:
+        values.append(Value(name=f"v{len(values)}", size_bytes=4))
+        operations.append(
+            Operation(
+                name=f"o{len(operations)}",
+                key=f"o{len(operations)}",
+                target="",
+                inputs=inputs,
+                outputs=(len(values) - 1,),
+                phase=phase,
+                region=region,
+                recomputable=not crosses,
+            )
+        )
+        return len(values) - 1
+
+    given = add(Phase.FORWARD, "", (), crosses=True)
+    inner = {}
+    for region in regions:
+        first = add(Phase.FORWARD, region, (given,), crosses=False)
+        inner[region] = [given, first]
+        given = add(Phase.FORWARD, region, (first,), crosses=True)
+    gradient = add(Phase.LOSS, "", (given,), crosses=True)
+    for region in reversed(regions):
+        before, first = inner[region]
+        half = add(Phase.BACKWARD, region, (gradient, first), crosses=False)
+        gradient = add(Phase.BACKWARD, region, (half, before), crosses=True)
+    return TrainingGraph(operations=tuple(operations), values=tuple(values))
+
+
+def strays(graph: TrainingGraph, schedule: Schedule) -> list[int]:
+    """Give what runs again while another region runs."""
+    regions = [operation.region for operation in graph.operations]
+    before = schedule.recomputations()
+    return [a for index, again in before.items() for a in again if regions[a] not in ("", regions[index])]
+
+
+def test_what_runs_again_elsewhere_is_put_off_until_its_region_runs() -> None:
+    graph = chain(["a", "b"])
+    early = Schedule.with_recomputations(graph, {6: (1,), 9: (3,)})
+    assert strays(graph, early) == [1, 3]
+    late = confine(graph, early)
+    assert strays(graph, late) == []
+    assert late.recomputations() == {8: (1,)}  # the region of 3 does not run again
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_solutions_stay_in_their_regions_and_in_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = chain([f"block {number}" for number in range(rng.randint(2, 5))])
+    costs = tuple(OperationCost(seconds=rng.uniform(1, 9)) for _ in graph.operations)
+    free = Problem(graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes
+    problem = Problem(graph=graph, costs=costs, budget_bytes=free - 4)
+    solution = solve(problem, time_limit_seconds=0.5, deterministic=True)
+    assert strays(graph, solution.schedule) == []
+    assert solution.peak_bytes <= problem.budget_bytes
+    assert solution.lower_bound_seconds <= solution.recompute_seconds
