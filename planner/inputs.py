@@ -64,7 +64,18 @@ class Inputs:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, or one that cannot be captured.
+    """Refuse what cannot be planned whatever it is called with: no module, scripted, or distributed already.
+
+    Raises
+    ------
+    UsageError
+    """
+    check_module(model)
+    check_not_distributed(model)
+
+
+def check_module(model: Any) -> None:
+    """Refuse what is no module, or is scripted.
 
     Raises
     ------
@@ -74,7 +85,6 @@ def check_model(model: Any) -> None:
         raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
-    check_not_distributed(model)
 
 
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:
@@ -86,8 +96,6 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
         If the inputs are not on the model's device.
     RuntimeUnsupportedError
         If a module has full backward hooks.
-    UsageError
-        If the model checkpoints its activations itself.
     """
     check_device(model, inputs)
     for name, module in model.named_modules():
@@ -96,6 +104,28 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
                 f"module {name or type(model).__name__!r} has full backward hooks, which a captured graph cannot call: "
                 "remove them, or use tensor hooks on the output"
             )
+
+
+def check_plannable(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse what cannot be captured, and a model that Hugging Face's switch tells to checkpoint itself.
+
+    Raises
+    ------
+    UsageError, RuntimeUnsupportedError
+        See :func:`check_capturable`.
+    """
+    check_capturable(model, inputs)
+    check_own_checkpointing(model)
+
+
+def check_own_checkpointing(model: nn.Module) -> None:
+    """Refuse a model that Hugging Face's switch tells to checkpoint itself.
+
+    Raises
+    ------
+    UsageError
+    """
+    for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True and module.training:
             raise UsageError(
                 f"the model checkpoints its activations itself, in {name or type(model).__name__!r}; the plan decides "

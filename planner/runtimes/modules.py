@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from planner.eager_graph import keeps_statistics
 from planner.eager_session import modules_of, plan_eager
-from planner.errors import PlanMismatchError, RuntimeUnsupportedError
-from planner.inputs import Inputs, check_device
+from planner.errors import PlanMismatchError
+from planner.inputs import Inputs, check_device, check_own_checkpointing
 from planner.planning import Plan
 from planner.runtimes import Prepare
 from planner.session import Options
@@ -138,12 +138,7 @@ class _Apart(AbstractContextManager[None]):
 
 def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:
     check_device(model, inputs)
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True and module.training:
-            raise RuntimeUnsupportedError(
-                f"gradient checkpointing of the model's own is on in {name or type(model).__name__!r}: call "
-                "model.gradient_checkpointing_disable() first, or layers would be run again twice"
-            )
+    check_own_checkpointing(model)
     return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
 
 

@@ -21,7 +21,7 @@ from planner.errors import PlanMismatchError, UsageError
 from planner.failures import explain_failures, explain_forward
 from planner.findings import Finding
 from planner.graph import OperationCost, TrainingGraph
-from planner.inputs import Inputs, check_capturable
+from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.parallel import is_sharded
@@ -80,7 +80,7 @@ class RegionalRuntime:
     def _planned(self, inputs: Inputs) -> _Planned:
         if is_sharded(self.model):
             return _Planned(self.model, self._planned_before(inputs))
-        check_capturable(self.model, inputs)
+        check_plannable(self.model, inputs)
         if self.prepare is not None:
             self.options = self.prepare(inputs)
         must_match = self.plan is not None and not self._confirmed and not self.replan
@@ -278,7 +278,7 @@ class _Regional:
         def prepare() -> LoweredStep:
             if options.progress is not None:
                 options.progress("capturing each block")
-            check_capturable(model, inputs)
+            check_plannable(model, inputs)
             with dynamo_settings(), explain_forward(model):
                 step, found = lower_regional(model, inputs, options)
             blocks.update(found)
