@@ -17,6 +17,7 @@ from planner.capture import fake_mode, is_fake
 from planner.eager_trace import Recorder, Trace, tensors_in
 from planner.errors import CaptureError
 from planner.failures import raised_at
+from planner.hugging_face import as_with_data, masking_of
 from planner.inputs import Inputs
 from planner.operands import is_opaque
 from planner.torch_internals import (
@@ -84,6 +85,7 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
     known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
     mode = known[0].fake_mode if known else fake_mode()
     recorder = Recorder(mode)
+    masking = masking_of(model, inputs)
     with _put_back(model), _followed(model, recorder):
         if real:
             call: Callable[..., Any] = call_implementation(model)
@@ -99,7 +101,7 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
         if real:
             _step(recorder, call, parameters, inputs, has_loss)
         else:
-            with mode:
+            with as_with_data(masking), mode:
                 _step(recorder, call, parameters, inputs, has_loss)
     return Trace(
         runs=recorder.runs,

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from planner.capture import capture, differentiable_outputs, fake_mode
 from planner.cuda_attention import Attention
 from planner.errors import CaptureError, UnsupportedModelError
+from planner.hugging_face import as_with_data, masking_of
 from planner.inputs import Inputs
 from planner.joint import JointGraph, is_tangent, mutates, tensors_of
 from planner.lowering import GIVEN_TARGET, LoweredGraph
@@ -122,6 +123,7 @@ class Step:
     def __init__(self, model: nn.Module, inputs: Inputs, attention: Attention | None = None) -> None:
         self.model = model
         self.attention = attention
+        self.masking = masking_of(model, inputs)
         state = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
         known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
         self.mode = known[0].fake_mode if known else fake_mode()
@@ -202,6 +204,7 @@ class Step:
         """Run something with the model's parameters and buffers replaced by fake ones."""
         state = {f"model.{name}": tensor for name, tensor in self.state.items()}
         with ExitStack() as stack:
+            stack.enter_context(as_with_data(self.masking))
             stack.enter_context(self.mode)
             stack.enter_context(torch.enable_grad())
             if mode is not None:

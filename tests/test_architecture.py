@@ -31,6 +31,7 @@ TOUCHES_TORCH = {
     "planner.eager_session",
     "planner.eager_trace",
     "planner.failures",
+    "planner.hugging_face",
     "planner.inputs",
     "planner.joint",
     "planner.loss",

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from planner.eager_graph import keeps_statistics
 from planner.eager_session import modules_of, plan_eager
 from planner.errors import PlanMismatchError
+from planner.hugging_face import masking_of
 from planner.inputs import Inputs, check_device, check_own_checkpointing
 from planner.planning import Plan
 from planner.runtimes import Prepare
@@ -55,7 +56,7 @@ class ModulesRuntime:
         """Run the model, with checkpoints if gradients are on."""
         if not torch.is_grad_enabled():
             return call_implementation(self.model)(*args, **kwargs)
-        situation = self._situation(args, kwargs)
+        situation = (*self._situation(args, kwargs), masking_of(self.model, Inputs(args, kwargs)))
         if situation not in self._chosen:
             self._chosen[situation] = self._choose(Inputs(args, kwargs))
         with _checkpointed(self._chosen[situation]):

@@ -21,6 +21,7 @@ from planner.errors import PlanMismatchError, UsageError
 from planner.failures import explain_failures, explain_forward
 from planner.findings import Finding
 from planner.graph import OperationCost, TrainingGraph
+from planner.hugging_face import masking_of
 from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
@@ -84,7 +85,9 @@ class RegionalRuntime:
         if self.prepare is not None:
             self.options = self.prepare(inputs)
         must_match = self.plan is not None and not self._confirmed and not self.replan
-        plan = RUNTIME.plan(self.model, inputs, self.options, reuse=self.plan, must_match=must_match)
+        # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
+        options = replace(self.options, together=self.options.together and not self._confirmed)
+        plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=must_match)
         self._confirmed = True
         return _Planned(self.model, plan)
 
@@ -165,7 +168,8 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
         if missing:
             raise PlanMismatchError(
                 f"block {path} does not have {missing[0]}, which the plan names: it is captured otherwise than when "
-                "the plan was made (other element types?); plan again as the model now is"
+                "the plan was made (other element types, or a mask that was not needed then?); plan again as the model "
+                "now is"
             )
         before[index_of[key]] = tuple(index_of[k] for k in keys)
     return Schedule.with_recomputations(graph, before)
@@ -260,7 +264,8 @@ def _situation(model: nn.Module, inputs: Inputs) -> Any:
     kind = inputs.tensors()[0].device.type
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
     modes = tuple(module.training for module in model.modules())
-    return tensors, autocast, modes, tuple(p.requires_grad for p in model.parameters())
+    trained = tuple(p.requires_grad for p in model.parameters())
+    return tensors, autocast, modes, trained, masking_of(model, inputs)
 
 
 class _Regional:
