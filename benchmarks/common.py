@@ -71,6 +71,14 @@ def write(destination: str, result: Result, markdown: str) -> None:
     write_text(Path(destination).with_suffix(".md"), markdown)
 
 
+def earlier(path: str) -> Result:
+    """Give what a result file holds; nothing if there is none."""
+    if path == "-" or not Path(path).exists():
+        return {}
+    found: Result = json.loads(Path(path).read_text(encoding="utf-8"))
+    return found
+
+
 def page(title: str, result: Result, *parts: str) -> str:
     """Put a title over the parts of a page and what ran the benchmark under it."""
     ran = (

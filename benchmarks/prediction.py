@@ -68,12 +68,18 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="for each solve (default: 5)")
     parser.add_argument("--layers", metavar="N", type=int, help="in place of each model's own")
+    parser.add_argument("--keep", action="store_true", help="keep what the result file has of models not named now")
     args = parser.parse_args(arguments)
     if not keep_freed_memory():
         common.progress("this system's allocator cannot be told to keep memory: times include page faults")
     names = common.chosen(args.models, list(MODELS))
     common.check_destination(args.json)
-    result: Result = {**common.environment("prediction", arguments), "models": []}
+    earlier = common.earlier(args.json) if args.keep else {}
+    result: Result = {
+        **common.environment("prediction", arguments),
+        "earlier_commands": [*earlier.get("earlier_commands", []), *filter(None, [earlier.get("command")])],
+        "models": [entry for entry in earlier.get("models", []) if entry["model"] not in names],
+    }
     for name in names:
         result["models"].append(_model(name, args))
         if args.json != "-":
@@ -324,6 +330,7 @@ def _markdown(result: Result) -> str:
         ),
         "## Time of each kind of operation, alone against inside a step",
         common.table(["model", "sizes", "different operations", "rank correlation"], ranks),
+        *[f"Kept from `{command}`." for command in result["earlier_commands"]],
     )
 
 
