@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.checkpoints import BOOKKEEPING
 from planner.graph import OperationCost, Phase, TrainingGraph
 from planner.layers import Layers
 from planner.plan_parts import LayerPlacement, PeakLocation
@@ -141,7 +142,7 @@ def placement(
             forward_seconds[layers.of[index]] += costs[index].seconds
     ran: set[int] = set()
     for index in schedule.order:
-        if index in ran:
+        if index in ran and graph.operations[index].target not in BOOKKEEPING:
             targets[layers.of[index]][graph.operations[index].target] += 1
             seconds[layers.of[index]] += costs[index].seconds
         ran.add(index)

@@ -16,6 +16,8 @@ from planner.graph import OperationCost, TrainingGraph
 from planner.schedule import Schedule
 
 HOLD, SCRATCH, STOP, END = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "end of the step"
+BOOKKEEPING = (HOLD, SCRATCH, STOP)
+"""Operations that run nothing: they say how long something lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 from planner.errors import CaptureError, PlannerError
 from planner.provenance import is_library, short_path
-from planner.torch_internals import TorchDynamoException, Unsupported
+from planner.torch_internals import TorchDynamoException, Unsupported, depends_on_data
 
 _RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
 
@@ -29,6 +29,10 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
         if raised := _RAISED.search(f"{error} {cause}"):
             raise CaptureError(f"the forward of {name} fails: {raised['kind']}: {raised['message']}{where}") from error
         reason = str(error).strip().splitlines()[0]
+        if depends_on_data(error):
+            raise CaptureError(
+                f"{name} cannot be captured as one graph: what it runs depends on data{where}"
+            ) from error
         if isinstance(error, Unsupported):
             raise CaptureError(f"{name} cannot be captured as one graph: {reason}{where}") from error
         raise CaptureError(f"the forward of {name} fails: {reason}{where}") from error

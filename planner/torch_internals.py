@@ -17,7 +17,7 @@ import torch._dynamo
 from torch import fx
 from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -50,6 +50,7 @@ __all__ = [
     "boxed",
     "call_implementation",
     "compile_isolated",
+    "depends_on_data",
     "dynamic_ranges",
     "dynamo_settings",
     "eliminate_common_subexpressions",
@@ -150,6 +151,11 @@ def installed_call(module: torch.nn.Module) -> Any:
 def uninstall_call(module: torch.nn.Module) -> None:
     """Undo :func:`install_call`."""
     module._compiled_call_impl = None
+
+
+def depends_on_data(error: TorchDynamoException) -> bool:
+    """Whether a capture failed because the program looks at values that it does not have."""
+    return isinstance(error, UserError) and "data-dependent" in str(error)
 
 
 def has_onednn() -> bool:

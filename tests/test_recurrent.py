@@ -10,7 +10,7 @@ import planner
 from planner.capture import capture
 from planner.inputs import Inputs
 
-BATCH, LENGTH, FEATURES, SIZE = 4, 7, 16, 24
+BATCH, LENGTH, FEATURES, SIZE = 3, 4, 16, 24
 
 
 class Stack(nn.Module):
