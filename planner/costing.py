@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, scaled
 from planner import cuda_workspace, profiling, workspace
 from planner.errors import ProfileMismatchError, UsageError
-from planner.findings import Finding
+from planner.findings import Finding, collapsed
 from planner.graph import TrainingGraph
 from planner.lowering import LoweredGraph
 from planner.problem import Progress
@@ -85,23 +85,29 @@ def cost_step(
     graph = lowered.graph
     costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
     notes: tuple[Finding, ...] = ()
+    seen: dict[int, int | None] = {}
     if here is not None:
-        costs = workspace.measure(lowered, costs, here, effort)
+        seen = workspace.measure(lowered, costs, here, effort)
+        costs = _with_seen(costs, seen)
+        notes = tuple(_unseen(graph, seen))
     elif spec.kind == "cuda":
         costs = _with_allowances(lowered, costs)
-        notes = (_not_here(spec),)
+        notes = () if profile else (_not_here(spec),)
     if profile is not None:
-        return _by_profile(lowered, spec, costs, profile, inputs)
-    if cost_model != MeasuredCosts.name:
-        return Costing(costs, cost_model, warnings=notes)
-    if here is None:
-        raise UsageError(
-            f"{spec.name} is not here to be measured: plan for the device that the model is on, or give a profile "
-            "that was recorded on one"
-        )
-    outcome = profiling.measure(lowered, costs, here, time_limit_seconds=time_limit_seconds, progress=progress)
-    made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
-    return Costing(_filled(graph, spec, costs, made), cost_model, made, _warnings(outcome))
+        costing = _by_profile(lowered, spec, costs, profile, inputs)
+    elif cost_model == MeasuredCosts.name:
+        if here is None:
+            raise UsageError(
+                f"{spec.name} is not here to be measured: plan for the device that the model is on, or give a profile "
+                "that was recorded on one"
+            )
+        outcome = profiling.measure(lowered, costs, here, time_limit_seconds=time_limit_seconds, progress=progress)
+        made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
+        costing = Costing(_filled(graph, spec, costs, made), cost_model, made, _warnings(outcome))
+    else:
+        costing = Costing(costs, cost_model)
+    costs = _with_states(graph, _with_seen(costing.costs, seen))
+    return replace(costing, costs=costs, warnings=(*notes, *costing.warnings))
 
 
 def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> tuple[OperationCost, ...]:
@@ -111,6 +117,37 @@ def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> 
     except cost_models.UnknownNameError as error:
         raise UsageError(str(error)) from error
     return _without_loss(graph, factory(spec).costs(graph.operations))
+
+
+def _with_seen(costs: Sequence[OperationCost], seen: Mapping[int, int | None]) -> tuple[OperationCost, ...]:
+    """Take the workspace that was seen here, whatever a profile says that was perhaps made with less effort."""
+    return tuple(
+        cost if (workspace_bytes := seen.get(index)) is None else replace(cost, workspace_bytes=workspace_bytes)
+        for index, cost in enumerate(costs)
+    )
+
+
+def _with_states(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
+    """Count what a random operation that runs again puts by meanwhile: the state that the generator is in then.
+
+    Its first run needs none of it; telling the two apart is not worth five kilobytes.
+    """
+    return tuple(
+        replace(cost, workspace_bytes=cost.workspace_bytes + operation.state_bytes) if operation.state_bytes else cost
+        for operation, cost in zip(graph.operations, costs, strict=True)
+    )
+
+
+def _unseen(graph: TrainingGraph, seen: Mapping[int, int | None]) -> Iterator[Finding]:
+    unseen = [graph.operations[index] for index, workspace_bytes in seen.items() if workspace_bytes is None]
+    if unseen:
+        yield Finding(
+            rule="workspace-unseen",
+            evidence=f"{len(unseen)} of {len(seen)} operations were too large to be tried alone, or could not be: "
+            f"{collapsed([operation.target for operation in unseen])}",
+            cause="what their kernels allocate beyond their outputs counts as none, so the peak may be higher",
+            fix="verify the plan: on a real model every operation is tried",
+        )
 
 
 def _with_allowances(lowered: LoweredGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:

@@ -279,7 +279,7 @@ class _Lowering:
         self.values.append(
             Value(
                 name=f"{node.name}.{position}" if count > 1 else node.name,
-                size_bytes=self._round(-(-tensor.untyped_storage().nbytes() // shards)),
+                size_bytes=self._round(-(-operands.storage_bytes(node, tensor) // shards)),
                 retained=storage in self.retained,
                 kind=kind,
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.joint import mutates, tensors_of
-from planner.torch_internals import FakeTensor, OpOverload
+from planner.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
 
 aten = torch.ops.aten
 
@@ -32,6 +34,24 @@ _OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
 """Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
 
 
+_SHRUNK = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+}
+"""Losses that are made element by element and then shrunk to one, their memory not. Fake tensors do not know that."""
+
+
+def storage_bytes(node: fx.Node, tensor: torch.Tensor) -> int:
+    """Count the memory behind an output of an operation: that which the kernel makes, not the fake one."""
+    traced_bytes = tensor.untyped_storage().nbytes()
+    if node.target not in _SHRUNK:
+        return traced_bytes
+    elements = max(read.numel() for argument in node.all_input_nodes for read in tensors_of(argument))
+    return max(traced_bytes, elements * tensor.element_size())
+
+
 def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
     """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
     if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
@@ -44,18 +64,34 @@ def is_opaque(operator: Any) -> bool:
     return any(name in str(operator) for name in _OPAQUE)
 
 
+@contextmanager
+def running_alone(device: torch.device) -> Iterator[None]:
+    """Let operations run as in a captured step, whatever surrounds this: a plan may be made while a model is traced.
+
+    Then tensors have data, and neither autograd nor autocast steps in; the random state is put back at the end.
+    """
+    generators = [device] if device.type == "cuda" else []
+    without_autocast = torch.autocast(device.type, enabled=False)
+    with outside_tracing(), torch.random.fork_rng(generators), torch.no_grad(), without_autocast:
+        yield
+
+
 def signature(node: fx.Node) -> str:
-    """Describe a call: operator, layouts and element types of its tensors, all other arguments.
+    """Describe a call: operator, layouts and element types of its tensors, what memory they share, all other arguments.
 
     Two calls of the same signature run the same kernels.
     """
+    storages: dict[int, int] = {}
+
+    def layout(tensor: torch.Tensor) -> str:
+        storage, nbytes = storage_id(tensor), tensor.untyped_storage().nbytes()
+        shared = f"@{storages[storage]}" if storage in storages else ""
+        storages.setdefault(storage, len(storages))
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{list(tensor.stride())}/{nbytes}{shared}"
 
     def described(argument: Any) -> str:
         if isinstance(argument, fx.Node):
-            return "+".join(
-                f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}{list(t.stride())}/{t.untyped_storage().nbytes()}"
-                for t in tensors_of(argument)
-            )
+            return "+".join(map(layout, tensors_of(argument)))
         if isinstance(argument, (list, tuple)):
             return f"[{', '.join(map(described, argument))}]"
         return repr(argument)
@@ -65,24 +101,32 @@ def signature(node: fx.Node) -> str:
 
 
 def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
-    """Make real tensors in place of the fake ones that an operation was traced with: ones, and valid indices."""
+    """Make real tensors in place of the fake ones that an operation was traced with: ones, and valid indices.
+
+    What shares memory there shares it here: a kernel may copy one of two arguments that are the same.
+    """
     fake = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     bound = _INDEX_BOUND.get(node.target)  # type: ignore[call-overload]
     below = int(bound(fake[0])) if bound else 1
+    storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def filled(leaf: FakeTensor) -> torch.Tensor:
+        elements = leaf.untyped_storage().nbytes() // leaf.element_size()
+        where = device if leaf.device.type != "cpu" or device.type == "cpu" else leaf.device
+        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+            return torch.ones(elements, dtype=leaf.dtype, device=where)
+        if below > 1 and leaf.dtype in (torch.int64, torch.int32):
+            # A stride that shares no factor with most bounds visits rows in no order that a cache would like.
+            return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(leaf.dtype)
+        return torch.zeros(elements, dtype=leaf.dtype, device=where)
 
     def real(leaf: Any) -> Any:
         if not isinstance(leaf, FakeTensor):
             return leaf
-        elements = leaf.untyped_storage().nbytes() // leaf.element_size()
-        where = device if leaf.device.type != "cpu" or device.type == "cpu" else leaf.device
-        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-            flat = torch.ones(elements, dtype=leaf.dtype, device=where)
-        elif below > 1 and leaf.dtype in (torch.int64, torch.int32):
-            # A stride that shares no factor with most bounds visits rows in no order that a cache would like.
-            flat = (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(leaf.dtype)
-        else:
-            flat = torch.zeros(elements, dtype=leaf.dtype, device=where)
-        return flat.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+        key = storage_id(leaf), leaf.dtype
+        if key not in storages:
+            storages[key] = filled(leaf)
+        return storages[key].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
 
     args, kwargs = pytree.tree_map(real, fake)
     return args, kwargs

@@ -101,7 +101,7 @@ def measure(
     failed: dict[str, str] = {}
     told = begun
     where = (str(device), torch.get_num_threads())
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+    with operands.running_alone(device):
         for number, signature in enumerate(order):
             now = time.perf_counter()
             if now - begun > time_limit_seconds:

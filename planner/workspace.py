@@ -6,7 +6,7 @@ draws integers before it has a mask. Without it ResNet-50's peak comes out 1% to
 
 from __future__ import annotations
 
-import time
+import math
 import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator
@@ -24,28 +24,25 @@ from planner.lowering import LoweredGraph
 from planner.memory import record
 from planner.torch_internals import profiler_is_running, storage_id
 
-SECONDS_FOR_ONE = 1.0
-"""An operation that a roofline puts above this is not run: its own time dwarfs its workspace's worth."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much may be spent; an operation that is not run counts as needing no workspace.
+    """What may be spent; the clock plays no part, so that a busy machine sees as much as an idle one.
 
     Parameters
     ----------
     seconds : float
-        No operation is started after this.
-    operation_bytes : int
+        What all that is run may take together, as predicted: the cheapest come first.
+    operation_bytes : float
         Operations that read and write more are not run.
     """
 
     seconds: float
-    operation_bytes: int
+    operation_bytes: float
 
 
-TO_RUN = Effort(seconds=10.0, operation_bytes=1 << 62)
-"""For a model that is about to run here: what its step can hold, one of its operations can."""
+TO_RUN = Effort(seconds=math.inf, operation_bytes=math.inf)
+"""For a model that is about to run here: each of its operations takes and holds no more than the step does."""
 
 TO_PLAN = Effort(seconds=2.0, operation_bytes=256 << 20)
 """For a model on fake tensors, which may be far larger than this machine."""
@@ -58,8 +55,8 @@ _known: dict[Hashable, int] = {}
 
 def measure(
     lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device, effort: Effort
-) -> tuple[OperationCost, ...]:
-    """Complete costs with the workspace that each operation is seen to need.
+) -> dict[int, int | None]:
+    """See how much workspace operations need.
 
     Parameters
     ----------
@@ -72,7 +69,9 @@ def measure(
 
     Returns
     -------
-    tuple of OperationCost
+    dict of int to int
+        Bytes by index of the operation; None where it is not known, because the operation was too
+        large to be run, or did not run on made-up tensors.
 
     Notes
     -----
@@ -80,39 +79,43 @@ def measure(
     ones and zeros; the random state is left as it was.
     """
     where = (device.type, torch.get_num_threads())
-    signatures: dict[int, Hashable] = {}
-    new: dict[Hashable, int] = {}
-    for index, operation in enumerate(lowered.graph.operations):
-        if not operation.signature:
-            continue
-        signatures[index] = signature = (where, operation.signature)
-        too_much = costs[index].seconds > SECONDS_FOR_ONE or operation.moved_bytes > effort.operation_bytes
-        if signature not in _known and signature not in new and not too_much:
-            new[signature] = index
-    if new:
-        nodes = {index: node for index in new.values() if (node := lowered.operation_nodes[index]) is not None}
+    signatures = {
+        index: (where, operation.signature)
+        for index, operation in enumerate(lowered.graph.operations)
+        if operation.signature
+    }
+    first = {signature: index for index, signature in reversed(signatures.items()) if signature not in _known}
+    affordable = _affordable(lowered, costs, sorted(first.values()), effort)
+    nodes = {index: node for index in affordable if (node := lowered.operation_nodes[index]) is not None}
+    if nodes:
         measured = _on_cuda if device.type == "cuda" else _on_cpu
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            for index, workspace_bytes in measured(nodes, device, effort.seconds):
+        with operands.running_alone(device):
+            for index, workspace_bytes in measured(nodes, device):
                 _known[signatures[index]] = workspace_bytes
-    return tuple(
-        OperationCost(seconds=cost.seconds, workspace_bytes=_known.get(signatures.get(index), cost.workspace_bytes))
-        for index, cost in enumerate(costs)
-    )
+    return {index: _known.get(signature) for index, signature in signatures.items()}
 
 
-def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> Iterator[tuple[int, int]]:
+def _affordable(
+    lowered: LoweredGraph, costs: tuple[OperationCost, ...], operations: list[int], effort: Effort
+) -> Iterator[int]:
+    spent_seconds = 0.0
+    for index in sorted(operations, key=lambda index: costs[index].seconds):
+        spent_seconds += costs[index].seconds
+        if spent_seconds > effort.seconds:
+            return
+        if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
+            yield index
+
+
+def _on_cpu(nodes: dict[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
     if profiler_is_running():
         warnings.warn(
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
         )
         return
-    begun = time.perf_counter()
     outputs_bytes: dict[int, int] = {}
     with record() as recording:
         for index, node in nodes.items():
-            if time.perf_counter() - begun > seconds:
-                break
             args, kwargs = operands.arguments(node, device)
             try:
                 with record_function(f"{_LABEL}{index}"):
@@ -131,11 +134,8 @@ def _on_cpu(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> 
         yield index, max(0, peak_bytes - output_bytes)
 
 
-def _on_cuda(nodes: dict[int, fx.Node], device: torch.device, seconds: float) -> Iterator[tuple[int, int]]:
-    begun = time.perf_counter()
+def _on_cuda(nodes: dict[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
     for index, node in nodes.items():
-        if time.perf_counter() - begun > seconds:
-            break
         try:
             args, kwargs = operands.arguments(node, device)
             node.target(*args, **kwargs)  # type: ignore[operator]  # what a library allocates once and for all

@@ -1,0 +1,138 @@
+"""What kernels hold beyond what a graph shows: the predicted peak is the real one however a plan is made."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner import session, workspace
+from planner.memory import measure_peak
+
+ROWS, WIDTH = 512, 64
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workspace, "_known", {})
+
+
+class Blocks(nn.Module):
+    """Dropout, which on a CPU draws integers before it has a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Reconstruction(nn.Module):
+    """A loss of an output that is as large as what a layer saves."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(3)))
+        self.loss = loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.layers(x).sigmoid(), x.sigmoid())
+
+
+class Recurrent(nn.Module):
+    """Its hidden and its cell state begin as one tensor, of which oneDNN's backward makes a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(WIDTH, 256, num_layers=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.view(4, -1, WIDTH))[0].square().mean()
+
+
+def data(width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(3))
+
+
+def assert_peak_is_as_predicted(model: nn.Module, x: torch.Tensor, autocast: bool = False) -> None:
+    """Run a wrapped model, which plans at its first call."""
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = model(x)
+        loss.backward()
+
+    step()
+    model.zero_grad()
+    plan = planner.plan_of(model)
+    peak_bytes = measure_peak(step, torch.device("cpu"))[0] + sum(plan.static_bytes.values())
+    assert plan.peak_bytes * 0.999 <= peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_is_seen_while_the_model_is_traced(autocast: bool) -> None:
+    model = planner.auto_wrap(Blocks(), activation_budget="60%", time_limit_seconds=1.0)
+    assert_peak_is_as_predicted(model, data(), autocast)
+
+
+@pytest.mark.parametrize("solver", ["sqrt", "chain-dp"])
+def test_the_state_of_the_generator_is_counted_where_random_operations_run_again(solver: str) -> None:
+    model = planner.auto_wrap(Blocks(), activation_budget="60%", solver=solver, time_limit_seconds=1.0)
+    assert_peak_is_as_predicted(model, data())
+    again = itertools.chain(*planner.plan_of(model).recomputations.values())
+    assert any("native_dropout" in operation for operation in again)
+
+
+@pytest.mark.parametrize(
+    "loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss]
+)
+def test_losses_keep_the_memory_that_their_kernels_keep(loss: Callable[..., torch.Tensor]) -> None:
+    model = planner.auto_wrap(Reconstruction(loss), activation_budget="100%")
+    assert_peak_is_as_predicted(model, data(512))
+
+
+def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
+    model = planner.auto_wrap(Recurrent(), activation_budget="100%")
+    assert_peak_is_as_predicted(model, data())
+
+
+def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks()
+    expected = planner.plan(copy.deepcopy(model), data(), activation_budget="60%", deterministic=True)
+    workspace._known.clear()
+    minutes = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: 60.0 * next(minutes))
+    plan = planner.plan(model, data(), activation_budget="60%", deterministic=True)
+    assert (plan.peak_bytes, plan.recomputations) == (expected.peak_bytes, expected.recomputations)
+    assert "workspace-unseen" not in {warning.rule for warning in plan.warnings}
+
+
+@pytest.mark.parametrize("effort", [{"seconds": 0.0}, {"operation_bytes": 0}])
+def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dict[str, float]) -> None:
+    monkeypatch.setattr(session.workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
+    plan = planner.plan(Blocks(), data(), activation_budget="60%", solver="sqrt")
+    (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
+    assert "aten." in warning.evidence and warning.is_problem
+
+
+def test_a_profile_that_saw_less_hides_nothing() -> None:
+    model = Blocks()
+    made = planner.profile(model, data(), time_limit_seconds=5.0)
+    blind = replace(made, measurements={s: replace(m, workspace_bytes=0) for s, m in made.measurements.items()})
+    plan = planner.plan(model, data(), activation_budget="100%", profile=blind)
+    assert plan.peak_bytes == planner.plan(model, data(), activation_budget="100%").peak_bytes
