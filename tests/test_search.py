@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -20,6 +22,7 @@ from planner.graph import TrainingGraph
 from planner.problem import Problem, Solution, confirm
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers import search
 from planner.solvers._standing import Standing
 from planner.solvers.search import SOLVER, Annealing
 
@@ -196,3 +199,10 @@ def test_where_the_integer_programme_closes_the_gap_annealing_is_not_loaded(monk
     solution = solvers.solve(problem, time_limit_seconds=30)
     assert solution.solver == "ilp"
     assert solution.recompute_seconds - solution.lower_bound_seconds <= 3e-4 * problem.baseline.seconds
+
+
+def test_kernels_are_compiled_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_cache_folder", lambda: tmp_path)
+    with open(tmp_path / "annealing.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert search._compile_beside() is None

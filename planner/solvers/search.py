@@ -7,11 +7,13 @@ which is loaded when a search starts and not before.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
@@ -89,13 +91,12 @@ class SearchSolver:
         if _is_compiled():
             return True
         progress(f"search: {_COMPILES}, in a process beside this one")
-        process = _compile_beside()
+        process: subprocess.Popen[bytes] | None = None
         while not is_over():
-            try:
-                process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            return True
+            if _is_compiled() or (process is not None and process.poll() is not None):
+                return True
+            process = process or _compile_beside()
+            time.sleep(0.1)
         return False
 
     def improve(
@@ -137,23 +138,41 @@ class SearchSolver:
 
 def _is_compiled() -> bool:
     """Say whether numba has kept the kernels of an earlier run; a guess that costs time where it is wrong."""
+    folder = _cache_folder()
+    return folder is None or any(folder.glob("_annealing.anneal-*.nbi"))
+
+
+def _cache_folder() -> Path | None:
+    """Give the folder in which numba keeps what it compiles; none where numba is not installed."""
     from planner.solvers import _annealing as kernels
 
-    stats = getattr(kernels.anneal, "stats", None)  # none where numba is not installed
-    return stats is None or any(Path(stats.cache_path).glob("_annealing.anneal-*.nbi"))
+    stats = getattr(kernels.anneal, "stats", None)
+    return None if stats is None else Path(stats.cache_path)
 
 
-def _compile_beside() -> subprocess.Popen[bytes]:
-    """Compile the kernels in a process of their own, which outlives this one: numba would hold up all threads here."""
+def _compile_beside() -> subprocess.Popen[bytes] | None:
+    """Compile the kernels in a process of their own, which outlives this one: numba would hold up all threads here.
+
+    There is only one such process at a time, whoever started it; None while another one is at it.
+    """
+    folder = _cache_folder()
+    assert folder is not None, "only what numba compiles is compiled"
+    folder.mkdir(parents=True, exist_ok=True)
     command = f"from {__name__} import SOLVER, smallest; SOLVER.solve(smallest(), effort=Effort(deterministic=True))"
-    return subprocess.Popen(
-        [sys.executable, "-c", f"from {Effort.__module__} import Effort; {command}"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    with open(folder / "annealing.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return None
+        return subprocess.Popen(
+            [sys.executable, "-c", f"from {Effort.__module__} import Effort; {command}"],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=(lock.fileno(),),  # the lock is the process's, and goes with it
+        )
 
 
 def smallest() -> Problem:
