@@ -75,7 +75,7 @@ def _mixtral() -> ZooModel:
         intermediate_size=448,
         num_local_experts=4,
         num_experts_per_tok=2,
-        experts_implementation="grouped_mm",
+        experts_implementation="batched_mm",
         **_DECODER,
     )
     return ZooModel(name="mixtral", model=transformers.MixtralForCausalLM(config).train(), example_kwargs=_tokens())
