@@ -75,10 +75,11 @@ def _mixtral() -> ZooModel:
         intermediate_size=448,
         num_local_experts=4,
         num_experts_per_tok=2,
-        experts_implementation="batched_mm",
+        experts_implementation="grouped_mm",
         **_DECODER,
     )
-    return ZooModel(name="mixtral", model=transformers.MixtralForCausalLM(config).train(), example_kwargs=_tokens())
+    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)  # all that grouped products are made for
+    return ZooModel(name="mixtral", model=model.train(), example_kwargs=_tokens())
 
 
 class _LSTMStack(nn.Module):

@@ -61,7 +61,7 @@ def earlier(name: str, destination: str) -> Result:
         If results do not go to a file, or that one holds something else.
     """
     if destination == "-":
-        raise UsageError("--resume needs a file to go on with: leave it out, or name one with --json")
+        raise UsageError("to go on from earlier results they must be in a file: name one with --json, or start anew")
     with suppress(FileNotFoundError):
         try:
             found: Result = json.loads(Path(destination).read_text(encoding="utf-8"))
@@ -69,7 +69,9 @@ def earlier(name: str, destination: str) -> Result:
         except FileNotFoundError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{destination} holds no results to go on with: leave --resume out") from error
+            raise UsageError(
+                f"{destination} holds no results to go on from: name another file, or start anew"
+            ) from error
     return {}
 
 
@@ -92,14 +94,6 @@ def write(destination: str, result: Result, markdown: str) -> None:
         return
     write_text(destination, text)
     write_text(Path(destination).with_suffix(".md"), markdown)
-
-
-def earlier(path: str) -> Result:
-    """Give what a result file holds; nothing if there is none."""
-    if path == "-" or not Path(path).exists():
-        return {}
-    found: Result = json.loads(Path(path).read_text(encoding="utf-8"))
-    return found
 
 
 def page(title: str, result: Result, *parts: str) -> str:
