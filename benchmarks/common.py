@@ -9,6 +9,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,31 @@ def environment(name: str, arguments: Sequence[str]) -> Result:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
     }
+
+
+def earlier(name: str, destination: str) -> Result:
+    """Read what an earlier run of a benchmark wrote, under the same torch; nothing if there is no such file.
+
+    Raises
+    ------
+    UsageError
+        If results do not go to a file, or that one holds something else.
+    """
+    if destination == "-":
+        raise UsageError("to go on from earlier results they must be in a file: name one with --json, or start anew")
+    with suppress(FileNotFoundError):
+        try:
+            found: Result = json.loads(Path(destination).read_text(encoding="utf-8"))
+            return found if (found["benchmark"], found["torch"]) == (name, torch.__version__) else {}
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(
+                f"{destination} holds no results to go on from: name another file, or start anew"
+            ) from error
+    return {}
 
 
 def _without_destination(arguments: Sequence[str]) -> list[str]:
@@ -71,19 +96,12 @@ def write(destination: str, result: Result, markdown: str) -> None:
     write_text(Path(destination).with_suffix(".md"), markdown)
 
 
-def earlier(path: str) -> Result:
-    """Give what a result file holds; nothing if there is none."""
-    if path == "-" or not Path(path).exists():
-        return {}
-    found: Result = json.loads(Path(path).read_text(encoding="utf-8"))
-    return found
-
-
 def page(title: str, result: Result, *parts: str) -> str:
     """Put a title over the parts of a page and what ran the benchmark under it."""
+    load = f", load average {result['load_average']} at the start" if result["load_average"] is not None else ""
     ran = (
         f"`{result['command']}` on {result['date']}: torch {result['torch']}, Python {result['python']}, "
-        f"{result['threads']} threads, {result['cpus']} CPUs."
+        f"{result['threads']} threads, {result['cpus']} CPUs{load}."
     )
     return "\n\n".join([f"# {title}", *parts, ran]) + "\n"
 

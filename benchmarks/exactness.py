@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import api, zoo
-from planner.errors import PlannerError, UsageError
+from planner.errors import PlannerError
 from planner.planning import NoPlanFitsError, Plan
 from planner.zoo import ZooModel
 
@@ -63,7 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     names = common.chosen(args.models, list(SIZES))
     common.check_destination(args.json)
-    done = _earlier_rows(args.json) if args.resume else []
+    earlier = common.earlier("exactness", args.json).get("rows", []) if args.resume else []
+    done = [row for row in earlier if row["status"] != "error"]  # errors are run again
     result = {**common.environment("exactness", arguments), "rows": []}
     for name in names:
         sizes = _sizes(name, args)
@@ -80,22 +78,6 @@ def main(arguments: Sequence[str]) -> int:
 def _sizes(name: str, args: argparse.Namespace) -> dict[str, Any]:
     given = {"layers": args.layers, "seq_len": args.seq_len, "batch_size": args.batch_size}
     return {size: given.get(size) or value for size, value in SIZES[name].items()}
-
-
-def _earlier_rows(destination: str) -> list[Result]:
-    """Read the rows of an earlier run with the same torch; errors among them are run again."""
-    import torch
-
-    if destination == "-":
-        raise UsageError("--resume needs a file to go on with: leave it out, or name one with --json")
-    with suppress(FileNotFoundError):
-        try:
-            earlier = json.loads(Path(destination).read_text(encoding="utf-8"))
-            if earlier["benchmark"] == "exactness" and earlier["torch"] == torch.__version__:
-                return [row for row in earlier["rows"] if row["status"] != "error"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{destination} holds no results to go on with: leave --resume out") from error
-    return []
 
 
 def _rows(name: str, sizes: dict[str, Any], args: argparse.Namespace, done: Sequence[Result]) -> Iterator[Result]:

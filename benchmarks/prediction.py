@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         common.progress("this system's allocator cannot be told to keep memory: times include page faults")
     names = common.chosen(args.models, list(MODELS))
     common.check_destination(args.json)
-    earlier = common.earlier(args.json) if args.keep else {}
+    earlier = common.earlier("prediction", args.json) if args.keep else {}
     result: Result = {
         **common.environment("prediction", arguments),
         "earlier_commands": [*earlier.get("earlier_commands", []), *filter(None, [earlier.get("command")])],

@@ -356,3 +356,12 @@ def test_planning_under_a_profiler_warns() -> None:
         pytest.warns(UserWarning, match="profiler is running"),
     ):
         planner.plan(nn.Linear(7, 13), torch.randn(5, 7), activation_budget="100%")
+
+
+def test_a_plan_that_is_made_in_the_first_call_knows_the_workspace_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model(), data()
+    ahead = planner.plan(model, x, activation_budget="70%", compare=False)
+    monkeypatch.setattr("planner.workspace._known", {})  # what was found out ahead is to be found out again
+    planner.auto_wrap(model, activation_budget="70%")
+    model(x).backward()
+    assert planner.plan_of(model).peak_bytes == ahead.peak_bytes

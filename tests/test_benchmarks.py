@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks import capture, common, exactness, partitioner
+from benchmarks import capture, cases, common, exactness, partitioner, runtimes
 from planner.errors import UsageError
 from planner.lowering import CPU_RANDOM_STATE_BYTES
+from planner.zoo import ZooModel
 
 TINY = ["--layers", "1", "--seq-len", "32", "--batch-size", "4"]
 
@@ -112,6 +116,52 @@ def test_partitioner_is_read_back_whole(tmp_path: Path) -> None:
         random_state_bytes = row["peak_bytes"] - row["own_peak_bytes"]
         assert 0 <= random_state_bytes <= row["recomputed"] * CPU_RANDOM_STATE_BYTES
         assert row["planned"] is None or row["planned"]["peak_bytes"] <= row["peak_bytes"]
+
+
+def test_runtimes_are_held_against_eager_and_their_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(model: nn.Module) -> Callable[[], ZooModel]:
+        return lambda: ZooModel(name="tiny", model=model, example_args=(torch.randn(4, 16),))
+
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    made = {"blocks": case(blocks), "no blocks": case(nn.Linear(16, 16))}
+    monkeypatch.setattr(cases, "CASES", made)
+    monkeypatch.setattr(runtimes, "CASES", made)
+    file = tmp_path / "runtimes.json"
+    arguments = ["--models", "blocks,no blocks", "--runtimes", "modules,regional", "--budgets", "50"]
+    arguments += ["--seconds", "0", "--time-limit", "1", "--json", str(file)]
+    assert runtimes.main(arguments) == 0
+    result = _results(file)
+    assert [row["runtime"] for row in result["host"]] == ["modules", "regional"]
+    modules, regional, _, refused = result["full_save"]
+    assert modules["peak_bytes"] == modules["eager_peak_bytes"]  # nothing is checkpointed, so it is eager
+    assert regional["eager_peak_bytes"] == modules["eager_peak_bytes"]
+    assert refused["status"] == "refused" and "no repeated blocks" in refused["reason"]
+    assert f"- no blocks, regional: {refused['reason']}" in file.with_suffix(".md").read_text()
+    planned = [row for row in runtimes._rows(result["budgets"]) if row["status"] in ("optimal", "feasible")]
+    assert planned
+    assert all(row["bitwise_equal"] and runtimes._peak_held(row) for row in planned)
+
+    monkeypatch.setattr(cases, "CASES", {})  # nothing is built again
+    assert runtimes.main([*arguments, "--resume"]) == 0
+    again = _results(file)
+    assert [again[table] for table in ("full_save", "budgets")] == [result["full_save"], result["budgets"]]
+
+
+def test_runtimes_fail_where_a_goal_is_missed() -> None:
+    step = {"runtime": "graph", "status": "run", "eager_peak_bytes": 100, "peak_bytes": 102, "time_ratio": 1.05}
+    assert not runtimes._missed(step)
+    assert runtimes._missed({**step, "peak_bytes": 103})
+    assert runtimes._missed({**step, "time_ratio": 1.06})
+    assert not runtimes._missed({**step, "runtime": "modules", "time_ratio": 1.06})
+    assert runtimes._missed({"runtime": "graph", "status": "refused"})
+    assert not runtimes._missed({"runtime": "regional", "status": "refused"})
+    peaks = {"predicted_peak_bytes": 2000, "measured_peak_bytes": 2001, "budget_bytes": 2001}
+    row = {"runtime": "modules", "status": "optimal", "bitwise_equal": True, "gradient_distance": None, **peaks}
+    assert not runtimes._missed(row)
+    assert runtimes._missed({**row, "measured_peak_bytes": 2002})
+    assert runtimes._missed({**row, "measured_peak_bytes": 1997})
+    assert runtimes._missed({**row, "bitwise_equal": False})
+    assert not runtimes._missed({**row, "bitwise_equal": False, "gradient_distance": 1e-5})
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

@@ -143,3 +143,25 @@ def test_a_block_has_its_own_forward_whenever_the_model_is_not_called() -> None:
     model.eval()
     model(IMAGES).backward()  # planned anew: BatchNorm is another operation there
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+class Positions(nn.Module):
+    """Blocks that are given a part of a buffer, as rotary positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(4 * ROWS, WIDTH))
+        self.layers = nn.ModuleList(Decoding() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.table[: len(x)])
+        return x.square().mean()
+
+
+def test_a_block_may_be_given_a_part_of_something_larger() -> None:
+    model, x = Positions(), torch.randn(ROWS, WIDTH)
+    plan = planner.plan(model, x, activation_budget="90%", runtime="regional", compare=False)
+    proof = planner.verify(model, x, plan, timed_steps=1)
+    assert proof.exact
+    assert 0 <= plan.peak_bytes - proof.peak_bytes < 2**10  # sizes are rounded up

@@ -24,7 +24,7 @@ from planner.graph import OperationCost, TrainingGraph
 from planner.hugging_face import masking_of
 from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
-from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
+from planner.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
 from planner.parallel import is_sharded
 from planner.planning import Plan
 from planner.regions import Block, Step, find_blocks, forwards, placeholders_given
@@ -251,6 +251,10 @@ def _lower(joint: JointGraph, given: Sequence[fx.Node], **options: Any) -> Lower
 
 
 def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Give what a block holds but for what it is given: that may be a part of something larger, and not its to free."""
+    given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
+    values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
+    graph = replace(graph, values=tuple(values))
     return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule).peak_bytes
 
 

@@ -1,0 +1,114 @@
+"""What runtimes are compared on: every model of the zoo and a few beside it, at sizes that take far less than a second.
+
+Those beside it are what capture is known to change: grouped queries, masks that hide nothing,
+experts, and a recurrent stack with dropout between its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from planner import zoo
+from planner.zoo import ZooModel
+
+ZOO_SIZES: dict[str, dict[str, Any]] = {
+    "lstm": {"batch_size": 4, "layers": 2, "seq_len": 32},
+    "resnet50": {"batch_size": 8, "layers": 6, "image_size": 128},
+    "unet": {"batch_size": 2, "layers": 4, "image_size": 96},
+    "convnext-tiny": {"batch_size": 2, "layers": 9, "image_size": 96},
+    "diffusion-unet": {"batch_size": 2, "layers": 1, "image_size": 32},
+    "minimind-26m": {"batch_size": 2, "layers": 6, "seq_len": 384},
+    "whisper-small-encoder": {"batch_size": 1, "layers": 3, "seq_len": 600},
+    "vit-b16": {"batch_size": 4, "layers": 4, "image_size": 224},
+    "resnet152": {"batch_size": 4, "layers": 36, "image_size": 128},
+    "convnext-base": {"batch_size": 1, "layers": 9, "image_size": 96},
+    "minimind-104m": {"batch_size": 1, "layers": 4, "seq_len": 256},
+    "minimind-moe": {"batch_size": 1, "layers": 2, "seq_len": 256},
+    "bert-large": {"batch_size": 2, "layers": 3, "seq_len": 256},
+    "minigpt": {"batch_size": 2, "layers": 4, "seq_len": 384},
+    "gpt2": {"batch_size": 1, "layers": 4, "seq_len": 256},
+    "t5-base": {"batch_size": 2, "layers": 2, "seq_len": 128},
+    "gpt2-774m": {"batch_size": 1, "layers": 2, "seq_len": 128},
+    "qwen3-0.6b": {"batch_size": 1, "layers": 2, "seq_len": 128},
+    "latent-diffusion-unet": {"batch_size": 1, "layers": 1, "image_size": 16},
+    "mixtral-1b": {"batch_size": 1, "layers": 1, "seq_len": 128},
+    "llama-7b": {"batch_size": 1, "layers": 1, "seq_len": 64, "dtype": "bfloat16"},
+    "gemma3-1b": {"batch_size": 1, "layers": 1, "seq_len": 64},
+}
+"""Those that ``benchmarks.prediction`` runs have its sizes."""
+
+BATCH, LENGTH, TOKENS = 2, 256, 2000
+_DECODER = {
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": TOKENS,
+    "use_cache": False,
+    "attn_implementation": "sdpa",
+}
+
+
+def build(name: str) -> ZooModel:
+    """Build one of :data:`CASES` with random weights and inputs."""
+    torch.manual_seed(0)
+    return CASES[name]()
+
+
+def _llama(*, with_mask: bool) -> ZooModel:
+    import transformers
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=704, **_DECODER))
+    mask = {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if with_mask else {}
+    return ZooModel(name="llama", model=model.train(), example_kwargs={**_tokens(), **mask})
+
+
+def _mixtral() -> ZooModel:
+    import transformers
+
+    config = transformers.MixtralConfig(
+        intermediate_size=448,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        experts_implementation="grouped_mm",
+        **_DECODER,
+    )
+    model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)  # all that grouped products are made for
+    return ZooModel(name="mixtral", model=model.train(), example_kwargs=_tokens())
+
+
+class _LSTMStack(nn.Module):
+    """Three layers in one ``nn.LSTM``, which draws the dropout between them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(TOKENS, 256)
+        self.stack = nn.LSTM(256, 256, num_layers=3, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(256, TOKENS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.stack(self.tokens(input_ids))[0])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _lstm_stack() -> ZooModel:
+    return ZooModel(name="lstm-stack", model=_LSTMStack(), example_kwargs=_tokens())
+
+
+def _tokens() -> dict[str, Tensor]:
+    return {name: torch.randint(TOKENS, (BATCH, LENGTH)) for name in ("input_ids", "labels")}
+
+
+CASES: dict[str, Callable[[], ZooModel]] = {
+    "lstm-stack": _lstm_stack,
+    "llama-grouped": partial(_llama, with_mask=False),
+    "llama-grouped-mask": partial(_llama, with_mask=True),
+    "mixtral-small": _mixtral,
+    **{name: partial(zoo.build, name, **sizes) for name, sizes in ZOO_SIZES.items()},
+}
+"""By what they are called in tables; those that take least come first."""
