@@ -50,7 +50,7 @@ class LocalStep:
             return model
         part = nn.Module()
         for number, parameter in enumerate(model.parameters()):
-            part.register_parameter(f"parameter{number}", self.here(parameter))  # type: ignore[arg-type]
+            part.register_parameter(f"parameter{number}", self.stand_ins.get(storage_id(parameter), parameter))
         for number, buffer in enumerate(model.buffers()):
             part.register_buffer(f"buffer{number}", buffer)
         return part
@@ -170,13 +170,14 @@ _TOLD_SHAPE = frozenset(
 
 def _note(joint: JointGraph, found: Sharding) -> Finding:
     places = Places(joint.graph)
-    whole = collapsed([places[node].module or "the model" for node in found.whole]) or "none"
+    left_whole = collapsed([places[node].module or "the model" for node in found.whole])
     summed_bytes = sum(t.numel() * t.element_size() for node in found.summed for t in tensors_of(node))
     return Finding(
         rule="tensor-parallel",
         severity=Severity.NOTE,
         evidence=f"over {found.devices} devices: {len(found.columns)} products are column-parallel, {len(found.rows)} "
-        f"row-parallel, {len(found.whole)} whole on each device ({whole})",
+        f"row-parallel, {len(found.whole)} whole on each device"
+        + (f": {left_whole}" if left_whole else ""),
         cause=f"an estimate for one device: nothing runs it. {len(found.summed)} sums over the devices, of "
         f"{format_bytes(summed_bytes)} in all, take no time in it",
         fix="nothing: keep some time back for communication",

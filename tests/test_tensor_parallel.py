@@ -17,7 +17,6 @@ from planner.errors import UsageError
 from planner.inputs import Inputs
 from planner.joint import JointGraph, is_tangent
 from planner.local_graph import local_step
-from planner.memory import measure_peak
 from planner.shard_rules import Sharded
 from planner.tensor_parallel import Sharding, find_sharding
 
@@ -116,9 +115,10 @@ def assert_right(joint: JointGraph, devices: int) -> Sharding:
     alone = Sharding(devices=1, states=dict.fromkeys(joint.graph.nodes), columns=(), rows=(), whole=(),
                      summed=frozenset())  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    inputs = [t.detach().double() if t.is_floating_point() else t for t in joint.inputs]
-    inputs = [torch.randn(t.shape, generator=generator, dtype=t.dtype) / 4 if t.is_floating_point() else t
-              for t in inputs]  # fmt: skip
+    inputs = [
+        t.detach() + torch.randn(t.shape, generator=generator, dtype=t.dtype) / 20 if t.is_floating_point() else t
+        for t in joint.inputs  # biases begin as zeros, which would hide one that is added twice
+    ]
     (expected,) = carried_out(joint, alone, joint.graph, inputs)
     placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
     states = [None] * joint.num_forward_outputs + [found.states[n] for n in placeholders]
@@ -138,3 +138,195 @@ def test_gradients_of_all_devices_make_those_of_the_step(options: dict[str, Any]
     assert names(joint, found.rows) == [f"blocks.{layer}.{name}" for layer in (0, 1) for name in ("o", "down")]
     assert not found.whole
     assert len(found.summed) == 8  # forward and backward, attention and MLP, two blocks
+
+
+class Packed(nn.Module):
+    """Attention whose one product gives queries, keys and values in one dimension of three, as ViTs have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).reshape(BATCH, LENGTH, 3, HEADS, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = (q @ k.transpose(-1, -2)).softmax(-1)
+        return (x + self.o((weights @ v).transpose(1, 2).reshape(BATCH, LENGTH, -1))).square().mean()
+
+
+class Gated(nn.Module):
+    """An MLP whose one product gives what is gated and its gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.both(x).chunk(2, -1)
+        return (x + self.down(F.silu(gate) * up)).square().mean()
+
+
+class Sliced(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.both(x)
+        return (x + self.down(F.silu(both[..., :HIDDEN]) * both[..., HIDDEN:])).square().mean()
+
+
+class BothWays(Gated):
+    """One half is cut off, and the whole is folded: no division suits both, so all stays whole."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.both(x)
+        folded = both.reshape(BATCH, LENGTH, HIDDEN, 2).sum(-1)
+        return (x + self.down(both[..., :HIDDEN] * folded)).square().mean()
+
+
+class NormBetween(nn.Module):
+    """Only the second pair can be spread: a norm over the hidden layer stands in the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, HIDDEN), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x + self.down(self.norm(self.up(x)))).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "columns", "rows", "whole"),
+    [
+        (Packed, ["qkv"], ["o"], []),
+        (Gated, ["both"], ["down"], []),
+        (Sliced, ["both"], ["down"], []),
+        (BothWays, [], [], ["both", "down"]),
+        (NormBetween, ["mlp.0"], ["mlp.2"], ["up", "down"]),
+    ],
+)
+def test_what_is_spread(model: type[nn.Module], columns: list[str], rows: list[str], whole: list[str]) -> None:
+    joint = captured(model().double(), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64))
+    if columns:
+        assert_right(joint, 2)
+    found = find_sharding(joint, 2)
+    assert [names(joint, products) for products in (found.columns, found.rows, found.whole)] == [columns, rows, whole]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "whole"),
+    [
+        ("gpt2", ["attn.c_attn", "mlp.c_fc"], ["lm_head"]),
+        ("minimind-26m", ["attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up"], ["head"]),
+        (
+            "bert-large",
+            ["attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense"],
+            ["cls.predictions.transform.dense", "cls.predictions.decoder"],
+        ),
+    ],
+)
+def test_models_of_the_zoo(name: str, columns: list[str], whole: list[str]) -> None:
+    loaded = zoo.build(name, layers=1, batch_size=1, seq_len=32, fake_mode=fake_mode())
+    joint = capture(loaded.model, Inputs.of(loaded.example_args, loaded.example_kwargs))
+    found = find_sharding(joint, 2)
+    assert [name.split(".0.")[-1] for name in names(joint, found.columns)] == columns
+    assert len(found.rows) == 2
+    assert names(joint, found.whole) == whole
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"key_heads": 2}])
+def test_the_step_of_a_device_is_that_of_the_block_built_by_hand(options: dict[str, Any]) -> None:
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    hand = Transformer(2, **options)
+    built = planner.plan(hand, x, budget="1GiB", optimizer="adamw")
+    spread = planner.plan(Transformer(**options), x, budget="1GiB", optimizer="adamw", tensor_parallel=2)
+    assert spread.static_bytes == built.static_bytes
+    assert spread.baseline_peak_bytes == built.baseline_peak_bytes
+    assert spread.optimizer_peak_bytes == built.optimizer_peak_bytes
+    assert spread.operations == built.operations  # with the work and the outputs of each
+    without_state = planner.plan(hand, x, budget="1GiB")
+    measured = planner.verify(hand, x, without_state, timed_steps=1)
+    state_bytes = spread.static_bytes["optimizer"]
+    assert measured.baseline_peak_bytes == spread.baseline_peak_bytes - state_bytes
+
+
+def test_one_device_changes_nothing() -> None:
+    model, x = Transformer(layers=1), torch.randn(BATCH, LENGTH, WIDTH)
+    plans = [planner.plan(model, x, budget="90%", deterministic=True, **options)  # type: ignore[arg-type]
+             for options in ({}, {"tensor_parallel": 1})]  # fmt: skip
+    first, second = (plan.report() for plan in plans)
+    for report in (first, second):
+        for key in [key for key in report if key.endswith("_seconds") and key.startswith(("capture", "solve"))]:
+            del report[key]
+    assert first == second
+
+
+def test_bytes_between_the_products_are_halved() -> None:
+    joint = captured(Transformer(layers=1))
+    local, found = local_step(joint, 2), find_sharding(joint, 2)
+    for node, copy in zip(joint.graph.nodes, local.joint.graph.nodes, strict=True):
+        state = found.states.get(node)
+        before, after = node.meta.get("val"), copy.meta.get("val")
+        if isinstance(before, torch.Tensor):
+            assert before.numel() == (2 if isinstance(state, Sharded) else 1) * after.numel()
+    by_module = {(row.module, row.operation): row.output_bytes for row in
+                 planner.plan(Transformer(layers=1), torch.randn(BATCH, LENGTH, WIDTH), budget="1GiB",
+                              tensor_parallel=2).operations if row.phase == "forward"}  # fmt: skip
+    tokens = BATCH * LENGTH
+    assert by_module["blocks.0.up", "aten.addmm.default"] == tokens * HIDDEN // 2 * 4
+    assert by_module["blocks.0.down", "aten.addmm.default"] == tokens * WIDTH * 4
+    assert by_module["blocks.0.norm2", "aten.native_layer_norm.default"] == tokens * (WIDTH + 2) * 4
+
+
+def test_parameters_add_up() -> None:
+    model, x = Transformer(), torch.randn(BATCH, LENGTH, WIDTH)
+    plan = planner.plan(model, x, budget="1GiB", tensor_parallel=2)
+    shared = sum(
+        p.numel() for name, p in model.named_parameters()
+        if name.split(".")[-2] in ("q", "k", "v", "up") or name.endswith(("o.weight", "down.weight"))
+    )  # fmt: skip
+    whole = sum(p.numel() for p in model.parameters())
+    assert plan.static_bytes["parameters"] == pytest.approx(4 * (whole - shared // 2), abs=64 * 40)
+    (note,) = (finding for finding in plan.warnings if finding.rule == "tensor-parallel")
+    assert note.evidence == "over 2 devices: 8 products are column-parallel, 4 row-parallel, 0 whole on each device"
+
+
+def test_a_pipeline_of_such_devices() -> None:
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    settings: dict[str, Any] = {"budget": "1GiB", "stages": 2, "micro_batches": 2, "optimizer": "adamw"}
+    built = planner.plan_pipeline(Transformer(2), x, **settings)
+    spread = planner.plan_pipeline(Transformer(), x, **settings, tensor_parallel=2)
+    for hand, stage in zip(built.stages, spread.stages, strict=True):
+        assert stage.plans[0].static_bytes == hand.plans[0].static_bytes
+        assert stage.baseline_peak_bytes == hand.baseline_peak_bytes
+
+
+def test_heads_that_cannot_be_divided_stay_whole() -> None:
+    joint = captured(Transformer(layers=1, key_heads=1), torch.randn(BATCH, LENGTH, WIDTH))
+    found = find_sharding(joint, 2)
+    assert names(joint, found.columns) == ["blocks.0.up"]
+    assert names(joint, found.whole) == [f"blocks.0.{name}" for name in "qkvo"]
+
+
+def test_what_is_refused() -> None:
+    model, x = Transformer(layers=1), torch.randn(BATCH, LENGTH, WIDTH)
+    convolutions = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 2))
+    with pytest.raises(UsageError, match="no product with a parameter can be spread over 2"):
+        planner.plan(convolutions, torch.randn(2, 3, 8, 8), budget="1GiB", loss_fn=torch.sum, tensor_parallel=2)
+    with pytest.raises(UsageError, match="no product with a parameter can be spread over 7"):
+        planner.plan(model, x, budget="1GiB", tensor_parallel=7)
+    with pytest.raises(UsageError, match="at least 1"):
+        planner.plan(model, x, budget="1GiB", tensor_parallel=0)
+    with pytest.raises(UsageError, match="fsdp2"):
+        planner.plan(model, x, budget="1GiB", tensor_parallel=2, data_parallel="fsdp2", ranks=2)
+    with pytest.raises(UsageError, match="on the whole graph"):
+        planner.plan(model, x, budget="1GiB", tensor_parallel=2, runtime="modules")
+    plan = planner.plan(model, x, budget="1GiB", tensor_parallel=2)
+    for run in (lambda: planner.verify(model, x, plan), lambda: planner.auto_wrap(model, x, plan=plan)):
+        with pytest.raises(UsageError, match="planned for, not run"):
+            run()
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["gpt2", "--layers", "1", "--batch-size", "1", "--seq-len", "32", "--budget", "4GiB"]
+    assert cli.main(["plan", *sizes, "--tensor-parallel", "2"]) == 0
+    assert "2 products are column-parallel" in " ".join(capsys.readouterr().out.split())
+    assert cli.main(["verify", *sizes, "--tensor-parallel", "2"]) == UsageError.exit_code
+    assert "planned for, not run" in capsys.readouterr().err
