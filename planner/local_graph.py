@@ -14,7 +14,8 @@ from planner.errors import UsageError
 from planner.findings import Finding, Severity, collapsed
 from planner.joint import JointGraph, is_tangent, tensors_of
 from planner.provenance import Places
-from planner.shard_rules import Sharded, piece, shape_of
+from planner.shard_views import piece
+from planner.shards import Sharded, shape_of
 from planner.tensor_parallel import Sharding, find_sharding
 from planner.torch_internals import FakeTensor, storage_id
 from planner.units import format_bytes
@@ -176,8 +177,7 @@ def _note(joint: JointGraph, found: Sharding) -> Finding:
         rule="tensor-parallel",
         severity=Severity.NOTE,
         evidence=f"over {found.devices} devices: {len(found.columns)} products are column-parallel, {len(found.rows)} "
-        f"row-parallel, {len(found.whole)} whole on each device"
-        + (f": {left_whole}" if left_whole else ""),
+        f"row-parallel, {len(found.whole)} whole on each device" + (f": {left_whole}" if left_whole else ""),
         cause=f"an estimate for one device: nothing runs it. {len(found.summed)} sums over the devices, of "
         f"{format_bytes(summed_bytes)} in all, take no time in it",
         fix="nothing: keep some time back for communication",

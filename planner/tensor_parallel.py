@@ -10,6 +10,7 @@ mixed, the products that the parts come from are tried again divided in other bl
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,9 @@ import torch
 from torch import fx, nn
 
 from planner.joint import JointGraph, is_tangent, needed_by_forward, tensors_of
-from planner.shard_rules import PASSES_SUMS, Call, Mixes, Partial, Sharded, State, shape_of, state_after
+from planner.shard_rules import state_after
+from planner.shard_views import PASSES_SUMS
+from planner.shards import Call, Mixes, Partial, Sharded, State, shape_of
 
 aten = torch.ops.aten
 
@@ -75,7 +78,7 @@ def find_sharding(joint: JointGraph, devices: int) -> Sharding:
     return _Search(joint, devices).run()
 
 
-class _Again(Exception):  # noqa: N818 - no error, but a way back
+class _Again(Exception):
     """Something decided before was wrong: go on from this node."""
 
     def __init__(self, node: fx.Node) -> None:
@@ -166,8 +169,8 @@ class _Search:
 
     def _passed(self, node: fx.Node) -> Any:
         if node.target is operator.getitem:
-            state = self.states[node.args[0]]  # type: ignore[index]
-            return state[node.args[1]] if isinstance(state, list) else state
+            source, position = node.args
+            return self.states[source][position]  # type: ignore[index]
         sources = [source for source in node.all_input_nodes if tensors_of(source)]
         if node in self.forward and self._weight(node) is not None:
             self._choose(node)
@@ -224,7 +227,7 @@ class _Search:
     def _blocks(self, product: fx.Node) -> tuple[int, ...]:
         """Give the parts of a product's outputs that are each divided; nothing if they cannot be."""
         ends = sorted(self.cuts.get(product, frozenset()) | {0, shape_of(product)[1]})
-        blocks = tuple(end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True))
+        blocks = tuple(end - begin for begin, end in itertools.pairwise(ends))
         return blocks if not any(block % self.devices for block in blocks) else ()
 
     def _settle_factors(self, node: fx.Node, sources: list[fx.Node]) -> None:
@@ -303,4 +306,3 @@ class _Search:
 
 def _place(state: State) -> Any:
     return (state.dim, state.blocks) if isinstance(state, Sharded) else None
-

@@ -52,6 +52,8 @@ TOUCHES_TORCH = {
     "planner.rewrite",
     "planner.session",
     "planner.shard_rules",
+    "planner.shard_views",
+    "planner.shards",
     "planner.tensor_parallel",
     "planner.torch_internals",
     "planner.verification",

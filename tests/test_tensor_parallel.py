@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from planner.errors import UsageError
 from planner.inputs import Inputs
 from planner.joint import JointGraph, is_tangent
 from planner.local_graph import local_step
-from planner.shard_rules import Sharded
+from planner.shards import Sharded
 from planner.tensor_parallel import Sharding, find_sharding
 
 WIDTH, HIDDEN, HEADS, BATCH, LENGTH = 32, 64, 4, 2, 8
@@ -109,7 +110,7 @@ def carried_out(joint: JointGraph, found: Sharding, local: fx.Graph, inputs: lis
     return [[known.get(node) if isinstance(node, fx.Node) else None for node in flat] for known in held]
 
 
-def assert_right(joint: JointGraph, devices: int) -> Sharding:
+def assert_right(joint: JointGraph, devices: int, **tolerance: float) -> Sharding:
     """Hold loss and gradients of all devices against those of the whole step."""
     found, local = find_sharding(joint, devices), local_step(joint, devices)
     alone = Sharding(devices=1, states=dict.fromkeys(joint.graph.nodes), columns=(), rows=(), whole=(),
@@ -125,7 +126,7 @@ def assert_right(joint: JointGraph, devices: int) -> Sharding:
     for device, results in enumerate(carried_out(joint, found, local.joint.graph, inputs)):
         for whole, result, state in zip(expected, results, states, strict=False):
             if whole is not None:
-                torch.testing.assert_close(result, part_of(whole, state, devices, device))
+                torch.testing.assert_close(result, part_of(whole, state, devices, device), **tolerance)
     return found
 
 
@@ -241,20 +242,19 @@ def test_the_step_of_a_device_is_that_of_the_block_built_by_hand(options: dict[s
     assert spread.baseline_peak_bytes == built.baseline_peak_bytes
     assert spread.optimizer_peak_bytes == built.optimizer_peak_bytes
     assert spread.operations == built.operations  # with the work and the outputs of each
-    without_state = planner.plan(hand, x, budget="1GiB")
-    measured = planner.verify(hand, x, without_state, timed_steps=1)
-    state_bytes = spread.static_bytes["optimizer"]
-    assert measured.baseline_peak_bytes == spread.baseline_peak_bytes - state_bytes
+    # And a real step of the block built by hand: the CPU's allocator rounds nothing up, the prediction does.
+    predicted = planner.plan(Transformer(**options), x, budget="1GiB", tensor_parallel=2)
+    measured = planner.verify(hand, x, planner.plan(hand, x, budget="1GiB"), timed_steps=1)
+    assert 0 <= predicted.baseline_peak_bytes - measured.baseline_peak_bytes < 0.002 * measured.baseline_peak_bytes
 
 
 def test_one_device_changes_nothing() -> None:
     model, x = Transformer(layers=1), torch.randn(BATCH, LENGTH, WIDTH)
-    plans = [planner.plan(model, x, budget="90%", deterministic=True, **options)  # type: ignore[arg-type]
+    plans = [planner.plan(model, x, budget="120KiB", deterministic=True, **options)  # type: ignore[arg-type]
              for options in ({}, {"tensor_parallel": 1})]  # fmt: skip
-    first, second = (plan.report() for plan in plans)
-    for report in (first, second):
-        for key in [key for key in report if key.endswith("_seconds") and key.startswith(("capture", "solve"))]:
-            del report[key]
+    first, second = (
+        replace(plan, capture_seconds=0.0, solve_seconds=0.0, baselines=()) for plan in plans
+    )  # fmt: skip
     assert first == second
 
 
