@@ -21,7 +21,7 @@ from planner.local_graph import local_step
 from planner.shards import Sharded
 from planner.tensor_parallel import Sharding, find_sharding
 
-WIDTH, HIDDEN, HEADS, BATCH, LENGTH = 32, 64, 4, 2, 8
+WIDTH, HIDDEN, HEADS, BATCH, LENGTH = 32, 64, 8, 2, 8
 
 
 class Block(nn.Module):
@@ -130,7 +130,7 @@ def assert_right(joint: JointGraph, devices: int, **tolerance: float) -> Shardin
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"key_heads": 2}, {"key_heads": 2, "fused": True}])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"key_heads": 4}, {"key_heads": 4, "fused": True}])
 def test_gradients_of_all_devices_make_those_of_the_step(options: dict[str, Any]) -> None:
     joint = captured(Transformer(**options).double(), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64))
     found = assert_right(joint, 2)
@@ -232,7 +232,7 @@ def test_models_of_the_zoo(name: str, columns: list[str], whole: list[str]) -> N
     assert names(joint, found.whole) == whole
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"key_heads": 2}])
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"key_heads": 4}])
 def test_the_step_of_a_device_is_that_of_the_block_built_by_hand(options: dict[str, Any]) -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     hand = Transformer(2, **options)
