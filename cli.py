@@ -287,7 +287,8 @@ def _check(args: argparse.Namespace) -> None:
             check_writable(path)
     solvers.get(args.solver)
     runtimes.check(args.runtime)
-    _training(args)
+    if _training(args).tensor_parallel > 1 and args.verify:
+        raise UsageError("--tensor-parallel is planned for, not run: leave out --verify, and use 'plan'")
     pipeline_of(args)
     if args.device:
         device_file.find(args.device)
@@ -306,6 +307,7 @@ def _training(args: argparse.Namespace) -> Training:
         gradient_accumulation=args.accumulate,
         data_parallel=args.data_parallel,
         ranks=args.ranks,
+        tensor_parallel=args.tensor_parallel,
         reserve=args.reserve or 0,
     )
 

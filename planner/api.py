@@ -18,7 +18,7 @@ from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes import Running
 from planner.session import Options, cost, lower_step
-from planner.surroundings import SHARDS
+from planner.surroundings import SHARDS, TENSOR_PARALLEL
 from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.training import Training
 from planner.verification import LossFunction
@@ -48,6 +48,7 @@ def plan(
     gradient_accumulation: bool = False,
     data_parallel: str = "none",
     ranks: int = 1,
+    tensor_parallel: int = 1,
     reserve: Size = 0,
     name: str = "",
     compare: bool = True,
@@ -95,6 +96,8 @@ def plan(
         Whether gradients of earlier backwards count as resident.
     data_parallel, ranks : str, int
         ``"ddp"`` or ``"fsdp2"`` over so many devices: what each holds, with buffers for communication.
+    tensor_parallel : int
+        How many devices share each layer. The plan is for one of them, and cannot be run.
     reserve : int, float or str
         What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
     name : str
@@ -127,6 +130,8 @@ def plan(
     """
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
+    if tensor_parallel > 1:
+        runtime = _whole_graph(runtime)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -144,6 +149,7 @@ def plan(
             gradient_accumulation=gradient_accumulation,
             data_parallel=data_parallel,
             ranks=ranks,
+            tensor_parallel=tensor_parallel,
             reserve=reserve,
         ),
         name=name,
@@ -282,6 +288,8 @@ def auto_wrap(
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
     if not maximum_shapes >= 1:
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
+    if plan is not None:
+        _check_can_run(plan)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if plan is not None and budget is None and activation_budget is None:
         budget = plan.budget_bytes
@@ -362,6 +370,7 @@ def verify(
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
+    _check_can_run(plan)
     if SHARDS in plan.fingerprint:
         raise UsageError(
             f"the plan is for parameters spread over {plan.fingerprint[SHARDS]} ranks, and verify runs one process: "
@@ -381,6 +390,21 @@ def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None,
 def _running(model: nn.Module) -> Running | None:
     running = installed_call(model)
     return running if isinstance(running, Running) else None
+
+
+def _whole_graph(runtime: str) -> str:
+    """Give the runtime that a step shared by several devices is planned for."""
+    if runtime not in ("auto", "graph"):
+        raise UsageError(f"tensor parallelism is planned on the whole graph: leave out runtime={runtime!r}")
+    return "graph"
+
+
+def _check_can_run(plan: Plan) -> None:
+    if TENSOR_PARALLEL in plan.fingerprint:
+        raise UsageError(
+            f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "
+            "tensor parallelism is planned for, not run"
+        )
 
 
 def _check_budget(options: Options) -> None:

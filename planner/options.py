@@ -52,6 +52,9 @@ def training_options() -> Parser:
     group.add_argument("--accumulate", action="store_true", help="gradients of earlier backwards are resident")
     group.add_argument("--data-parallel", choices=("none", "ddp", "fsdp2"), default="none")
     group.add_argument("--ranks", type=_count, metavar="N", default=1, help="devices that train together")
+    group.add_argument(
+        "--tensor-parallel", type=_count, metavar="N", default=1, help="devices that share each layer; planned, not run"
+    )
     group.add_argument("--reserve", metavar="SIZE", default="", help="what is to stay free: 1GiB, 5%% of the device")
     return parser
 

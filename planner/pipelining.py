@@ -55,6 +55,7 @@ def plan_pipeline(
     gradient_accumulation: bool = False,
     data_parallel: str = "none",
     ranks: int = 1,
+    tensor_parallel: int = 1,
     reserve: Size = 0,
     name: str = "",
     progress: Progress | None = None,
@@ -81,7 +82,7 @@ def plan_pipeline(
         Roughly, for each device.
     example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile
         See :func:`planner.plan`.
-    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, name, progress
+    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, tensor_parallel, reserve, name, progress
         See :func:`planner.plan`; ``data_parallel`` is ``"none"`` or ``"ddp"``.
 
     Returns
@@ -113,6 +114,7 @@ def plan_pipeline(
         gradient_accumulation=gradient_accumulation,
         data_parallel=data_parallel,
         ranks=ranks,
+        tensor_parallel=tensor_parallel,
         reserve=reserve,
     )
     if data_parallel == "fsdp2":
@@ -126,7 +128,7 @@ def plan_pipeline(
         device=device,
         cost_model=cost_model,
         profile=profile,
-        training=Training(),
+        training=Training(tensor_parallel=tensor_parallel),
         loss_bytes=loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else 0,
         name=name,
         progress=progress,
@@ -152,7 +154,7 @@ def plan_pipeline(
             cost_model=costing.cost_model,
             device=step.spec.name,
             torch_version=torch.__version__,
-            warnings=costing.warnings,
+            warnings=(*costing.warnings, *step.warnings),
         ),
         progress=progress,
     )
@@ -185,7 +187,7 @@ def _surroundings(
         part = nn.Module()
         for number, parameter in enumerate(model.parameters()):
             if storage_id(parameter) in own or (not device and storage_id(parameter) not in read):
-                part.register_parameter(f"parameter{number}", parameter)
+                part.register_parameter(f"parameter{number}", step.stand_ins.get(storage_id(parameter), parameter))
         for number, buffer in enumerate(model.buffers()):
             if storage_id(buffer) in own or (not device and storage_id(buffer) not in read):
                 part.register_buffer(f"buffer{number}", buffer)

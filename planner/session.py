@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from planner.errors import PlanMismatchError
 from planner.findings import Finding, Severity
 from planner.graph import OperationCost, TrainingGraph
 from planner.joint import JointGraph
+from planner.local_graph import local_step
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
@@ -38,7 +39,7 @@ from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
-from planner.surroundings import SHARDS, Surroundings, as_planned
+from planner.surroundings import SHARDS, TENSOR_PARALLEL, Surroundings, as_planned
 from planner.training import Training
 from planner.units import is_share
 
@@ -149,14 +150,18 @@ class LoweredStep:
     """What else a plan for this step is made for."""
     warnings: tuple[Finding, ...] = ()
     capture_seconds: float = 0.0
+    stand_ins: Mapping[int, nn.Parameter] = field(default_factory=dict)
+    """By storage, what the device has of parameters that several devices share."""
 
 
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
     spec = device_spec(model, options.device)
-    around = surroundings_of(model, joint.inputs, spec, options)
+    devices = options.training.tensor_parallel
+    local = local_step(joint, devices)
+    around = surroundings_of(local.model(model), [*map(local.here, joint.inputs)], spec, options)
     lowered = lower(
-        joint,
+        local.joint,
         alignment_bytes=spec.alignment_bytes,
         static_bytes=dict(around.static_bytes),
         name=options.name or type(model).__name__,
@@ -164,7 +169,8 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
         gradient_shards=around.gradient_shards,
     )
-    return LoweredStep(lowered, spec, around)
+    facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
+    return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins)
 
 
 def surroundings_of(

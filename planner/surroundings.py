@@ -14,6 +14,9 @@ OF_THE_MODEL = ("parameters", "buffers", "inputs")
 SHARDS = "gradient shards"
 """In a plan's fingerprint: over how many ranks it spreads parameters and gradients."""
 
+TENSOR_PARALLEL = "tensor parallel"
+"""In a plan's fingerprint: over how many devices it spreads each layer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:

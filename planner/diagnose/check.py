@@ -41,6 +41,7 @@ def check(
     gradient_accumulation: bool = False,
     data_parallel: str = "none",
     ranks: int = 1,
+    tensor_parallel: int = 1,
     reserve: Size = 0,
     name: str = "",
     progress: Progress | None = None,
@@ -54,7 +55,7 @@ def check(
     ----------
     model, example_inputs, example_kwargs, loss_fn, device, name, progress
         See :func:`planner.plan`.
-    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
+    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, tensor_parallel, reserve
         See :func:`planner.plan`.
 
     Returns
@@ -81,6 +82,7 @@ def check(
         gradient_accumulation=gradient_accumulation,
         data_parallel=data_parallel,
         ranks=ranks,
+        tensor_parallel=tensor_parallel,
         reserve=reserve,
     )
     options = Options(budget="100%", device=device, training=training, name=name, progress=progress)
