@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
 
-from planner.graph import OperationCost, TrainingGraph
+from planner.graph import OperationCost
 from planner.inductor_internals import Draft
-from planner.lowering import CPU_RANDOM_STATE_BYTES
+from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
 from planner.memory import StorageTracker
 from planner.torch_internals import (
     FakeTensor,
@@ -25,7 +27,7 @@ def peak_of_drafts(
     backward: Draft,
     *,
     outputs: int,
-    graph: TrainingGraph,
+    lowered: LoweredGraph,
     costs: Sequence[OperationCost],
     loss_workspace_bytes: int = 0,
 ) -> int:
@@ -36,8 +38,8 @@ def peak_of_drafts(
     forward, backward : Draft
     outputs : int
         How many results of the forward go to the model's caller; the others are saved for the backward.
-    graph : TrainingGraph
-        The graph that they were drafted for: it names the operators that need workspace.
+    lowered : LoweredGraph
+        The graph that they were drafted for: it says which calls need workspace.
     costs : sequence of OperationCost
         One for each operation of it.
     loss_workspace_bytes : int
@@ -46,10 +48,10 @@ def peak_of_drafts(
     Returns
     -------
     int
-        An upper bound: an operator needs the most workspace that any call of it in the graph does.
+        An upper bound: a call of other sizes than any in the graph needs the most workspace of its operator.
     """
     mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
-    tracker = _Allocations(graph, costs, next(t.device for t in forward.inputs if isinstance(t, torch.Tensor)))
+    tracker = _Allocations(lowered, costs, next(t.device for t in forward.inputs if isinstance(t, torch.Tensor)))
     tracker.ignore(forward.inputs)
     with mode, tracker:
         made = list(forward.run(list(forward.inputs)))
@@ -72,16 +74,18 @@ class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
     """Inductor's code calls those that keep and replay a random state; run as they are, they would replay it here."""
 
-    def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], device: torch.device) -> None:
-        super().__init__(graph.alignment_bytes)
+    def __init__(self, lowered: LoweredGraph, costs: Sequence[OperationCost], device: torch.device) -> None:
+        super().__init__(lowered.graph.alignment_bytes)
         self._device = device
-        self._workspace: dict[str, int] = {}
-        for operation, cost in zip(graph.operations, costs, strict=True):
-            name = ".".join(operation.target.split(".")[:2])
-            self._workspace[name] = max(self._workspace.get(name, 0), cost.workspace_bytes)
-        # Inductor makes kernels of its own for ``prims``: what they need in eager says nothing.
-        library = [size_bytes for name, size_bytes in self._workspace.items() if name.startswith("aten.")]
-        self._most_workspace = max(library, default=0)
+        self._workspace: dict[Any, int] = {}
+        for node, cost in zip(lowered.operation_nodes, costs, strict=True):
+            # Inductor makes kernels of its own for ``prims``: what they need in eager says nothing.
+            if node is None or not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+                continue
+            name = str(node.target.overloadpacket)
+            arguments = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+            for key in ((name, _shapes(arguments)), name, None):
+                self._workspace[key] = max(self._workspace.get(key, 0), cost.workspace_bytes)
 
     def reach(self, more_bytes: int) -> None:
         """Take note that so much more is held for a moment."""
@@ -94,7 +98,7 @@ class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
             _now = self._random_state()  # put back afterwards
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.reach(self._workspace_of(function))
+        self.reach(self._workspace_of(function, args))
         return result
 
     def _random_state(self) -> torch.Tensor:
@@ -104,11 +108,17 @@ class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
         state: torch.Tensor = super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
         return state
 
-    def _workspace_of(self, function: Any) -> int:
+    def _workspace_of(self, function: Any, args: Any) -> int:
         if not isinstance(function, OpOverload) or function.is_view or function.overloadpacket in _ONLY_ALLOCATE:
             return 0
-        # What an operator needs that the graph does not have is not known; it stands for one that it has.
-        return self._workspace.get(str(function.overloadpacket), self._most_workspace)
+        # What is called in the graph with the same sizes says it, else what is called at all, else the worst.
+        name = str(function.overloadpacket)
+        known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
+        return self._workspace.get(next(known, None), 0)
+
+
+def _shapes(arguments: Any) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
 
 
 _ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}

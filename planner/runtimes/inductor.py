@@ -21,6 +21,7 @@ from planner.drafts import peak_of_drafts
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.findings import Finding, Severity
 from planner.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
+from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
 from planner.plan_types import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
@@ -31,7 +32,6 @@ from planner.units import format_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.inputs import Inputs
     from planner.runtimes import Prepare
     from planner.session import Options
 
@@ -152,7 +152,7 @@ class InductorRuntime(GraphRuntime):
             forward,
             backward,
             outputs=step.lowered.joint.num_forward_outputs,
-            graph=graph,
+            lowered=step.lowered,
             costs=step.costs,
             loss_workspace_bytes=self.options.loss_bytes or 0,
         )
@@ -189,6 +189,7 @@ class _Inductor:
         begun = time.perf_counter()
         if options.progress is not None:
             options.progress("capturing forward and backward")
+        check_plannable(model, inputs)
         plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
