@@ -129,14 +129,15 @@ class GraphRuntime:
     def _new_call(self, *, assume: bool = True) -> Callable[..., Any]:
         return isolated_call(
             call_implementation(self.model),
-            self._partition,
+            self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,
             compiler=self.compiler,
             assume=assume,
         )
 
-    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan one captured graph, and write its forward and backward."""
         step = self.planned(joint)
         self._remember(step, joint)
         self._confirmed = True

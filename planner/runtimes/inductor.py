@@ -69,7 +69,7 @@ class InductorRuntime(GraphRuntime):
 
             return backend
 
-        plan: Plan = until_stopped(self.model, inputs, self._partition, compiler=compiler)
+        plan: Plan = until_stopped(self.model, inputs, self.partition, compiler=compiler)
         return plan
 
     def planned(self, joint: JointGraph) -> PlannedStep:
@@ -82,10 +82,11 @@ class InductorRuntime(GraphRuntime):
             self._step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
         return self._step
 
-    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        if self._fits and self._step is not None:  # the graph that was drafted, once more
+    def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan one captured graph and write its forward and backward, or write again what was drafted."""
+        if self._fits and self._step is not None:
             return rewrite.split(lower_step(self.model, joint, self.options).lowered, self._step.schedule)
-        return super()._partition(joint)
+        return super().partition(joint)
 
     def _compiler(self, partition: PartitionFunction) -> Callable[..., Any]:
         def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
