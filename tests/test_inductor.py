@@ -46,7 +46,7 @@ def test_the_peak_is_that_of_the_code():
     assert plan.peak_bytes <= plan.budget_bytes
     assert any(finding.rule == "compiled-peak" for finding in plan.warnings)
     proof = planner.verify(model, inputs(), plan, timed_steps=1)
-    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
+    assert 0.9 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes  # workspace is counted at its most
     assert proof.agrees, proof.differences
 
 
