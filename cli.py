@@ -404,9 +404,10 @@ def _hold_to_measured(plan: Plan) -> None:
     measured = plan.verification
     if measured is None:
         return
-    if not measured.exact:
+    if not measured.agrees:
         first = measured.differences[0] if measured.differences else "see the report"
-        raise PlannerError(f"the planned step does not give the same bits as the step without recompute: {first}")
+        same = f"the same numbers to within {measured.tolerance:g}" if measured.tolerance else "the same bits"
+        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}")
     if measured.peak_bytes > plan.budget_bytes:
         raise PlannerError(
             f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"

@@ -23,6 +23,7 @@ from planner.joint import JointGraph
 from planner.masks import Assumption, simplify_masks
 from planner.recurrent import keep_recurrent
 from planner.torch_internals import (
+    Compiler,
     FakeTensor,
     FakeTensorMode,
     aot_backend,
@@ -39,12 +40,12 @@ ChooseOutputs = Callable[[fx.GraphModule], list[int]]
 _counter = itertools.count()
 
 
-class _Captured(BaseException):
-    """Carries the joint graph out of the compiler; no ``except Exception`` in between stops it."""
+class Stopped(BaseException):
+    """Carries a result out of the compiler; no ``except Exception`` in between stops it."""
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self.joint = joint
+        self.result = result
 
 
 def fake_mode() -> FakeTensorMode:
@@ -86,15 +87,28 @@ def capture(
     """
 
     def stop(joint: JointGraph) -> Any:
-        raise _Captured(joint)
+        raise Stopped(joint)
 
+    joint: JointGraph = until_stopped(model, inputs, stop, implementation=implementation, **options)
+    return joint
+
+
+def until_stopped(
+    model: nn.Module,
+    inputs: Inputs,
+    partition: Partition,
+    *,
+    implementation: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Compile one call until something in it raises :class:`Stopped`, and give what that carries."""
     check_capturable(model, inputs)
-    call = isolated_call(implementation or call_implementation(model), stop, **options)
+    call = isolated_call(implementation or call_implementation(model), partition, **options)
     try:
         with dynamo_settings(), explain_forward(model), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
-    except _Captured as captured:
-        return captured.joint
+    except Stopped as stopped:
+        return stopped.result
     raise CaptureError(
         f"{type(model).__name__} needs no backward: no parameter and no input that requires gradients "
         "leads to an output (is everything frozen?)"
@@ -133,6 +147,8 @@ class Backend:
     assume : bool
         Whether a mask may be left out for inputs that hold the same values as those at hand; other values
         then end in :class:`~planner.masks.AssumptionBrokenError`.
+    compiler : callable, optional
+        Makes a backend of the partition function: :func:`~planner.torch_internals.aot_backend`, or Inductor's.
     """
 
     def __init__(
@@ -143,12 +159,14 @@ class Backend:
         finish: Callable[..., Callable[..., Any]] | None = None,
         attention: Attention | None = None,
         assume: bool = True,
+        compiler: Compiler = aot_backend,
     ) -> None:
         self.partition = partition
         self.choose_outputs = choose_outputs or expected_losses
         self.finish = finish
         self.attention = attention
         self.assume = assume
+        self.compiler = compiler
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
@@ -167,7 +185,7 @@ class Backend:
             assumes = assumption.names if assumption else ()
             return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors, assumes))
 
-        run: Callable[..., Any] = aot_backend(partition)(narrowed, example_inputs)
+        run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
         run = self.finish(run, graph_module, differentiable) if self.finish else run
         return _under(assumption, run) if assumption else run
 

@@ -228,4 +228,5 @@ def _verification(node: Node) -> Verification:
         buffers_equal=node["buffers_equal"].boolean(),
         differences=tuple(line.text() for line in node["differences"].items()),
         steps=node["steps"].integer(),
+        tolerance=node["tolerance"].number(),
     )

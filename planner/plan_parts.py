@@ -132,9 +132,11 @@ class Verification:
     loss_equal, gradients_bitwise_equal, buffers_equal : bool
         Whether the two agree to the last bit.
     differences : tuple of str
-        One line for each thing that differs.
+        One line for each thing that differs by more than the tolerance.
     steps : int
         Steps that were run each way.
+    tolerance : float
+        What the runtime allows; 0 means equal to the last bit.
     """
 
     peak_bytes: int
@@ -145,11 +147,17 @@ class Verification:
     buffers_equal: bool
     differences: tuple[str, ...] = ()
     steps: int = 1
+    tolerance: float = 0.0
 
     @property
     def exact(self) -> bool:
         """Whether loss, gradients and buffers all agree to the last bit."""
         return self.loss_equal and self.gradients_bitwise_equal and self.buffers_equal
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they agree as closely as the runtime promises."""
+        return self.exact or (self.tolerance > 0 and not self.differences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.surroundings import SHARDS, TENSOR_PARALLEL, Surroundings, as_planned
+from planner.torch_internals import outside_tracing
 from planner.training import Training
 from planner.units import is_share
 
@@ -242,7 +243,7 @@ def plan_lowered(
     if reuse is not None:
         if must_match:
             check_match(reuse, origin)
-        taken_over = _take_over(lowered, costs, options, origin, around, reuse)
+        taken_over = _take_over(lowered, costs, options, origin, around, reuse, asked_for=must_match)
         if taken_over is not None:
             return taken_over
         if must_match and _assumes_the_same(reuse, origin):
@@ -300,17 +301,18 @@ def cost(
 ) -> Costing:
     """Find out what every operation costs, by asking the device where it is here."""
     where = devices.of_model(model)
-    return cost_step(
-        lowered,
-        spec,
-        cost_model=options.cost_model,
-        here=where if devices.is_here(spec, where) else None,
-        inputs=input_shapes(model, lowered.joint.inputs),
-        effort=workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN,
-        profile=options.profile,
-        time_limit_seconds=time_limit_seconds,
-        progress=options.progress,
-    )
+    with outside_tracing():  # Inductor asks for its partition while tensors have no data
+        return cost_step(
+            lowered,
+            spec,
+            cost_model=options.cost_model,
+            here=where if devices.is_here(spec, where) else None,
+            inputs=input_shapes(model, lowered.joint.inputs),
+            effort=workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN,
+            profile=options.profile,
+            time_limit_seconds=time_limit_seconds,
+            progress=options.progress,
+        )
 
 
 def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
@@ -386,8 +388,14 @@ def _take_over(
     origin: PlanOrigin,
     around: Surroundings,
     plan: Plan,
+    *,
+    asked_for: bool,
 ) -> PlannedStep | None:
-    """Carry a plan over to a graph whose operations have the same keys, if it keeps the budget there."""
+    """Carry a plan over to a graph whose operations have the same keys, if it keeps the budget there.
+
+    One that recomputes what the budget leaves room for is not, unless it is of this very graph and asked for: its
+    budget may have been kept by compiled code, which can need more than the graph.
+    """
     try:
         schedule = plan.schedule_for(lowered.graph)
     except PlanMismatchError:
@@ -400,11 +408,12 @@ def _take_over(
         at_least_bytes=options.at_least_bytes,
     )
     evaluation = simulate(lowered.graph, costs, schedule)
+    same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
     unneeded = evaluation.recompute_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
+    unneeded = unneeded and not (asked_for and same_graph)
     after_bytes = optimizer_peak_bytes(lowered.graph, around) - lowered.graph.total_static_bytes
     if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
         return None
-    same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
     solution = Solution(
         solver=plan.solver if same_graph else f"{plan.solver.removesuffix(' (reused)')} (reused)",
         schedule=schedule,

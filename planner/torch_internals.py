@@ -36,6 +36,7 @@ from planner.errors import PlannerError
 
 __all__ = [
     "BatchNorm",
+    "Compiler",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -89,6 +90,9 @@ class _Functions(set[Callable[..., Any]]):
 _LOGGING = _Functions(method for method in vars(logging.Logger).values() if callable(method))
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+Compiler = Callable[[PartitionFunction], Callable[..., Any]]
+"""From our partition to a ``torch.compile`` backend that uses it."""
 
 
 def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable[[list[Any]], Any]:

@@ -27,7 +27,10 @@ def render(plan: Plan) -> Group | None:
         ("buffers", measured.buffers_equal),
     )
     words = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in agree)
-    exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.exact else "red")
+    exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
+    if measured.tolerance:
+        kept = "they stay within" if measured.agrees else "they DO NOT stay within"
+        exact.append(f". This runtime promises no bits: {kept} {measured.tolerance:g} of each other")
     return Group(shown, exact, *(Text(f"differs: {line}") for line in measured.differences))
 
 

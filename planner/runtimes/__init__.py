@@ -60,15 +60,16 @@ class Runtime(Protocol):
         What people type.
     summary : str
         One line on what it does.
-    exact_bits : bool
-        Whether loss, gradients and buffers equal those of its own step without recompute to the last bit.
+    tolerance : float
+        How far loss, gradients and buffers may be from those of its own step without recompute; 0 means equal
+        to the last bit. See :func:`planner.verification.compare`.
     exact_peak : bool
         Whether the predicted peak is the measured one, and not an upper bound.
     """
 
     name: str
     summary: str
-    exact_bits: bool
+    tolerance: float
     exact_peak: bool
 
     def plan(

@@ -90,7 +90,7 @@ class AutoRuntime:
 class _Auto:
     name = "auto"
     summary = "graph; modules where the model cannot be captured; regional with several ranks"
-    exact_bits = True
+    tolerance = 0.0
     exact_peak = True
 
     def plan(

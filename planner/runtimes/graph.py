@@ -27,7 +27,7 @@ from planner.runtimes import Prepare
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
 from planner.session import Options, PlannedStep, attention_for, input_elements, plan_step
-from planner.torch_internals import call_implementation, dynamo_settings, without_dynamic_marks
+from planner.torch_internals import Compiler, aot_backend, call_implementation, dynamo_settings, without_dynamic_marks
 
 
 class GraphRuntime:
@@ -48,6 +48,8 @@ class GraphRuntime:
         Whether a plan that does not match may be replaced; otherwise it is refused.
     prepare : callable, optional
         Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them.
+    compiler : callable, optional
+        What makes code of the planned graphs; see :class:`planner.capture.Backend`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class GraphRuntime:
         plan: Plan | None = None,
         replan: bool = True,
         prepare: Prepare | None = None,
+        compiler: Compiler = aot_backend,
     ) -> None:
         self.model = model
         self.options = options
@@ -67,6 +70,7 @@ class GraphRuntime:
         self._plans = PlansBySize(plan)
         self._graphs = 0
         self._planned_ahead: set[Sizes] = set()
+        self.compiler = compiler
         self._confirmed = False
         self._prepared_for: list[torch.Size] | None = None
         self._joint: JointGraph | None = None
@@ -113,7 +117,7 @@ class GraphRuntime:
         if sizes is None or sizes in self._planned_ahead or self.prepare is not None:
             return
         try:
-            joint = capture(self.model, with_sizes(inputs, sizes))
+            joint = capture(self.model, with_sizes(inputs, sizes), compiler=self.compiler)
         except CaptureError as error:
             raise UsageError(
                 f"the largest inputs that mark_dynamic allows, {', '.join(map(str, sizes))}, do not run: mark every "
@@ -125,13 +129,15 @@ class GraphRuntime:
     def _new_call(self, *, assume: bool = True) -> Callable[..., Any]:
         return isolated_call(
             call_implementation(self.model),
-            self._partition,
+            self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,
+            compiler=self.compiler,
             assume=assume,
         )
 
-    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan one captured graph, and write its forward and backward."""
         step = self.planned(joint)
         self._remember(step, joint)
         self._confirmed = True
@@ -198,7 +204,7 @@ class GraphRuntime:
 class _Graph:
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"
-    exact_bits = True
+    tolerance = 0.0
     exact_peak = True
 
     def plan(

@@ -1,0 +1,221 @@
+"""Hands the planned forward and backward to Inductor, which fuses their operations into kernels.
+
+What is planned is the graph after Inductor's own decompositions. Inductor leaves out what fusion makes needless,
+and puts kernels in an order of its own, so the graph's peak is not that of its code. The peak that counts is
+therefore that of the code, which Inductor drafts before anything is compiled: where it breaks the budget, the
+graph is planned anew for less. Sums come out in another order where a fusion differs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from planner import devices, rewrite
+from planner.capture import Stopped, until_stopped
+from planner.drafts import peak_of_drafts
+from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
+from planner.findings import Finding, Severity
+from planner.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
+from planner.inputs import Inputs, check_plannable
+from planner.joint import JointGraph
+from planner.plan_types import NoPlanFitsError, Plan
+from planner.runtimes.graph import GraphRuntime
+from planner.session import PlannedStep, attention_for, lower_step, plan_step
+from planner.torch_internals import PartitionFunction
+from planner.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from planner.runtimes import Prepare
+    from planner.session import Options
+
+ATTEMPTS = 6
+"""How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""
+
+
+class InductorRuntime(GraphRuntime):
+    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> None:
+        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare, compiler=self._compiler)
+        self._step: PlannedStep | None = None
+        self._fits = False
+        self._limit_bytes: int | None = None
+        self._budget_bytes = self._needed_bytes = 0
+
+    def plan_only(self, inputs: Inputs) -> Plan:
+        """Plan one step by its draft: nothing is compiled, and nothing is run."""
+
+        def compiler(partition: PartitionFunction) -> Callable[..., Any]:
+            def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+                self._draft_that_fits(partition, graph_module, example_inputs)
+                if self._fits:
+                    raise Stopped(self.plan)
+                return graph_module.forward
+
+            return backend
+
+        plan: Plan = until_stopped(self.model, inputs, self.partition, compiler=compiler)
+        return plan
+
+    def planned(self, joint: JointGraph) -> PlannedStep:
+        """Plan one captured graph, for less than the budget where its code needs more than the graph."""
+        if self._limit_bytes is None:
+            self._step = super().planned(joint)
+        else:
+            tighter = replace(self.options, budget=self._limit_bytes, activation_budget=None, at_least_bytes=0)
+            step = plan_step(self.model, joint, tighter)
+            self._step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
+        return self._step
+
+    def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Plan one captured graph and write its forward and backward, or write again what was drafted."""
+        if self._fits and self._step is not None:
+            return rewrite.split(lower_step(self.model, joint, self.options).lowered, self._step.schedule)
+        return super().partition(joint)
+
+    def _compiler(self, partition: PartitionFunction) -> Callable[..., Any]:
+        def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+            drafts = self._draft_that_fits(partition, graph_module, example_inputs)
+            try:
+                return compile_with_inductor(partition, graph_module, example_inputs, drafts)
+            finally:
+                self._fits = False
+
+        return backend
+
+    def _draft_that_fits(
+        self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
+    ) -> list[Draft]:
+        must_match = self.plan is not None and not self._confirmed and not self.replan
+        self._forget()
+        try:
+            for attempt in range(ATTEMPTS):
+                drafts = draft_with_inductor(partition, graph_module, example_inputs)
+                step = self._step
+                if step is None or self._keeps_budget(step, drafts, slack=2**attempt):
+                    return drafts  # without a step nothing requires gradients: there is no backward to plan
+                if must_match:
+                    raise PlanMismatchError(
+                        f"compiled here, the plan holds {format_bytes(self._needed_bytes)}, and its budget is "
+                        f"{format_bytes(self._budget_bytes)}: plan again, or pass replan=True"
+                    )
+            raise self._too_much("what Inductor writes")
+        except NoPlanFitsError as error:
+            if self._limit_bytes is None:
+                raise
+            raise self._too_much(error.operation) from error
+        finally:
+            self._limit_bytes = None
+
+    def _forget(self) -> None:
+        self._step, self._fits = None, False
+
+    def _keeps_budget(self, step: PlannedStep, drafts: list[Draft], *, slack: int) -> bool:
+        plan = step.plan
+        self._budget_bytes, self._needed_bytes = plan.budget_bytes, self._peak_bytes(step, drafts)
+        self._fits = self._needed_bytes <= self._budget_bytes
+        if self._fits:
+            self._step = replace(step, plan=_as_compiled(plan, self._needed_bytes))
+            self._remember(self._step, step.lowered.joint)
+        else:
+            # A tighter graph has other code: what it holds falls by less than the graph's peak.
+            self._limit_bytes = max(1, plan.peak_bytes - slack * (self._needed_bytes - self._budget_bytes))
+        return self._fits
+
+    def _too_much(self, operation: str) -> InfeasibleBudgetError:
+        return InfeasibleBudgetError(
+            f"the code that Inductor writes for the planned graph holds {format_bytes(self._needed_bytes)}, above the "
+            f"budget of {format_bytes(self._budget_bytes)}, and no tighter plan was found whose code keeps it: raise "
+            "the budget, or choose runtime 'graph'",
+            minimum_feasible_peak_bytes=self._needed_bytes,
+            operation=operation,
+        )
+
+    def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
+        forward, backward = drafts
+        graph = step.lowered.graph
+        return graph.total_static_bytes + peak_of_drafts(
+            forward,
+            backward,
+            outputs=step.lowered.joint.num_forward_outputs,
+            lowered=step.lowered,
+            costs=step.costs,
+            loss_workspace_bytes=self.options.loss_bytes or 0,
+        )
+
+
+def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
+    """State the peak of the code in place of the graph's."""
+    note = Finding(
+        rule="compiled-peak",
+        severity=Severity.NOTE,
+        evidence=f"the graph holds {format_bytes(plan.peak_bytes)}, the code {format_bytes(peak_bytes)} at most",
+        cause="Inductor fuses operations and orders kernels: the peak is counted in the code that it writes, "
+        "while placement, baselines and lower bound are those of the graph",
+        fix="nothing: the budget is held against the code before it is compiled",
+    )
+    return replace(
+        plan,
+        peak_bytes=peak_bytes,
+        anatomy={**plan.static_bytes, "compiled code": peak_bytes - plan.total_static_bytes},
+        minimum_feasible_peak_bytes=min(plan.minimum_feasible_peak_bytes, peak_bytes),
+        warnings=(*(w for w in plan.warnings if w.rule != note.rule), note),
+    )
+
+
+class _Inductor:
+    name = "inductor"
+    summary = "the same graphs compiled by Inductor: the peak is counted in the code that it writes"
+    tolerance = 1e-4
+    exact_peak = False
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        _check(model, options)
+        begun = time.perf_counter()
+        if options.progress is not None:
+            options.progress("capturing forward and backward")
+        check_plannable(model, inputs)
+        plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
+        return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
+
+    def start(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> InductorRuntime:
+        _check(model, options)
+        return InductorRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+
+
+def _check(model: nn.Module, options: Options) -> None:
+    if missing := missing_compiler(devices.of_model(model)):
+        raise RuntimeUnsupportedError(f"runtime 'inductor' needs {missing}: install it, or choose another runtime")
+    if attention_for(model, options) is not None:
+        raise RuntimeUnsupportedError(
+            f"runtime 'inductor' plans by the code for the device that the model is on, {devices.of_model(model)}, and "
+            f"not for {options.device}: choose runtime 'graph' to plan for a GPU that is not here"
+        )
+
+
+RUNTIME = _Inductor()
