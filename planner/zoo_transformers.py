@@ -6,11 +6,13 @@ the first call, no warning on the way, experts that see what they were chosen fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from planner.errors import UsageError
 from planner.zoo_inputs import Sizes
@@ -131,9 +133,10 @@ def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Callabl
             num_labels=1000,
             problem_type="single_label_classification",
         )
-        with _without_values():
+        # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
+        rates = _Numbers([0.0] * sum(config.depths))
+        with _without_values(), patch("torch.linspace", lambda *_, **__: rates):
             model = hf.ConvNextForImageClassification(config)
-        # The constructor asks a tensor for these rates, which a fake one cannot tell.
         layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
         skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
         for index, layer in enumerate(layers):
@@ -141,6 +144,17 @@ def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Callabl
         return model, 1000
 
     return make
+
+
+class _Numbers(list[float]):
+    """Passes for a tensor that is split and read."""
+
+    def split(self, counts: Sequence[int]) -> list[_Numbers]:
+        ends = list(accumulate(counts))
+        return [_Numbers(self[end - count : end]) for count, end in zip(counts, ends, strict=True)]
+
+    def tolist(self) -> list[float]:
+        return list(self)
 
 
 def whisper_encoder(sizes: Sizes) -> Made:

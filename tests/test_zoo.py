@@ -81,6 +81,8 @@ def joint_graph(example, mode):
 
     from torch._dynamo.backends.common import aot_autograd
 
+    from planner.torch_internals import dynamo_settings
+
     backend = aot_autograd(
         fw_compiler=lambda graph, _: graph,
         bw_compiler=lambda graph, _: graph,
@@ -89,7 +91,7 @@ def joint_graph(example, mode):
     )
     torch._dynamo.reset()
     compiled = torch.compile(example.model, backend=backend, fullgraph=True, dynamic=False)
-    with mode, pytest.raises(Captured) as caught:
+    with mode, dynamo_settings(), pytest.raises(Captured) as caught:
         compiled(*example.example_args, **example.example_kwargs)
     return caught.value.args[0].graph
 
