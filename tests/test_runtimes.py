@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, depth: int = 6, dropout: float = 0.1) -> None:
+    def __init__(self, depth: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
 
