@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.memory import measure_peak
-from planner.operands import is_opaque
+from planner.operands import is_opaque, storage_bytes
 from planner.provenance import is_library, short_path
 from planner.torch_internals import (
     FakeTensor,
@@ -182,6 +182,8 @@ class Recorder(TorchDispatchMode):
             flops=count_flops(function, args, kwargs, result),
             moved_bytes=moved_bytes(function, args, kwargs, result),
         )
+        for tensor in fresh:
+            self.storages[self._new(tensor)].size_bytes = storage_bytes(function, given, tensor)
         self.runs.append(run)
         return run
 

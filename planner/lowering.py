@@ -276,10 +276,12 @@ class _Lowering:
         shards = self.gradient_shards if kind == "gradient" else 1
         if kind == "activation" and node in self.weight_copies:
             kind = "weight copy"
+        read = [t for argument in node.all_input_nodes for t in tensors_of(argument)]
+        made_bytes = operands.storage_bytes(node.target, read, tensor)
         self.values.append(
             Value(
                 name=f"{node.name}.{position}" if count > 1 else node.name,
-                size_bytes=self._round(-(-operands.storage_bytes(node, tensor) // shards)),
+                size_bytes=self._round(-(-made_bytes // shards)),
                 retained=storage in self.retained,
                 kind=kind,
             )

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.operands import storage_bytes
 from planner.torch_internals import storage_id
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -146,16 +147,17 @@ class StorageTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._follow(leaf.untyped_storage())
+                self._follow(leaf.untyped_storage(), storage_bytes(function, read, leaf))
         return result
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def _follow(self, storage: torch.UntypedStorage, needed_bytes: int) -> None:
         identity = id(storage)
         if identity in self._known:
             return
-        size_bytes = -(-storage.nbytes() // self.alignment_bytes) * self.alignment_bytes
+        size_bytes = -(-needed_bytes // self.alignment_bytes) * self.alignment_bytes
         self._known.add(identity)
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

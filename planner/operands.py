@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,13 +43,12 @@ _SHRUNK = {
 """Losses that are made element by element and then shrunk to one, their memory not. Fake tensors do not know that."""
 
 
-def storage_bytes(node: fx.Node, tensor: torch.Tensor) -> int:
-    """Count the memory behind an output of an operation: that which the kernel makes, not the fake one."""
+def storage_bytes(operator: Any, read: Iterable[torch.Tensor], tensor: torch.Tensor) -> int:
+    """Count the memory behind an output of an operator that reads some tensors: the kernel's, not the fake one."""
     traced_bytes = tensor.untyped_storage().nbytes()
-    if node.target not in _SHRUNK:
+    if operator not in _SHRUNK:
         return traced_bytes
-    elements = max(read.numel() for argument in node.all_input_nodes for read in tensors_of(argument))
-    return max(traced_bytes, elements * tensor.element_size())
+    return max(traced_bytes, max(t.numel() for t in read) * tensor.element_size())
 
 
 def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:

@@ -194,7 +194,7 @@ class _StepTracker(StorageTracker):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(result):
             # Asked of the tensor: if the caller is under a fake mode, every storage is a meta one.
             if isinstance(leaf, torch.Tensor) and (self.counts_host or leaf.device.type == "meta"):
-                self._follow(leaf.untyped_storage())
+                self._follow(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
         return result
 
 

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.operands import storage_bytes
 from planner.torch_internals import OpOverload, is_mutable, storage_id
 
 RESIDENT = -1
@@ -103,7 +104,8 @@ class Recorder(TorchDispatchMode):
             event.node = self._node(function, args, kwargs, result)
             for tensor in made:
                 if storage_id(tensor) not in self._numbers:
-                    event.makes[len(event.makes)] = self.follow(tensor)
+                    number = event.makes[len(event.makes)] = self.follow(tensor)
+                    self.trace.storages[number].size_bytes = storage_bytes(function, _tensors((args, kwargs)), tensor)
         return result
 
     def event(self, kind: Kind, module: str = "", reads: Sequence[int] = ()) -> Event:
