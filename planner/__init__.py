@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from planner.profile_file import load as load_profile
     from planner.profile_file import save as save_profile
     from planner.solvers import solve as solve
+    from planner.study_types import Study as Study
+    from planner.studying import study as study
 
 __version__ = "0.1.0"
 
 _HOME = {
     "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
+    "Study": "planner.study_types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
     "check": "planner.diagnose.check",
@@ -39,6 +42,7 @@ _HOME = {
     "plan_pipeline": "planner.pipelining",
     "profile": "planner.api",
     "solve": "planner.solvers",
+    "study": "planner.studying",
     "unwrap": "planner.api",
     "verify": "planner.api",
 }
@@ -46,6 +50,7 @@ _HOME = {
 __all__ = [
     "PipelinePlan",
     "Plan",
+    "Study",
     "Verification",
     "__version__",
     "auto_wrap",
@@ -58,6 +63,7 @@ __all__ = [
     "profile",
     "save_profile",
     "solve",
+    "study",
     "unwrap",
     "verify",
 ]

@@ -33,7 +33,7 @@ def model_options() -> Parser:
         "--model", metavar="SPEC", help="path/to/file.py:factory or package.module:factory, giving (model, inputs)"
     )
     for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
-        group.add_argument(option, type=_count, metavar="N")
+        group.add_argument(option, type=count, metavar="N")
     group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
     return parser
 
@@ -51,9 +51,9 @@ def training_options() -> Parser:
     group.add_argument("--master-weights", action="store_true", help="16-bit parameters have float32 copies")
     group.add_argument("--accumulate", action="store_true", help="gradients of earlier backwards are resident")
     group.add_argument("--data-parallel", choices=("none", "ddp", "fsdp2"), default="none")
-    group.add_argument("--ranks", type=_count, metavar="N", default=1, help="devices that train together")
+    group.add_argument("--ranks", type=count, metavar="N", default=1, help="devices that train together")
     group.add_argument(
-        "--tensor-parallel", type=_count, metavar="N", default=1, help="devices that share each layer; planned, not run"
+        "--tensor-parallel", type=count, metavar="N", default=1, help="devices that share each layer; planned, not run"
     )
     group.add_argument("--reserve", metavar="SIZE", default="", help="what is to stay free: 1GiB, 5%% of the device")
     return parser
@@ -62,11 +62,11 @@ def training_options() -> Parser:
 def pipeline_options(parser: argparse.ArgumentParser) -> None:
     """Add what cuts the model into the stages of a pipeline."""
     group = parser.add_argument_group("pipeline (the batch size is that of one micro-batch)")
-    group.add_argument("--pipeline-stages", type=_count, metavar="N", help="plan each of N devices in a row")
-    group.add_argument("--micro-batches", type=_count, metavar="M", help="of one training step")
+    group.add_argument("--pipeline-stages", type=count, metavar="N", help="plan each of N devices in a row")
+    group.add_argument("--micro-batches", type=count, metavar="M", help="of one training step")
     group.add_argument("--schedule", metavar="NAME", help="1f1b (default), gpipe or interleaved")
     group.add_argument(
-        "--chunks", type=_count, metavar="V", help="groups of layers on each device if interleaved (default 2)"
+        "--chunks", type=count, metavar="V", help="groups of layers on each device if interleaved (default 2)"
     )
 
 
@@ -116,7 +116,7 @@ def solving_options() -> Parser:
     group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
     group.add_argument("--solver", metavar="NAME", default="auto")
     group.add_argument(
-        "--time-limit", type=_seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
+        "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
     )
     group.add_argument(
         "--deterministic", action="store_true", help="count work instead of seconds: the same plan every time"
@@ -127,19 +127,6 @@ def solving_options() -> Parser:
     return parser
 
 
-def check_options(parser: argparse.ArgumentParser) -> None:
-    """Add for which device to look, and where to write."""
-    parser.add_argument("--device", metavar="NAME", help="accelerator to look at; by default what is here")
-    parser.add_argument("--json", metavar="FILE", help="write the findings as JSON; '-' writes them to stdout, alone")
-
-
-def profile_options(parser: argparse.ArgumentParser) -> None:
-    """Add what measuring takes."""
-    parser.add_argument(
-        "--time-limit", type=_seconds, metavar="S", default=60.0, help="seconds to measure (default 60)"
-    )
-
-
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add the budgets to a command, of which exactly one is given."""
     group = parser.add_mutually_exclusive_group(required=True)
@@ -148,7 +135,8 @@ def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusi
     return group
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Read a whole number above zero."""
     if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
@@ -160,11 +148,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Read a number of seconds above zero."""
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
-    return seconds
+    return number

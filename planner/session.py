@@ -33,12 +33,13 @@ from planner.graph import OperationCost, TrainingGraph
 from planner.joint import JointGraph
 from planner.local_graph import local_step
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
-from planner.planning import Plan, PlanOrigin, Size, make_plan, make_problem, plan_from_solution
+from planner.planning import Plan, PlanOrigin, Size, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.study_types import Study
 from planner.surroundings import SHARDS, TENSOR_PARALLEL, Surroundings, as_planned
 from planner.torch_internals import outside_tracing
 from planner.training import Training
@@ -218,28 +219,33 @@ def plan_step(
     return plan_lowered(model, lower_step(model, joint, options), options, reuse=reuse, must_match=must_match)
 
 
-def plan_lowered(
-    model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> PlannedStep:
-    """Plan a lowered step; see :func:`plan_step`."""
+def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
+    """Cost a lowered step, and say where it comes from."""
     begun = time.perf_counter()
-    lowered, spec, around = step.lowered, step.spec, step.surroundings
-    costing = cost(model, lowered, spec, options)
-    costs = costing.costs
+    costing = cost(model, step.lowered, step.spec, options)
     origin = PlanOrigin(
         fingerprint=fingerprint_of(model, step),
         capture_seconds=step.capture_seconds + time.perf_counter() - begun,
         cost_model=costing.cost_model,
-        device=spec.name,
+        device=step.spec.name,
         torch_version=torch.__version__,
         runtime=options.runtime,
         warnings=(
             *costing.warnings,
             *step.warnings,
-            *_assumed(lowered.joint),
-            *_problems_of(model, lowered.graph, options),
+            *_assumed(step.lowered.joint),
+            *_problems_of(model, step.lowered.graph, options),
         ),
     )
+    return Study(graph=step.lowered.graph, costs=costing.costs, origin=origin, surroundings=step.surroundings)
+
+
+def plan_lowered(
+    model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> PlannedStep:
+    """Plan a lowered step; see :func:`plan_step`."""
+    study = study_lowered(model, step, options)
+    lowered, costs, origin, around = step.lowered, study.costs, study.origin, step.surroundings
     if reuse is not None:
         if must_match:
             check_match(reuse, origin)
@@ -250,9 +256,7 @@ def plan_lowered(
             raise PlanMismatchError(
                 "the plan's decisions break the budget on this graph: plan again, or pass replan=True"
             )
-    plan = make_plan(
-        lowered.graph,
-        costs,
+    plan = study.plan(
         budget=options.budget,
         activation_budget=options.activation_budget,
         at_least_bytes=options.at_least_bytes,
@@ -260,10 +264,8 @@ def plan_lowered(
         time_limit_seconds=options.time_limit_seconds,
         deterministic=options.deterministic,
         seed=options.seed,
-        origin=origin,
-        surroundings=around,
-        progress=options.progress,
         compare=options.compare,
+        progress=options.progress,
     )
     return PlannedStep(lowered, costs, plan, plan.schedule_for(lowered.graph))
 

@@ -20,6 +20,7 @@ from example_graphs import transformer
 
 import cli
 import planner
+from planner.commands import _asked
 from planner.errors import CaptureError
 from planner.planning import Plan, Verification, make_plan
 
@@ -75,7 +76,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     def load(args: argparse.Namespace, *, real: bool) -> types.SimpleNamespace:
         return types.SimpleNamespace(name=args.name, model=None, example_args=(), example_kwargs={}, loss_fn=None)
 
-    monkeypatch.setattr(cli, "_load", load)
+    monkeypatch.setattr(_asked, "load", load)
     return fake
 
 

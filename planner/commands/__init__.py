@@ -1,0 +1,56 @@
+"""The commands of the command line, found by their files.
+
+Every public module of this package defines one ``COMMAND``; dropping a file in is all it takes to add one.
+Nothing slow is imported at the top of these files: ``--help`` must answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from planner.options import Parser
+
+
+@runtime_checkable
+class Command(Protocol):
+    """What a command module's ``COMMAND`` offers.
+
+    Attributes
+    ----------
+    name : str
+        What people type.
+    summary : str
+        One line on what it does.
+    """
+
+    name: str
+    summary: str
+
+    def parents(self) -> Sequence[Parser]:
+        """Give the groups of options that it shares with other commands."""
+        ...
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options that are its own."""
+        ...
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Carry it out, and give the exit code."""
+        ...
+
+
+def commands() -> list[Command]:
+    """Give all commands, in the order of their names."""
+    found: list[Command] = []
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
+        command = getattr(importlib.import_module(f"{__name__}.{module.name}"), "COMMAND", None)
+        if not isinstance(command, Command):
+            raise TypeError(f"planner/commands/{module.name}.py defines no COMMAND with the attributes of Command")
+        found.append(command)
+    return sorted(found, key=lambda command: command.name)

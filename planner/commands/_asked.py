@@ -1,0 +1,106 @@
+"""What the commands share: the model that is named, what a plan is told, and refusing early what would fail late."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import UsageError
+from planner.options import DTYPES
+
+if TYPE_CHECKING:
+    from planner.problem import Progress
+    from planner.training import Training
+    from planner.zoo import ZooModel
+
+
+def check_model(args: argparse.Namespace) -> None:
+    """Refuse a model that is not named, or not known."""
+    from planner import zoo
+
+    if (args.name is None) == (args.model is None):
+        raise UsageError("name one model: a name that 'checkpoint-planner models' lists, or --model file.py:factory")
+    if ":" not in (args.model or args.name):
+        zoo.describe(args.model or args.name)
+
+
+def check_writable(*paths: str | None) -> None:
+    """Refuse files that could not be written in the end; ``"-"`` is standard output."""
+    from planner import atomic
+
+    for path in paths:
+        if path not in (None, "-"):
+            atomic.check_writable(path)
+
+
+def check_solving(args: argparse.Namespace) -> None:
+    """Refuse at once what would fail only after minutes of work: names of all kinds, and where results go."""
+    import cost_models
+    from planner import device_file, runtimes, solvers
+
+    check_model(args)
+    check_writable(args.json)
+    solvers.get(args.solver)
+    runtimes.check(args.runtime)
+    training(args)
+    if args.device:
+        device_file.find(args.device)
+    try:
+        cost_models.get(args.cost_model)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+
+
+def training(args: argparse.Namespace) -> Training:
+    """Give what surrounds the step."""
+    from planner.training import Training
+
+    return Training(
+        optimizer=args.optimizer,
+        master_weights=args.master_weights,
+        gradient_accumulation=args.accumulate,
+        data_parallel=args.data_parallel,
+        ranks=args.ranks,
+        tensor_parallel=args.tensor_parallel,
+        reserve=args.reserve or 0,
+    )
+
+
+def how(args: argparse.Namespace, loaded: ZooModel, progress: Progress) -> dict[str, Any]:
+    """Give what a plan of any kind is told of the model, its training and the search."""
+    import planner
+
+    return {
+        "example_kwargs": loaded.example_kwargs,
+        "loss_fn": loaded.loss_fn,
+        "solver": args.solver,
+        "time_limit_seconds": args.time_limit,
+        "deterministic": args.deterministic,
+        "seed": args.seed,
+        "device": args.device,
+        **dataclasses.asdict(training(args)),
+        "cost_model": args.cost_model,
+        "profile": planner.load_profile(args.profile) if args.profile else None,
+        "name": loaded.name,
+        "progress": progress,
+    }
+
+
+def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
+    """Build the model that is named: for real, or without memory."""
+    from planner import devices, zoo
+    from planner.capture import fake_mode
+
+    mode = None if real else fake_mode()
+    sizes = {size: getattr(args, size) for size in ("batch_size", "seq_len", "image_size", "layers")}
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    specification = args.model or args.name
+    if ":" not in specification:
+        return zoo.build(
+            specification, **sizes, dtype=dtype, device=devices.place(getattr(args, "device", None)), fake_mode=mode
+        )
+    if given := [name for name, value in {**sizes, "dtype": dtype}.items() if value is not None]:
+        option = given[0].replace("_", "-")
+        raise UsageError(f"--{option} is for models of the zoo: a factory of your own chooses its sizes itself")
+    return zoo.load_user_model(specification, fake_mode=mode)

@@ -1,0 +1,106 @@
+"""What ``plan`` and ``verify`` share: make or read a plan, run real steps where asked, report."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from planner.commands import _asked
+from planner.errors import CaptureError, PlannerError
+from planner.terminal import quiet, reporting, show, write_json
+
+if TYPE_CHECKING:
+    from planner.planning import Plan
+    from planner.problem import Progress
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse at once what would fail only after minutes of work."""
+    from planner.units import parse_size
+
+    _asked.check_solving(args)
+    if budget := args.budget or args.activation_budget:
+        parse_size(budget, whole_bytes=2**60)
+
+
+def report_plan(
+    args: argparse.Namespace, *, verify: bool, plan_file: str | None = None, save: str | None = None
+) -> int:
+    """Make or read the plan, save it, run real steps, and show all that."""
+    from planner.planning import NoPlanFitsError
+
+    try:
+        with quiet(args.debug), reporting(args.debug) as progress:
+            plan = _make(args, progress, verify=verify, plan_file=plan_file)
+    except NoPlanFitsError as error:
+        report = error.report
+        write_json(report, args.json)
+        if args.json != "-":
+            from planner.report import render_infeasible
+
+            show(lambda console: render_infeasible(report, console))
+        raise
+    if save:
+        plan.save(save)
+    write_json(plan.report(operations=args.operations), args.json)
+    if args.json != "-":
+        from planner.report import render
+
+        show(lambda console: render(plan, console, show_operations=args.operations))
+    _hold_to_measured(plan)
+    return 0
+
+
+def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_file: str | None) -> Plan:
+    """Load the model, make or read the plan, and verify it where that is asked for."""
+    from planner import api
+    from planner.memory import keep_freed_memory
+    from planner.planning import Plan
+
+    saved = Plan.load(plan_file) if plan_file else None
+    progress("building the model")
+    if verify or args.cost_model == "measured":
+        keep_freed_memory()  # this process is ours, and its times are to mean something
+    loaded = _asked.load(args, real=verify)
+
+    def planned() -> Plan:
+        return api.plan(
+            loaded.model,
+            loaded.example_args,
+            budget=args.budget,
+            activation_budget=args.activation_budget,
+            runtime=args.runtime,
+            **_asked.how(args, loaded, progress),
+        )
+
+    try:
+        plan = saved or planned()
+    except CaptureError:
+        if verify or args.runtime == "graph" or ":" not in (args.model or args.name):
+            raise
+        progress("building the model for real: what it runs may depend on data")
+        loaded = _asked.load(args, real=True)
+        plan = planned()
+    if not verify:
+        return plan
+    progress("running real steps")
+    verification = api.verify(
+        loaded.model, loaded.example_args, plan, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn
+    )
+    return dataclasses.replace(plan, verification=verification)
+
+
+def _hold_to_measured(plan: Plan) -> None:
+    """Fail if real steps broke what the plan promises."""
+    measured = plan.verification
+    if measured is None:
+        return
+    if not measured.agrees:
+        first = measured.differences[0] if measured.differences else "see the report"
+        same = f"the same numbers to within {measured.tolerance:g}" if measured.tolerance else "the same bits"
+        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}")
+    if measured.peak_bytes > plan.budget_bytes:
+        raise PlannerError(
+            f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"
+        )

@@ -1,0 +1,40 @@
+"""``calibrate``: how fast this machine is, as a device file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from planner.commands import _asked
+from planner.errors import UsageError
+from planner.options import Parser
+from planner.terminal import quiet, reporting, show
+
+
+class _Calibrate:
+    name = "calibrate"
+    summary = "measure how fast this machine is"
+
+    def parents(self) -> Sequence[Parser]:
+        return ()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--output", metavar="FILE.json", required=True, help="write a device file for --device")
+
+    def run(self, args: argparse.Namespace) -> int:
+        if not args.output.endswith(".json"):
+            raise UsageError(f"--output {args.output}: a device file is found by its name, which ends in .json")
+        _asked.check_writable(args.output)
+        with quiet(args.debug), reporting(args.debug) as progress:
+            from planner import device_file
+            from planner.calibration import calibrate
+
+            spec = calibrate(progress=progress)
+        device_file.save(spec, args.output)
+        from planner.report import render_device
+
+        show(lambda console: render_device(spec, args.output, console))
+        return 0
+
+
+COMMAND = _Calibrate()

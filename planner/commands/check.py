@@ -1,0 +1,61 @@
+"""``check``: what is wrong with how a model is trained."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from planner.commands import _asked
+from planner.errors import CaptureError, PlannerError
+from planner.options import Parser, model_options, training_options
+from planner.terminal import quiet, reporting, show, write_json
+
+
+class _Check:
+    name = "check"
+    summary = "find what is wrong with how a model is trained"
+
+    def parents(self) -> Sequence[Parser]:
+        return model_options(), training_options()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--device", metavar="NAME", help="accelerator to look at; by default what is here")
+        parser.add_argument(
+            "--json", metavar="FILE", help="write the findings as JSON; '-' writes them to stdout, alone"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner import device_file
+
+        _asked.check_model(args)
+        training = _asked.training(args)
+        if args.device:
+            device_file.find(args.device)
+        _asked.check_writable(args.json)
+        with quiet(args.debug), reporting(args.debug) as progress:
+            from planner.diagnose.check import check
+
+            progress("building the model")
+            loaded = _asked.load(args, real=False)
+            diagnosis = check(
+                loaded.model,
+                loaded.example_args,
+                example_kwargs=loaded.example_kwargs,
+                loss_fn=loaded.loss_fn,
+                device=args.device,
+                **dataclasses.asdict(training),
+                name=loaded.name,
+                progress=progress,
+            )
+        write_json(diagnosis.report(), args.json)
+        if args.json != "-":
+            from planner.report import render_diagnosis
+
+            show(lambda console: render_diagnosis(diagnosis, console))
+        if not diagnosis.captured:
+            return CaptureError.exit_code
+        return PlannerError.exit_code if diagnosis.problems else 0
+
+
+COMMAND = _Check()

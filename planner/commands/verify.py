@@ -1,0 +1,30 @@
+"""``verify``: real steps with and without a plan, held against what it predicts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from planner.commands import _planning
+from planner.errors import UsageError
+from planner.options import Parser, budget_options, model_options, solving_options, training_options
+
+
+class _Verify:
+    name = "verify"
+    summary = "plan, and run real steps"
+
+    def parents(self) -> Sequence[Parser]:
+        return model_options(), training_options(), solving_options()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
+
+    def run(self, args: argparse.Namespace) -> int:
+        _planning.check(args)
+        if args.tensor_parallel > 1:
+            raise UsageError("--tensor-parallel is planned for, not run: use 'plan'")
+        return _planning.report_plan(args, verify=True, plan_file=args.plan)
+
+
+COMMAND = _Verify()

@@ -1,0 +1,74 @@
+"""A step captured and costed once, of which any number of plans can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.graph import OperationCost, TrainingGraph
+from planner.plan_parts import PlanOrigin
+from planner.plan_types import Plan
+from planner.planning import Size, make_plan, make_problem
+from planner.problem import Problem, Progress
+from planner.surroundings import Surroundings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """A captured step as plain data; :func:`planner.study` makes it.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+        With what is resident around it.
+    costs : tuple of OperationCost
+        One for each operation.
+    origin : PlanOrigin
+        Where both come from.
+    surroundings : Surroundings
+        The optimizer's own step, and how the device hands out memory.
+    """
+
+    graph: TrainingGraph
+    costs: tuple[OperationCost, ...]
+    origin: PlanOrigin
+    surroundings: Surroundings
+
+    def problem(self, budget: Size = "100%") -> Problem:
+        """Give the problem that a budget for the whole device poses.
+
+        Raises
+        ------
+        UsageError
+            If the budget cannot be read.
+        """
+        return make_problem(self.graph, self.costs, budget=budget)
+
+    def plan(
+        self,
+        *,
+        budget: Size | None = None,
+        activation_budget: Size | None = None,
+        at_least_bytes: int = 0,
+        solver: str = "auto",
+        time_limit_seconds: float = 10.0,
+        deterministic: bool = False,
+        seed: int = 0,
+        compare: bool = True,
+        progress: Progress | None = None,
+    ) -> Plan:
+        """Plan the step; see :func:`planner.planning.make_plan`."""
+        return make_plan(
+            self.graph,
+            self.costs,
+            budget=budget,
+            activation_budget=activation_budget,
+            at_least_bytes=at_least_bytes,
+            solver=solver,
+            time_limit_seconds=time_limit_seconds,
+            deterministic=deterministic,
+            seed=seed,
+            origin=self.origin,
+            surroundings=self.surroundings,
+            compare=compare,
+            progress=progress,
+        )

@@ -1,0 +1,80 @@
+"""From a model to a :class:`~planner.study_types.Study` of its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from cost_models.measured import Profile
+from planner import loss
+from planner.capture import capture
+from planner.inputs import Inputs, check_model, check_plannable
+from planner.problem import Progress
+from planner.session import Options, attention_for, lower_step, study_lowered
+from planner.study_types import Study
+from planner.training import Training
+from planner.verification import LossFunction
+
+
+def study(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    device: str | None = None,
+    cost_model: str = "roofline",
+    profile: Profile | None = None,
+    name: str = "",
+    progress: Progress | None = None,
+    **training: Any,
+) -> Study:
+    """Capture and cost one training step as a whole graph, so that many plans can be asked of it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Real, or built under ``planner.capture.fake_mode()`` to need no memory.
+    example_inputs, example_kwargs, loss_fn, device, cost_model, profile, name, progress
+        See :func:`planner.plan`.
+    **training
+        The fields of :class:`planner.training.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
+
+    Returns
+    -------
+    Study
+        Plans made of it are for the runtime ``"graph"``.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    CaptureError
+        If the model cannot be captured as one graph.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> step = planner.study(model, torch.randn(256, 64))
+    >>> [step.plan(budget=budget).status for budget in ("100%", "80%")]
+    ['optimal', 'optimal']
+    """
+    check_model(model)
+    inputs = Inputs.of(example_inputs, example_kwargs)
+    options = Options(
+        device=device,
+        cost_model=cost_model,
+        profile=profile,
+        training=Training(**training),
+        name=name,
+        loss_bytes=loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else None,
+        progress=progress,
+    )
+    if progress is not None:
+        progress("capturing forward and backward")
+    check_plannable(model, inputs)
+    joint = capture(model, inputs, attention=attention_for(model, options))
+    return study_lowered(model, lower_step(model, joint, options), options)
