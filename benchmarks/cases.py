@@ -1,4 +1,4 @@
-"""What runtimes are compared on: every model of the zoo and a few beside it, at sizes that take far less than a second.
+"""What runtimes are compared on: every model of the zoo and a few beside it, at sizes that take seconds at most.
 
 Those beside it are what capture is known to change: grouped queries, masks that hide nothing,
 experts, and a recurrent stack with dropout between its layers.
@@ -29,10 +29,10 @@ ZOO_SIZES: dict[str, dict[str, Any]] = {
     "convnext-base": {"batch_size": 1, "layers": 9, "image_size": 96},
     "minimind-104m": {"batch_size": 1, "layers": 4, "seq_len": 256},
     "minimind-moe": {"batch_size": 1, "layers": 2, "seq_len": 256},
-    "bert-large": {"batch_size": 2, "layers": 3, "seq_len": 256},
+    "bert-large": {"batch_size": 3, "layers": 3, "seq_len": 384},
     "minigpt": {"batch_size": 2, "layers": 4, "seq_len": 384},
-    "gpt2": {"batch_size": 1, "layers": 4, "seq_len": 256},
-    "t5-base": {"batch_size": 2, "layers": 2, "seq_len": 128},
+    "gpt2": {"batch_size": 2, "layers": 4, "seq_len": 384},
+    "t5-base": {"batch_size": 2, "layers": 3, "seq_len": 320},
     "gpt2-774m": {"batch_size": 1, "layers": 2, "seq_len": 128},
     "qwen3-0.6b": {"batch_size": 1, "layers": 2, "seq_len": 128},
     "latent-diffusion-unet": {"batch_size": 1, "layers": 1, "image_size": 16},
