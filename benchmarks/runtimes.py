@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,12 +25,12 @@ import planner
 from benchmarks import common
 from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes, percent
+from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from planner import runtimes
 from planner.errors import CaptureError, PlanMismatchError, PlannerError, RuntimeUnsupportedError, UsageError
-from planner.memory import keep_freed_memory, measure_peak
+from planner.memory import keep_freed_memory
 from planner.planning import NoPlanFitsError, Plan
-from planner.torch_internals import install_call, installed_call, uninstall_call
-from planner.verification import run_backward
+from planner.torch_internals import installed_call
 from planner.zoo import ZooModel
 
 RUNTIMES = [name for name in runtimes.names() if name != "auto"]
@@ -47,7 +46,6 @@ PEAK_GOAL, TIME_GOAL, PREDICTION_GOAL = 1.02, 1.05, 1e-3
 BLOCKS, WIDTH = 12, 16
 """Of the model whose time is all Python."""
 
-_FEWEST_PAIRS, _MOST_PAIRS = 5, 400
 _REFUSALS = (CaptureError, RuntimeUnsupportedError, UsageError)
 
 
@@ -125,13 +123,13 @@ def _entries(
 def _full_save(loaded: ZooModel, runtime: str, args: argparse.Namespace) -> Result:
     """Hold steps without recompute against eager ones."""
     model = loaded.model
-    step = _step_of(loaded)
+    step = step_of(loaded)
     try:
         planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, time_limit_seconds=1.0)
         step()  # captures
         ways = (None, installed_call(model))
-        peaks = [_peak_bytes(model, way, step) for way in ways]
-        seconds = _in_turn([(partial(_use, model, way), step) for way in ways], args.seconds)
+        peaks = [peak_bytes(partial(use, model, way), step, torch.device("cpu")) for way in ways]
+        seconds = in_turn([(partial(use, model, way), step) for way in ways], args.seconds)
     except (PlannerError, RuntimeError) as error:
         return _failure(error)
     finally:
@@ -155,12 +153,12 @@ def _host(runtime: str, limit_seconds: float) -> Result:
     ways = []
     for wrapped in (False, True):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
-        step = _step_of(ZooModel(name="tiny", model=model, example_args=(torch.randn(2, WIDTH),), loss_fn=torch.sum))
+        step = step_of(ZooModel(name="tiny", model=model, example_args=(torch.randn(2, WIDTH),), loss_fn=torch.sum))
         if wrapped:
             planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, time_limit_seconds=1.0)
         step()
         ways.append((model.zero_grad, step))
-    seconds = _in_turn(ways, limit_seconds)
+    seconds = in_turn(ways, limit_seconds)
     return {
         "runtime": runtime,
         "eager_seconds": median(eager for eager, _ in seconds),
@@ -168,47 +166,6 @@ def _host(runtime: str, limit_seconds: float) -> Result:
         "added_seconds": median(own - eager for eager, own in seconds),
         "pairs": len(seconds),
     }
-
-
-def _step_of(loaded: ZooModel) -> Callable[[], Any]:
-    def step() -> Any:
-        outputs = loaded.model(*loaded.example_args, **loaded.example_kwargs)
-        run_backward(outputs, loaded.loss_fn)
-        return outputs
-
-    return step
-
-
-def _use(model: nn.Module, call: Any) -> None:
-    """Let the model run a runtime's call, or itself if that is None."""
-    uninstall_call(model) if call is None else install_call(model, call)
-    model.zero_grad(set_to_none=True)
-
-
-def _peak_bytes(model: nn.Module, call: Any, step: Callable[[], Any]) -> int:
-    _use(model, call)
-    step()  # whatever is made once is made
-    _use(model, call)
-    peak_bytes, _ = measure_peak(step, torch.device("cpu"))
-    return peak_bytes
-
-
-def _in_turn(
-    ways: Sequence[tuple[Callable[[], None], Callable[[], Any]]], limit_seconds: float
-) -> list[tuple[float, ...]]:
-    """Time both ways in turn, neither always first: a machine that is shared is faster at one time than at another."""
-    pairs: list[tuple[float, ...]] = []
-    begun = time.perf_counter()
-    while len(pairs) < _FEWEST_PAIRS or (len(pairs) < _MOST_PAIRS and time.perf_counter() - begun < limit_seconds):
-        took = [0.0, 0.0]
-        for number in (0, 1) if len(pairs) % 2 else (1, 0):
-            prepare, step = ways[number]
-            prepare()
-            before = time.perf_counter()
-            step()
-            took[number] = time.perf_counter() - before
-        pairs.append(tuple(took))
-    return pairs
 
 
 def _budgets(loaded: ZooModel, runtime: str, args: argparse.Namespace) -> Result:
@@ -284,7 +241,7 @@ def _gradient_distance(loaded: ZooModel, plan: Plan) -> float:
         planner.auto_wrap(model, **options)
         torch.manual_seed(0)
         model.zero_grad(set_to_none=True)
-        _step_of(loaded)()
+        step_of(loaded)()
         found.append([p.grad.double() for p in model.parameters() if p.grad is not None])
         planner.unwrap(model)
         model.zero_grad(set_to_none=True)

@@ -377,14 +377,14 @@ def verify(
             "measure a step of the sharded model on one of them"
         )
     inputs = Inputs.of(example_inputs, example_kwargs)
-    loss_bytes = loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else 0
-    return _verify(model, inputs, plan, loss_fn=loss_fn, loss_bytes=loss_bytes, timed_steps=timed_steps)
+    needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
+    return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
 
 
 def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
     if loss_fn is None:
         return options
-    return replace(options, loss_bytes=loss.workspace_bytes(model, inputs, loss_fn))
+    return replace(options, loss=loss.memory_of(model, inputs, loss_fn))
 
 
 def _running(model: nn.Module) -> Running | None:

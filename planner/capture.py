@@ -183,7 +183,8 @@ class Backend:
             graph = eliminate_common_subexpressions(joint.graph)
             tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
             assumes = assumption.names if assumption else ()
-            return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors, assumes))
+            functional = self.compiler is not aot_backend
+            return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors, assumes, functional))
 
         run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
         run = self.finish(run, graph_module, differentiable) if self.finish else run

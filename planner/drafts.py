@@ -13,6 +13,7 @@ from planner.graph import OperationCost
 from planner.inductor_internals import Draft
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
 from planner.memory import StorageTracker
+from planner.surroundings import LossMemory
 from planner.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -29,7 +30,7 @@ def peak_of_drafts(
     outputs: int,
     lowered: LoweredGraph,
     costs: Sequence[OperationCost],
-    loss_workspace_bytes: int = 0,
+    loss: LossMemory = LossMemory(),  # noqa: B008
 ) -> int:
     """Give the most bytes that a step holds on top of what is resident.
 
@@ -42,8 +43,8 @@ def peak_of_drafts(
         The graph that they were drafted for: it says which calls need workspace.
     costs : sequence of OperationCost
         One for each operation of it.
-    loss_workspace_bytes : int
-        What a loss outside needs on top of outputs and their gradients.
+    loss : LossMemory
+        What a loss outside takes.
 
     Returns
     -------
@@ -60,7 +61,8 @@ def peak_of_drafts(
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             for t in backward.inputs[len(saved) :]
         ]
-        tracker.reach(loss_workspace_bytes)
+        tracker.live_bytes += loss.held_bytes
+        tracker.reach(loss.working_bytes)
         arguments = [*saved, *tangents]
         del made, saved
         gradients = list(backward.run(arguments))

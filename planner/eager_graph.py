@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,6 +21,7 @@ from planner.graph import Operation, Phase, TrainingGraph, Value
 from planner.joint import JointGraph, is_collective, tensors_of
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LOSS_NAME, LOSS_TARGET, LoweredGraph
 from planner.provenance import Keys
+from planner.surroundings import LossMemory
 from planner.torch_internals import BatchNorm
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -56,7 +58,7 @@ def lower_eager(
     alignment_bytes: int,
     static_bytes: dict[str, int],
     name: str,
-    loss_workspace_bytes: int,
+    loss: LossMemory,
     on_cpu: bool,
 ) -> EagerStep:
     """Lower a recorded step.
@@ -67,12 +69,12 @@ def lower_eager(
     model : torch.nn.Module
     inputs : list of torch.Tensor
         What the step was given.
-    alignment_bytes, static_bytes, name, loss_workspace_bytes
+    alignment_bytes, static_bytes, name, loss
         See :func:`planner.lowering.lower`.
     on_cpu : bool
         Whether the random state that a checkpoint keeps takes the memory that is planned.
     """
-    return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss_workspace_bytes)
+    return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss)
 
 
 class _Lowering:
@@ -106,9 +108,7 @@ class _Lowering:
         if last > self.trace.storages[storage].maker and not self.values[storage].retained:
             self.kept_by_last[last].append(storage)
 
-    def run(
-        self, inputs: list[torch.Tensor], static_bytes: dict[str, int], name: str, loss_workspace_bytes: int
-    ) -> EagerStep:
+    def run(self, inputs: list[torch.Tensor], static_bytes: dict[str, int], name: str, loss: LossMemory) -> EagerStep:
         candidates = list(self._candidates())
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
@@ -127,7 +127,7 @@ class _Lowering:
                     state_bytes=self.random_bytes + candidate.statistics_bytes,
                 )  # fmt: skip
             if position == self.trace.backward:
-                self._add_loss(loss_workspace_bytes)
+                self._add_loss(loss)
             if position < len(runs):
                 run_at.append(self._add_run(runs[position], position))
         run_at.append(self._add(END, Phase.BACKWARD, "", ()))
@@ -213,14 +213,15 @@ class _Lowering:
         self.operations.append(operation)
         return len(self.operations) - 1
 
-    def _value(self, name: str, size_bytes: int) -> int:
-        self.values.append(Value(name=name, size_bytes=size_bytes))
+    def _value(self, name: str, size_bytes: int, **what: Any) -> int:
+        self.values.append(Value(name=name, size_bytes=size_bytes, **what))
         return len(self.values) - 1
 
-    def _add_loss(self, workspace_bytes: int) -> None:
-        """Add the loss: what it needs is there until the outputs have their gradients."""
-        made = [self._value("loss workspace", workspace_bytes)] if workspace_bytes else []
-        self._add(LOSS_TARGET, Phase.LOSS, "", (), made, name=LOSS_NAME)
+    def _add_loss(self, loss: LossMemory) -> None:
+        """Add the loss: what it works with is there until the outputs have their gradients."""
+        made = [self._value("loss workspace", loss.working_bytes)] if loss.working_bytes else []
+        held = [self._value("loss", loss.held_bytes, retained=True, kind="output")] if loss.held_bytes else []
+        self._add(LOSS_TARGET, Phase.LOSS, "", (), (*made, *held), name=LOSS_NAME)
         if self.trace.tangents > self.trace.backward:
             self.kept_by_last[self.trace.tangents - 1] += made
 

@@ -28,7 +28,7 @@ from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.session import Options, check_match, cost, device_spec, fingerprint
 from planner.simulate import simulate
-from planner.surroundings import as_planned
+from planner.surroundings import LossMemory, as_planned
 
 
 def modules_of(plan: Plan) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def plan_eager(
     begun = time.perf_counter()
     if options.progress is not None:
         options.progress("recording a step")
-    trace = record(model, inputs, has_loss=bool(options.loss_bytes))
+    trace = record(model, inputs, has_loss=options.loss is not None)
     return _Session(model, inputs, options, trace, begun).plan(reuse, must_match)
 
 
@@ -64,7 +64,7 @@ class _Session:
             alignment_bytes=spec.alignment_bytes,
             static_bytes=dict(around.static_bytes),
             name=options.name or type(model).__name__,
-            loss_workspace_bytes=options.loss_bytes or 0,
+            loss=options.loss or LossMemory(),
             on_cpu=spec.kind == "cpu",
         )
         costing = cost(model, step.lowered, spec, options)

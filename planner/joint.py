@@ -39,6 +39,8 @@ class JointGraph:
         What the graph was captured with, parameters and buffers included.
     assumes : tuple of str
         Inputs whose values the graph takes for granted; see :mod:`planner.masks`.
+    functional : bool
+        Whether nothing in the graph may write into what it has made: Inductor wants it so.
     """
 
     module: fx.GraphModule
@@ -46,6 +48,7 @@ class JointGraph:
     num_forward_outputs: int
     inputs: list[torch.Tensor] = field(default_factory=list)
     assumes: tuple[str, ...] = ()
+    functional: bool = False
 
     @property
     def outputs(self) -> tuple[list[Any], list[Any]]:

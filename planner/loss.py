@@ -15,10 +15,11 @@ from planner.capture import fake_mode
 from planner.errors import PlannerError, UsageError
 from planner.inputs import Inputs
 from planner.memory import StorageTracker
+from planner.surroundings import LossMemory
 from planner.torch_internals import FakeTensor
 
 
-def workspace_bytes(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.Tensor]) -> int:
+def memory_of(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.Tensor]) -> LossMemory:
     """Measure a loss in eager mode without running anything.
 
     Parameters
@@ -30,9 +31,8 @@ def workspace_bytes(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], t
 
     Returns
     -------
-    int
-        Peak bytes of ``loss_fn(output)`` and of its backward up to the gradient of the output, beyond
-        the output and that gradient themselves.
+    LossMemory
+        That of ``loss_fn(output)`` and of its backward up to the gradient of the output.
 
     Raises
     ------
@@ -60,13 +60,14 @@ def workspace_bytes(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], t
                 if not isinstance(value, torch.Tensor) or value.dim() != 0:
                     raise UsageError("loss_fn must give a scalar tensor")
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+            held_bytes = tracker.bytes_of(value)
     except PlannerError:
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(f"loss_fn fails on the model's output: {type(error).__name__}: {first}") from error
     handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    return max(0, tracker.peak_bytes - handed_over)
+    return LossMemory(working_bytes=max(0, tracker.peak_bytes - handed_over - held_bytes), held_bytes=held_bytes)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from planner.joint import (
     tensors_of,
     weight_copies,
 )
+from planner.surroundings import LossMemory
 from planner.torch_internals import storage_id
 
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
@@ -81,7 +82,7 @@ def lower(
     alignment_bytes: int,
     static_bytes: dict[str, int],
     name: str = "",
-    loss_workspace_bytes: int = 0,
+    loss: LossMemory = LossMemory(),  # noqa: B008
     random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
     gradient_shards: int = 1,
     given: Sequence[fx.Node] = (),
@@ -97,8 +98,8 @@ def lower(
         What is resident before the step, by kind.
     name : str
         Name of the model.
-    loss_workspace_bytes : int
-        What a loss outside the graph needs on top of outputs and their gradients.
+    loss : LossMemory
+        What a loss outside the graph takes.
     random_state_bytes : int
         What a random operation keeps of the device's memory if it is to be recomputed.
     gradient_shards : int
@@ -120,9 +121,7 @@ def lower(
     -----
     O(nodes + edges).
     """
-    return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(
-        static_bytes, name, loss_workspace_bytes, given
-    )
+    return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(static_bytes, name, loss, given)
 
 
 class _Lowering:
@@ -143,9 +142,7 @@ class _Lowering:
         self.keys = provenance.Keys()
         self.weight_copies = weight_copies(joint)
 
-    def run(
-        self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int, given: Sequence[fx.Node]
-    ) -> LoweredGraph:
+    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory, given: Sequence[fx.Node]) -> LoweredGraph:
         forward_outputs, backward_outputs = self.joint.outputs
         forward = needed_by_forward(self.joint)
         self.unavailable = overwritten_inputs(self.joint)
@@ -168,7 +165,7 @@ class _Lowering:
         for node in nodes:
             if node in forward:
                 self._add(node, Phase.FORWARD)
-        self._add_loss(forward_outputs, tangents, loss_workspace_bytes)
+        self._add_loss(forward_outputs, tangents, loss)
         for node in ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
             if node not in forward:
                 self._add(node, Phase.BACKWARD)
@@ -290,7 +287,7 @@ class _Lowering:
         self.value_of_storage[storage] = len(self.values) - 1
         return len(self.values) - 1
 
-    def _add_loss(self, forward_outputs: list[Any], tangents: list[fx.Node], workspace_bytes: int) -> None:
+    def _add_loss(self, forward_outputs: list[Any], tangents: list[fx.Node], loss: LossMemory) -> None:
         reads = _distinct(v for n in forward_outputs if isinstance(n, fx.Node) for v in self.storage_of.get(n, ()))
         outputs = []
         for node in tangents:
@@ -300,11 +297,16 @@ class _Lowering:
                 made.append(self._new_value(node, tensor, 0, 1))
             self.storage_of[node] = tuple(made)
             outputs.extend(made)
-        if workspace_bytes:
-            # A value that nobody reads lives while the loss runs and no longer: workspace of the loss.
-            self.values.append(Value(name="loss workspace", size_bytes=workspace_bytes))
-            self.value_nodes.append(None)  # type: ignore[arg-type]
-            outputs.append(len(self.values) - 1)
+        # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
+        of_loss = (
+            Value(name="loss workspace", size_bytes=loss.working_bytes),
+            Value(name="loss", size_bytes=self._round(loss.held_bytes), retained=True, kind="output"),
+        )
+        for value in of_loss:
+            if value.size_bytes:
+                self.values.append(value)
+                self.value_nodes.append(None)  # type: ignore[arg-type]
+                outputs.append(len(self.values) - 1)
         self.operations.append(
             Operation(
                 name=LOSS_NAME,

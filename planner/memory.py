@@ -138,12 +138,17 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: set[int] = set()
+        self._sizes: dict[int, int] = {}
 
     def ignore(self, tensors: Any) -> None:
         """Take the tensors in a tree as resident."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, torch.Tensor):
                 self._known.add(storage_id(leaf))
+
+    def bytes_of(self, tensor: torch.Tensor) -> int:
+        """Give the bytes behind a tensor that was made under the tracker; 0 for others."""
+        return self._sizes.get(storage_id(tensor), 0)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -159,10 +164,12 @@ class StorageTracker(TorchDispatchMode):
             return
         size_bytes = -(-needed_bytes // self.alignment_bytes) * self.alignment_bytes
         self._known.add(identity)
+        self._sizes[identity] = size_bytes
         self.live_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._release, identity, size_bytes)
 
     def _release(self, identity: int, size_bytes: int) -> None:
         self._known.discard(identity)
+        del self._sizes[identity]
         self.live_bytes -= size_bytes

@@ -26,7 +26,7 @@ from planner.problem import Progress
 from planner.resident import surroundings
 from planner.session import LoweredStep, Options, attention_for, cost, lower_step
 from planner.stages import Stage, cut
-from planner.surroundings import Surroundings
+from planner.surroundings import LossMemory, Surroundings
 from planner.torch_internals import storage_id
 from planner.training import Training
 from planner.verification import LossFunction
@@ -129,7 +129,7 @@ def plan_pipeline(
         cost_model=cost_model,
         profile=profile,
         training=Training(tensor_parallel=tensor_parallel),
-        loss_bytes=loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else 0,
+        loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else LossMemory(),
         name=name,
         progress=progress,
     )

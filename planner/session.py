@@ -29,6 +29,7 @@ from planner.diagnose.rules import examine
 from planner.diagnose.subject import Subject
 from planner.errors import PlanMismatchError
 from planner.findings import Finding, Severity
+from planner.gradient_sums import sum_in_place
 from planner.graph import OperationCost, TrainingGraph
 from planner.joint import JointGraph
 from planner.local_graph import local_step
@@ -40,7 +41,7 @@ from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
 from planner.study_types import Study
-from planner.surroundings import SHARDS, TENSOR_PARALLEL, Surroundings, as_planned
+from planner.surroundings import SHARDS, TENSOR_PARALLEL, LossMemory, Surroundings, as_planned
 from planner.torch_internals import outside_tracing
 from planner.training import Training
 from planner.units import is_share
@@ -70,8 +71,8 @@ class Options:
         What surrounds the step.
     taken_over : Plan, optional
         Its surroundings are taken in place of what ``training`` says.
-    loss_bytes : int, optional
-        What a loss outside the captured graph needs on top of the outputs and their gradients; None if none is known.
+    loss : LossMemory, optional
+        What a loss outside the captured graph takes; None if none is known.
     runtime : str
         Name of the runtime that is to carry the plan out.
     together : bool
@@ -99,7 +100,7 @@ class Options:
     profile: Profile | None = None
     training: Training = field(default_factory=Training)
     taken_over: Plan | None = None
-    loss_bytes: int | None = None
+    loss: LossMemory | None = None
     runtime: str = "graph"
     together: bool = False
     name: str = ""
@@ -167,12 +168,19 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         alignment_bytes=spec.alignment_bytes,
         static_bytes=dict(around.static_bytes),
         name=options.name or type(model).__name__,
-        loss_workspace_bytes=options.loss_bytes or 0,
+        loss=options.loss or LossMemory(),
         random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
         gradient_shards=around.gradient_shards,
     )
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins)
+
+
+def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
+    """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
+    if not joint.functional and options.training.tensor_parallel == 1:
+        sum_in_place(joint)
+    return lower_step(model, joint, options)
 
 
 def surroundings_of(
@@ -216,7 +224,7 @@ def plan_step(
     InfeasibleBudgetError
         If no plan fits.
     """
-    return plan_lowered(model, lower_step(model, joint, options), options, reuse=reuse, must_match=must_match)
+    return plan_lowered(model, lower_as_run(model, joint, options), options, reuse=reuse, must_match=must_match)
 
 
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
@@ -287,7 +295,7 @@ def _problems_of(model: nn.Module, graph: TrainingGraph, options: Options) -> It
         modules=module_facts(model),
         returned_cache=False,
         outside_bytes=outside_bytes(graph),
-        counts_loss=options.loss_bytes is not None,
+        counts_loss=options.loss is not None,
     )
     found = examine(subject, (*checkpoint_rules.RULES, *model_rules.RULES))
     return (finding for finding in found if finding.is_problem)

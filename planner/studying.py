@@ -12,7 +12,7 @@ from planner import loss
 from planner.capture import capture
 from planner.inputs import Inputs, check_model, check_plannable
 from planner.problem import Progress
-from planner.session import Options, attention_for, lower_step, study_lowered
+from planner.session import Options, attention_for, lower_as_run, study_lowered
 from planner.study_types import Study
 from planner.training import Training
 from planner.verification import LossFunction
@@ -70,11 +70,11 @@ def study(
         profile=profile,
         training=Training(**training),
         name=name,
-        loss_bytes=loss.workspace_bytes(model, inputs, loss_fn) if loss_fn is not None else None,
+        loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None,
         progress=progress,
     )
     if progress is not None:
         progress("capturing forward and backward")
     check_plannable(model, inputs)
     joint = capture(model, inputs, attention=attention_for(model, options))
-    return study_lowered(model, lower_step(model, joint, options), options)
+    return study_lowered(model, lower_as_run(model, joint, options), options)

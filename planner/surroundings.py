@@ -19,6 +19,22 @@ TENSOR_PARALLEL = "tensor parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossMemory:
+    """What a loss outside the captured graph takes, beside the outputs and their gradients.
+
+    Parameters
+    ----------
+    working_bytes : int
+        Most at a time from its first operation until the outputs have their gradients, without ``held_bytes``.
+    held_bytes : int
+        Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from.
+    """
+
+    working_bytes: int = 0
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What is resident beside the model, and what the optimizer's own step needs.
 

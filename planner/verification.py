@@ -20,6 +20,7 @@ from planner.memory import measure_peak
 from planner.planning import Plan, Verification
 from planner.runtimes import Running
 from planner.session import options_of
+from planner.surroundings import LossMemory
 from planner.torch_internals import install_call, installed_call, uninstall_call
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -41,7 +42,7 @@ def verify(
     plan: Plan,
     *,
     loss_fn: LossFunction | None = None,
-    loss_bytes: int = 0,
+    loss: LossMemory | None = None,
     timed_steps: int = 5,
 ) -> Verification:
     """Run real steps with the plan and with the full-save graph, interleaved, and compare.
@@ -54,8 +55,8 @@ def verify(
     plan : Plan
     loss_fn : callable, optional
         From the model's output to a scalar loss.
-    loss_bytes : int
-        What that loss needs on top of the output and its gradient.
+    loss : LossMemory, optional
+        What that loss takes.
     timed_steps : int
         Pairs of steps that are timed; the overhead is the median of their ratios, so that a machine that
         becomes slower or faster meanwhile does not count.
@@ -72,7 +73,7 @@ def verify(
     """
     device = next((t.device for t in [*model.parameters(), *inputs.tensors()]), torch.device("cpu"))
     resident_bytes = sum(plan.static_bytes.values())
-    options = options_of(plan, loss_bytes=loss_bytes)
+    options = options_of(plan, loss=loss)
     unbounded_bytes = 4 * max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)  # code may hold more than the graph
     way = runtimes.get(plan.runtime)
     with _restored(model):

@@ -22,6 +22,7 @@ from planner.provenance import Keys
 from planner.region_trace import RESIDENT, Event, Kind, Trace
 from planner.regions import Block
 from planner.sharding import Parameter, Sharding
+from planner.surroundings import LossMemory
 
 RETURN_TARGET = "returns"
 
@@ -34,7 +35,7 @@ def put_together(
     alignment_bytes: int,
     static_bytes: dict[str, int],
     name: str = "",
-    loss_workspace_bytes: int = 0,
+    loss: LossMemory = LossMemory(),  # noqa: B008
     ranks: int = 1,
     units: dict[str, Sequence[Parameter]] | None = None,
 ) -> LoweredGraph:
@@ -46,7 +47,7 @@ def put_together(
         Stands for the step as a whole: its ``inputs`` are those of the model.
     trace : Trace
     blocks : mapping of str to Block
-    alignment_bytes, static_bytes, name, loss_workspace_bytes
+    alignment_bytes, static_bytes, name, loss
         See :func:`planner.lowering.lower`.
     ranks : int
     units : dict of str to sequence of Parameter, optional
@@ -59,7 +60,7 @@ def put_together(
     builder = Builder(trace, blocks, alignment_bytes)
     if units:
         builder.sharding = Sharding(builder, units, ranks)
-    graph = builder.run(static_bytes, name, loss_workspace_bytes)
+    graph = builder.run(static_bytes, name, loss)
     return LoweredGraph(joint, graph, builder.nodes, [], {})
 
 
@@ -104,7 +105,7 @@ class Builder:
             if storage.last is not None:
                 self.held.setdefault(storage.last, []).append(number)
 
-    def run(self, static_bytes: dict[str, int], name: str, loss_workspace_bytes: int) -> TrainingGraph:
+    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory) -> TrainingGraph:
         """Go through the events of the step."""
         if self.sharding:
             self.sharding.begin()
@@ -112,7 +113,7 @@ class Builder:
             if event.kind is Kind.OPERATION:
                 self._eager(event, index)
             elif event.kind is Kind.LOSS:
-                self._loss(event, index, loss_workspace_bytes)
+                self._loss(event, index, loss)
             else:
                 self._block(event, index)
         if self.sharding:
@@ -162,13 +163,15 @@ class Builder:
             signature=operands.signature(node) if operands.runs_alone(node) and not mutates(node) else "",
         )
 
-    def _loss(self, event: Event, index: int, workspace_bytes: int) -> None:
+    def _loss(self, event: Event, index: int, loss: LossMemory) -> None:
         if self.sharding:
             self.sharding.end_forward()
         self.phase = Phase.LOSS
         makes = [self._value(storage) for storage in event.makes.values()]
-        if workspace_bytes:
-            makes.append(self.new_value("loss workspace", workspace_bytes))
+        if loss.working_bytes:
+            makes.append(self.new_value("loss workspace", loss.working_bytes))
+        if loss.held_bytes:
+            makes.append(self.new_value("loss", loss.held_bytes, kind="output", retained=True))
         reads = self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values())
         self.add(target=LOSS_TARGET, module="", reads=reads, makes=makes, name=LOSS_NAME)
         self.phase = Phase.BACKWARD

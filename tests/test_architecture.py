@@ -32,6 +32,7 @@ TOUCHES_TORCH = {
     "planner.eager_session",
     "planner.eager_trace",
     "planner.failures",
+    "planner.gradient_sums",
     "planner.hugging_face",
     "planner.inductor_internals",
     "planner.inputs",

@@ -24,6 +24,7 @@ from planner.graph import OperationCost
 from planner.inputs import Inputs
 from planner.problem import Problem
 from planner.simulate import simulate
+from planner.surroundings import LossMemory
 from planner.torch_internals import installed_call
 
 WIDTH = 32
@@ -100,7 +101,7 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, .
     inputs = Inputs.of(x)
     step = lower_eager(
         record(model, inputs, has_loss=False), model, inputs.tensors(),
-        alignment_bytes=64, static_bytes={}, name="", loss_workspace_bytes=0, on_cpu=True,
+        alignment_bytes=64, static_bytes={}, name="", loss=LossMemory(), on_cpu=True,
     )  # fmt: skip
     graph = step.lowered.graph
     costs = tuple(

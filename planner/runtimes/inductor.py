@@ -26,6 +26,7 @@ from planner.joint import JointGraph
 from planner.plan_types import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
 from planner.session import PlannedStep, attention_for, lower_step, plan_step
+from planner.surroundings import LossMemory
 from planner.torch_internals import PartitionFunction
 from planner.units import format_bytes
 
@@ -155,7 +156,7 @@ class InductorRuntime(GraphRuntime):
             outputs=step.lowered.joint.num_forward_outputs,
             lowered=step.lowered,
             costs=step.costs,
-            loss_workspace_bytes=self.options.loss_bytes or 0,
+            loss=self.options.loss or LossMemory(),
         )
 
 

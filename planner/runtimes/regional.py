@@ -34,7 +34,7 @@ from planner.schedule import Schedule
 from planner.session import LoweredStep, Options, attention_for, device_spec, surroundings_of
 from planner.sharding import ROOT, Parameter
 from planner.simulate import simulate
-from planner.surroundings import Surroundings
+from planner.surroundings import LossMemory, Surroundings
 from planner.torch_internals import call_implementation, dynamo_settings
 from planner.whole_step import prefixed, put_together
 
@@ -207,7 +207,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         alignment_bytes=spec.alignment_bytes,
         static_bytes=dict(around.static_bytes),
         name=options.name or type(model).__name__,
-        loss_workspace_bytes=options.loss_bytes or 0,
+        loss=options.loss or LossMemory(),
         ranks=around.gradient_shards,
         units=units,
     )

@@ -1,0 +1,78 @@
+"""Real steps of one model in several ways: which way it runs, what a step allocates, how long each takes in turn."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.memory import measure_peak
+from planner.torch_internals import install_call, uninstall_call
+from planner.verification import run_backward
+from planner.zoo import ZooModel
+
+FEWEST_ROUNDS, MOST_ROUNDS = 5, 400
+
+
+def step_of(loaded: ZooModel) -> Callable[[], Any]:
+    """Give what runs forward and backward once."""
+
+    def step() -> Any:
+        outputs = loaded.model(*loaded.example_args, **loaded.example_kwargs)
+        run_backward(outputs, loaded.loss_fn)
+        return outputs
+
+    return step
+
+
+def use(model: nn.Module, call: Any) -> None:
+    """Let the model run a runtime's call, or itself if that is None."""
+    uninstall_call(model) if call is None else install_call(model, call)
+    model.zero_grad(set_to_none=True)
+
+
+def peak_bytes(prepare: Callable[[], None], step: Callable[[], Any], device: torch.device) -> int:
+    """Measure what a step allocates once everything is made that is made only once."""
+    prepare()
+    step()
+    prepare()
+    return measure_peak(step, device)[0]
+
+
+def in_turn(
+    ways: Sequence[tuple[Callable[[], None], Callable[[], Any]]],
+    limit_seconds: float,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> list[tuple[float, ...]]:
+    """Time all ways in turn, in another order each round: a machine that is shared is faster at one time than another.
+
+    Returns
+    -------
+    list of tuple of float
+        For each round the seconds of each way.
+    """
+    order, shuffle = list(range(len(ways))), random.Random(0).shuffle
+    rounds: list[tuple[float, ...]] = []
+    begun = time.perf_counter()
+    while len(rounds) < FEWEST_ROUNDS or (len(rounds) < MOST_ROUNDS and time.perf_counter() - begun < limit_seconds):
+        took = [0.0] * len(ways)
+        shuffle(order)
+        for number in order:
+            prepare, step = ways[number]
+            prepare()
+            _wait(device)
+            before = time.perf_counter()
+            step()
+            _wait(device)
+            took[number] = time.perf_counter() - before
+        rounds.append(tuple(took))
+    return rounds
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
