@@ -67,7 +67,8 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.T
         first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(f"loss_fn fails on the model's output: {type(error).__name__}: {first}") from error
     handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    return LossMemory(working_bytes=max(0, tracker.peak_bytes - handed_over - held_bytes), held_bytes=held_bytes)
+    working_bytes = max(0, tracker.peak_bytes - handed_over - held_bytes)
+    return LossMemory(working_bytes=working_bytes, held_bytes=held_bytes, is_known=True)
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

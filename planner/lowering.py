@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -293,8 +293,9 @@ class _Lowering:
         for node in tangents:
             made = []
             for tensor in tensors_of(node):
-                self.retained[storage_id(tensor)] = "tangent"
                 made.append(self._new_value(node, tensor, 0, 1))
+                # Whoever differentiates by hand holds the gradients that he gives; those of a loss go to the backward.
+                self.values[-1] = replace(self.values[-1], kind="tangent", retained=not loss.is_known)
             self.storage_of[node] = tuple(made)
             outputs.extend(made)
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.

@@ -28,10 +28,13 @@ class LossMemory:
         Most at a time from its first operation until the outputs have their gradients, without ``held_bytes``.
     held_bytes : int
         Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from.
+    is_known : bool
+        Whether there is one. Where none is known somebody may hold the gradients of the outputs to the end.
     """
 
     working_bytes: int = 0
     held_bytes: int = 0
+    is_known: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner import session
+from planner import study_types
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.memory import measure_peak
 
@@ -54,14 +54,14 @@ def step(model: nn.Module, x: torch.Tensor) -> planner.Plan:
 def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Give the sizes, in bytes of the step without recompute, for which a plan was searched for."""
     seen: list[int] = []
-    make_plan = session.make_plan
+    make_plan = study_types.make_plan
 
     def spy(*arguments: object, **options: object) -> planner.Plan:
         made = make_plan(*arguments, **options)
         seen.append(made.baseline_peak_bytes)
         return made
 
-    monkeypatch.setattr(session, "make_plan", spy)
+    monkeypatch.setattr(study_types, "make_plan", spy)
     yield seen
 
 
