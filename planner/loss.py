@@ -60,7 +60,8 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.T
                 if not isinstance(value, torch.Tensor) or value.dim() != 0:
                     raise UsageError("loss_fn must give a scalar tensor")
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-            held_bytes = tracker.bytes_of(value)
+            # Autograd holds the gradient that it starts from as long as the loss is held.
+            held_bytes = tracker.bytes_of(value) + value.element_size()
     except PlannerError:
         raise
     except Exception as error:
