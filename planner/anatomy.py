@@ -6,20 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from planner.alive import allocations_of, backward_begins
 from planner.checkpoints import BOOKKEEPING
 from planner.graph import OperationCost, Phase, TrainingGraph
 from planner.layers import Layers
 from planner.plan_parts import LayerPlacement, PeakLocation
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, lifetimes
-
-_OWN_KINDS = {
-    "gradient": "gradients",
-    "output": "outputs",
-    "tangent": "tangents",
-    "weight copy": "autocast weight copies",
-    "in flight": "other micro-batches",
-}
 
 
 def anatomy_of_peak(
@@ -36,50 +29,10 @@ def anatomy_of_peak(
         others), ``recomputed values``, ``gradient temporaries``, ``workspace`` and ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
-    if not schedule.order:
-        return dict(alive)
-    peak, order = evaluation.peak_position, schedule.order
-    backward_position = _backward_position(graph, schedule)
-    made: set[int] = set()
-    for copy in lifetimes(graph, schedule):
-        first = copy.value not in made
-        made.add(copy.value)
-        if copy.born <= peak <= copy.died:
-            value = graph.values[copy.value]
-            producer = graph.operations[graph.producer[copy.value]]
-            if not first:
-                kind = "recomputed values"
-            elif value.kind in _OWN_KINDS:
-                kind = _OWN_KINDS[value.kind]
-            elif producer.phase is Phase.BACKWARD:
-                kind = "gradient temporaries"
-            elif copy.died >= backward_position:
-                kind = "saved activations"
-            else:
-                kind = "forward temporaries"
-            alive[kind] += value.size_bytes
-    alive["workspace"] += costs[order[peak]].workspace_bytes
-    alive["random state"] += _random_state_bytes(graph, schedule, peak)
+    for made in allocations_of(graph, costs, schedule):
+        if made.born <= evaluation.peak_position <= made.died:
+            alive[made.kind] += made.size_bytes
     return {kind: size for kind, size in alive.items() if size}
-
-
-def _backward_position(graph: TrainingGraph, schedule: Schedule) -> int:
-    """Give the position where the backward begins, its recomputations included; past the end if there is none."""
-    for position, index in enumerate(schedule.order):
-        if graph.operations[index].phase is Phase.BACKWARD:
-            return position
-    return len(schedule.order)
-
-
-def _random_state_bytes(graph: TrainingGraph, schedule: Schedule, position: int) -> int:
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for at, index in enumerate(schedule.order):
-        first.setdefault(index, at)
-        last[index] = at
-    return sum(
-        graph.operations[index].state_bytes for index in first if first[index] <= position <= last[index] > first[index]
-    )
 
 
 def locate_peak(graph: TrainingGraph, schedule: Schedule, evaluation: Evaluation) -> PeakLocation:
@@ -109,7 +62,7 @@ def locate_operation(graph: TrainingGraph, name: str) -> PeakLocation:
 def saved_bytes_by_layer(graph: TrainingGraph, layers: Layers, schedule: Schedule) -> Counter[str]:
     """Give the bytes of each layer's forward activations whose first copy lives into the backward."""
     saved: Counter[str] = Counter()
-    backward_position = _backward_position(graph, schedule)
+    backward_position = backward_begins(graph, schedule)
     made: set[int] = set()
     for copy in lifetimes(graph, schedule):
         producer = graph.producer[copy.value]

@@ -11,12 +11,17 @@ from planner.errors import UsageError
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """Write a text as UTF-8; see :func:`write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file through a temporary one beside it, so that nobody ever sees half of it.
 
     Parameters
     ----------
     path : str or Path
-    text : str
+    content : bytes
 
     Raises
     ------
@@ -29,12 +34,12 @@ def write_text(path: str | Path, text: str) -> None:
         if target.exists() and not target.is_file():
             if target.is_dir():
                 raise UsageError(f"cannot write {target}: it is a directory; name a file")
-            target.write_text(text, encoding="utf-8")  # a pipe or a device cannot be replaced
+            target.write_bytes(content)  # a pipe or a device cannot be replaced
             return
         target = target.resolve()  # a link stays a link, what it points at is replaced
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())

@@ -28,6 +28,7 @@ from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.session import Options, check_match, cost, device_spec, fingerprint
 from planner.simulate import simulate
+from planner.step_details import step_details
 from planner.surroundings import LossMemory, as_planned
 
 
@@ -167,8 +168,10 @@ class _Session:
         smallest_bytes = min(lowest.peak_bytes + self.graph.total_static_bytes, plan.peak_bytes)
         blocks = set(find_layers(self.graph).blocks)
         layers = [region for region in self.regions if region.module in blocks]
+        schedule = plan.schedule_for(self.graph)
         return replace(
             plan,
+            details=step_details(problem, schedule, simulate(self.graph, self.costs, schedule)),
             minimum_feasible_peak_bytes=max(smallest_bytes, plan.optimizer_peak_bytes),
             baselines=(
                 self._row("none", [], plan),

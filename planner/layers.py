@@ -139,11 +139,17 @@ def _label(names: list[str]) -> str:
     row = names[0].rstrip("0123456789")
     numbers = sorted(int(name[len(row) :]) for name in names)
     row = row.rstrip("._") or "layers"
-    return f"{row} {_ranges(numbers)} (x{len(numbers)})"
+    return f"{row} {number_ranges(numbers)} (x{len(numbers)})"
 
 
-def _ranges(numbers: list[int]) -> str:
-    """Write numbers as ranges: ``0-3,5``."""
+def number_ranges(numbers: list[int]) -> str:
+    """Write rising numbers as ranges.
+
+    Examples
+    --------
+    >>> number_ranges([0, 1, 2, 3, 5])
+    '0-3,5'
+    """
     shown: list[str] = []
     start = previous = numbers[0]
     for number in [*numbers[1:], None]:

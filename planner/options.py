@@ -79,7 +79,8 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.micro_batches is None:
         raise UsageError("--pipeline-stages needs --micro-batches M: how many one training step has")
     refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
-               "--operations": args.operations, "--runtime": args.runtime != "auto"}  # fmt: skip
+               "--operations": args.operations, "--html": args.html, "--tree": args.tree,
+               "--memory-viz": args.memory_viz, "--runtime": args.runtime != "auto"}  # fmt: skip
     if given := [option for option, value in refused.items() if value]:
         raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
     schedule = args.schedule or "1f1b"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.atomic import write_text
+from planner.details_file import details_data, hold_to_plan, read_details
 from planner.errors import PlanFileError
 from planner.findings import Finding, Severity
 from planner.plan_node import Node, parse
@@ -61,6 +62,8 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
     }
     if plan.reserved is not None:
         data["predicted"]["cuda_allocator"] = asdict(plan.reserved)
+    if plan.details is not None:
+        data["details"] = details_data(plan.details)
     if plan.verification is not None:
         measured = asdict(plan.verification)
         data["measured"] = {**measured, "differences": list(plan.verification.differences)}
@@ -149,6 +152,7 @@ def from_json(text: str) -> Plan:
         optimizer_peak_bytes=root["optimizer_step"]["peak_bytes"].integer(),
         runtime=root["runtime"].text(),
         reserved=_reserved(root["predicted"]["cuda_allocator"]) if root["predicted"].has("cuda_allocator") else None,
+        details=read_details(root["details"]) if root.has("details") else None,
     )
     _hold_together(plan)
     return plan
@@ -167,6 +171,7 @@ def _hold_together(plan: Plan) -> None:
         raise PlanFileError(f"optimizer_step.peak_bytes is above the budget of {plan.budget_bytes}")
     if plan.total_static_bytes > plan.peak_bytes:
         raise PlanFileError(f"static_bytes adds up to {plan.total_static_bytes}, above the peak of {plan.peak_bytes}")
+    hold_to_plan(plan)
 
 
 def _peak_location(node: Node) -> PeakLocation:

@@ -13,6 +13,7 @@ from typing import Any
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings import Finding
 from planner.graph import TrainingGraph
+from planner.plan_details import StepDetails
 from planner.plan_parts import (
     BaselineRow,
     LayerPlacement,
@@ -75,6 +76,8 @@ class Plan:
         What real steps showed, once they have been run.
     runtime : str
         Name of the runtime that the plan is made for.
+    details : StepDetails, optional
+        The step over time, and what fills its peak.
     operations : tuple of OperationRow
         Every operation with its cost. Not part of a plan file, nor of comparisons.
     """
@@ -107,6 +110,7 @@ class Plan:
     optimizer_peak_bytes: int = 0
     reserved: ReservedMemory | None = None
     runtime: str = "graph"
+    details: StepDetails | None = None
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -194,6 +198,12 @@ class Plan:
         from planner.plan_file import from_json
 
         return from_json(text)
+
+    def to_html(self) -> str:
+        """Give the report as one HTML page that needs nothing beside itself."""
+        from planner.report.page import to_html
+
+        return to_html(self)
 
     def save(self, path: str | Path) -> None:
         """Write the plan file, whole or not at all."""

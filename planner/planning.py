@@ -25,6 +25,7 @@ from planner.problem import Problem, Progress, Solution, confirm
 from planner.reservation import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.schedule import Schedule
 from planner.solvers import solve
+from planner.step_details import one_more_gib, step_details
 from planner.surroundings import Surroundings
 from planner.units import format_bytes, parse_size
 
@@ -179,8 +180,8 @@ def plan_from_solution(
     origin : PlanOrigin, optional
     surroundings : Surroundings, optional
     compare : bool
-        Whether to find the baselines and the smallest feasible peak; without it the plan's own peak stands
-        for that.
+        Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
+        and the details of the step.
 
     Raises
     ------
@@ -195,7 +196,10 @@ def plan_from_solution(
     anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
     minimum_peak_bytes = evaluation.peak_bytes
     reserved = reserved_by_cuda(problem, schedule, surroundings)
+    details = None
     if compare:
+        more = one_more_gib(problem, evaluation.recompute_seconds)
+        details = step_details(problem, schedule, evaluation, more)
         minimum_peak_bytes = min(minimum_peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
     return Plan(
         model=graph.name,
@@ -232,6 +236,7 @@ def plan_from_solution(
             *reserve_warnings(problem, surroundings, reserved),
             *origin.warnings,
         ),
+        details=details,
         operations=_operation_rows(problem, schedule),
     )
 

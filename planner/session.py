@@ -440,5 +440,6 @@ def _take_over(
             recompute_seconds=plan.recompute_seconds,
             lower_bound_seconds=plan.lower_bound_seconds,
             status=plan.status,
+            details=plan.details or taken.details,
         )
     return PlannedStep(lowered, costs, taken, schedule)

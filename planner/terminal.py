@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from planner.problem import Progress
 
 
+_IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░─│└├·…", "   #####.-|++-~")
+"""What stands for what a report draws with; half a block and more are a whole one."""
+
+
 def show(draw: Callable[[Any], None]) -> None:
     """Print what is drawn on a console of the terminal's width, in whatever encoding standard output has."""
     from rich.console import Console
@@ -21,8 +25,16 @@ def show(draw: Callable[[Any], None]) -> None:
     console = Console(highlight=False)
     with console.capture() as capture:
         draw(console)
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(capture.get().encode(encoding, "replace").decode(encoding))
+    sys.stdout.write(encodable(capture.get(), sys.stdout.encoding or "utf-8"))
+
+
+def encodable(text: str, encoding: str) -> str:
+    """Give a text in characters that an encoding has; where blocks and lines are missing, ASCII draws them."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_IN_ASCII).encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def write_json(report: dict[str, Any], path: str | None) -> None:

@@ -79,6 +79,7 @@ ONLY_IN = {
     "pulp": ("planner.solvers._pulp",),
     "highspy": ("planner.solvers._pulp",),
     "rich": ("planner.report", "planner.terminal"),
+    "jinja2": ("planner.report",),
     "transformers": ("planner.zoo_transformers",),
 }
 

@@ -187,6 +187,19 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
     assert found.out == ""
 
 
+def test_the_report_as_page_tree_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
+    page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
+    done = run("plan", "toy", "--budget", "80%", "--tree", "--html", str(page), "--memory-viz", str(snapshot))
+    assert done.code == 0 and "Modules: saved, freed, added" in done.out
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
+    nowhere = str(tmp_path / "missing" / "file")
+    for option in ("--html", "--memory-viz"):
+        run("plan", "toy", "--budget", "80%", option, nowhere).assert_error(2, "cannot write")
+        run(
+            "plan", "toy", "--budget", "80%", "--pipeline-stages", "2", "--micro-batches", "2", option, str(page)
+        ).assert_error(2, option)
+
+
 def test_a_truncated_plan_file(run: Any, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert run(*PLAN, "--budget", "65%", "--save", str(path)).code == 0

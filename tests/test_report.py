@@ -31,6 +31,7 @@ from planner.report.style import compact_count
 from planner.report.verdict import verdict
 from planner.schedule import Schedule, recompute_lazily
 from planner.simulate import simulate
+from planner.terminal import encodable
 from planner.units import format_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -55,7 +56,7 @@ def example_plan(*, verified: bool = True) -> Plan:
         schedule=schedule,
         peak_bytes=evaluation.peak_bytes,
         recompute_seconds=evaluation.recompute_seconds,
-        lower_bound_seconds=0.95 * evaluation.recompute_seconds,
+        lower_bound_seconds=0.45 * evaluation.recompute_seconds,
         solve_seconds=1.25,
     )
     problem = make_problem(graph, costs, activation_budget=evaluation.peak_bytes + 2**19)
@@ -127,7 +128,7 @@ def section(text: str, title: str) -> list[str]:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_anatomy_adds_up_in_bytes_and_as_shown(width: int) -> None:
     text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
-    rows = [re.fullmatch(r"(\S.*?)  +([\d.,]+) (\w+)  +([\d,]+)  +([\d.]+)%", line.strip())
+    rows = [re.fullmatch(r"(\S.*?)  +([\d.,]+) (\w+)  +([\d,]+)  +([\d.]+)%(  █*)?", line.strip())
             for line in section(text, "Peak memory")]  # fmt: skip
     found = [match for match in rows if match]
     *parts, total = found
@@ -152,6 +153,72 @@ def test_the_placement_adds_up_as_shown(plan: Plan, width: int) -> None:
         assert sum(float(match[column]) for match in parts) == pytest.approx(expected, abs=0.05 * len(found))
     assert float(total[1]) * 2**20 == pytest.approx(sum(x.saved_bytes for x in plan.placement), abs=0.05 * 2**20)
     assert int(total[3]) == sum(len(again) for again in plan.recomputations.values())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_parts_come_in_their_order(width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    parts = ("FITS ", "Peak memory", "Beside other ways", "Placement, layer by layer", "Memory over the step",
+             "With more memory, or less", "Measured in", "How far to trust it")  # fmt: skip
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_way_shows_its_distance_to_the_bound(plan: Plan, width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    rows = [re.fullmatch(r"(\S.*?)  +([\d.]+) MiB  +(yes|no)  +\+([\d.]+)%  +(-|\+[\d.]+%).*", line)
+            for line in section(text, "Beside other ways")]  # fmt: skip
+    found = [match for match in rows if match]
+    names = ["none", "every layer", "every second layer", "sqrt(L)", "chain DP", "this plan"]
+    assert [match[1] for match in found] == names
+    for match in found:
+        fits = float(match[2]) * 2**20 <= plan.budget_bytes + 0.05 * 2**20
+        assert (match[3] == "yes") == fits == (match[5] != "-")
+        if fits:
+            bound = 100 * plan.lower_bound_overhead
+            assert float(match[4]) - float(match[5].strip("+%")) == pytest.approx(bound, abs=0.11)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_chart_stands_where_the_bytes_are(plan: Plan, width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    lines = section(text, "Memory over the step")
+    lines = [text.splitlines()[text.splitlines().index("Memory over the step") + 1], *lines]
+    rows = [line.partition("│")[2] for line in lines if re.match(r"\s*([\d.]+ MiB)? *│", line)]
+    assert lines[0].startswith(f"{plan.baseline_peak_bytes / 2**20:.1f} MiB │")
+    assert any(line.startswith(f"{plan.budget_bytes / 2**20:.1f} MiB │─") for line in lines)
+    cell_bytes = plan.baseline_peak_bytes / len(rows)
+
+    def top_bytes(drawn: str) -> float:
+        """Give how high the highest column stands that is drawn with some characters."""
+        for number, row in enumerate(rows):
+            if parts := [drawn.index(cell) + 1 for cell in row if cell in drawn]:
+                return cell_bytes * (len(rows) - number - 1 + max(parts) / len(drawn))
+        return 0.0
+
+    assert top_bytes("▁▂▃▄▅▆▇█") == pytest.approx(plan.peak_bytes, abs=cell_bytes / 8)
+    assert top_bytes("░") == pytest.approx(plan.baseline_peak_bytes, abs=cell_bytes)
+
+
+def test_the_tree_adds_up(plan: Plan) -> None:
+    stream = io.StringIO()
+    render(plan, Console(file=stream, width=100, highlight=False), show_tree=True)
+    lines = stream.getvalue().split("Modules: saved, freed, added\n")[1].split("\n\n")[0].splitlines()
+    sizes = [re.search(r"saved ([\d.]+) MiB", line) for line in lines]
+    saved = {line.split("  saved")[0].strip(" │├└─"): float(size[1]) for line, size in zip(lines, sizes, strict=True)
+             if size}  # fmt: skip
+    assert saved["toy"] == pytest.approx(sum(layer.saved_bytes for layer in plan.placement) / 2**20, abs=0.05)
+    assert saved["toy"] == pytest.approx(saved["transformer"] + saved["lm_head"], abs=0.15)
+    assert "0-1,3-4 (x4)" in saved and "5-7 (x3)" in saved
+    assert "Modules" not in shown(plan, 100)
+
+
+def test_ascii_stands_for_what_an_encoding_lacks(plan: Plan) -> None:
+    text = shown(plan, 80)
+    assert encodable(text, "utf-8") == text
+    plain = encodable(text, "ascii")
+    assert plain.isascii() and "?" not in plain and "|" in plain and "####" in plain and "...." in plain
 
 
 def test_identical_layers_are_named_as_a_range() -> None:
@@ -229,7 +296,9 @@ def test_the_operations_table_adds_up(plan: Plan) -> None:
 
 
 def test_a_plan_without_parts_can_be_shown(plan: Plan) -> None:
-    bare = dataclasses.replace(plan, baselines=(), placement=(), warnings=(), verification=None, anatomy={})
+    bare = dataclasses.replace(
+        plan, baselines=(), placement=(), warnings=(), verification=None, anatomy={}, details=None
+    )
     assert shown(bare, 80).startswith("FITS")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
@@ -25,9 +26,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def report_plan(
-    args: argparse.Namespace, *, verify: bool, plan_file: str | None = None, save: str | None = None
+    args: argparse.Namespace,
+    *,
+    verify: bool,
+    plan_file: str | None = None,
+    write: Callable[[Plan], None] | None = None,
+    show_tree: bool = False,
 ) -> int:
-    """Make or read the plan, save it, run real steps, and show all that."""
+    """Make or read the plan, run real steps, write what else is asked for, and show all that."""
     from planner.planning import NoPlanFitsError
 
     try:
@@ -41,13 +47,13 @@ def report_plan(
 
             show(lambda console: render_infeasible(report, console))
         raise
-    if save:
-        plan.save(save)
+    if write:
+        write(plan)
     write_json(plan.report(operations=args.operations), args.json)
     if args.json != "-":
         from planner.report import render
 
-        show(lambda console: render(plan, console, show_operations=args.operations))
+        show(lambda console: render(plan, console, show_operations=args.operations, show_tree=show_tree))
     _hold_to_measured(plan)
     return 0
 

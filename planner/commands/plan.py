@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from planner.commands import _asked, _planning
 from planner.errors import UsageError
@@ -18,6 +19,9 @@ from planner.options import (
 )
 from planner.terminal import quiet, reporting, show, write_json
 
+if TYPE_CHECKING:
+    from planner.plan_types import Plan
+
 
 class _Plan:
     name = "plan"
@@ -29,17 +33,37 @@ class _Plan:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
         parser.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
+        parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+        parser.add_argument("--tree", action="store_true", help="add the tree of all modules to the report")
+        parser.add_argument(
+            "--memory-viz", metavar="FILE.pickle", help="write the predicted allocations for pytorch.org/memory_viz"
+        )
         parser.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
         pipeline_options(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         _planning.check(args)
-        _asked.check_writable(args.save)
+        _asked.check_writable(args.save, args.html, args.memory_viz)
         if args.verify and args.tensor_parallel > 1:
             raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
         if pipeline_of(args):
             return _run_pipeline(args)
-        return _planning.report_plan(args, verify=args.verify, save=args.save)
+        return _planning.report_plan(
+            args, verify=args.verify, write=lambda plan: _write(plan, args), show_tree=args.tree
+        )
+
+
+def _write(plan: Plan, args: argparse.Namespace) -> None:
+    """Write the files that are asked for."""
+    from planner import memory_viz
+    from planner.atomic import write_text
+
+    if args.save:
+        plan.save(args.save)
+    if args.memory_viz:
+        memory_viz.save(plan, args.memory_viz)
+    if args.html:
+        write_text(args.html, plan.to_html())
 
 
 def _run_pipeline(args: argparse.Namespace) -> int:

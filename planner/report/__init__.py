@@ -7,7 +7,19 @@ from typing import Any
 from rich.console import Console
 
 from planner.plan_types import Plan
-from planner.report import anatomy, baselines, operations, origin, placement, verdict, verification, warnings
+from planner.report import (
+    anatomy,
+    baselines,
+    operations,
+    origin,
+    placement,
+    room,
+    timeline,
+    tree,
+    verdict,
+    verification,
+    warnings,
+)
 from planner.report.device import render as render_device
 from planner.report.diagnosis import render as render_diagnosis
 from planner.report.pipeline import render as render_pipeline
@@ -25,7 +37,7 @@ __all__ = [
 ]
 
 
-def render(plan: Plan, console: Console, *, show_operations: bool = False) -> None:
+def render(plan: Plan, console: Console, *, show_operations: bool = False, show_tree: bool = False) -> None:
     """Print the report of a plan.
 
     Parameters
@@ -34,12 +46,17 @@ def render(plan: Plan, console: Console, *, show_operations: bool = False) -> No
     console : rich.console.Console
     show_operations : bool
         Add the table of all operations.
+    show_tree : bool
+        Add the tree of all modules.
     """
     verdict.print_verdict(verdict.verdict(plan), console, style="bold green")
     for part in (
         anatomy.render(plan),
         baselines.render(plan),
         placement.render(plan),
+        tree.render(plan) if show_tree else None,
+        timeline.render(plan),
+        room.render(plan),
         warnings.render(plan),
         verification.render(plan),
         origin.render(plan),

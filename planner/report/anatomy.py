@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from planner.plan_types import Plan
+from planner.report.placement import short_name
 from planner.report.style import cells, in_unit_of, table
 from planner.units import format_bytes, format_percent
 
@@ -19,6 +20,12 @@ _ORDER = (
     "tangents", "workspace", "random state", "library workspace", "communication buffers", "reserve",
 )  # fmt: skip
 """Kinds from what stays longest to what stays least; unknown kinds come last."""
+
+_BAR = 24
+"""Length of the bar that stands for the whole."""
+
+_LARGEST = 5
+"""So many kinds of tensors are named; the page shows more."""
 
 
 def render(plan: Plan) -> Group:
@@ -31,7 +38,24 @@ def render(plan: Plan) -> Group:
         _sizes(plan.anatomy, f"Peak memory, {format_bytes(plan.peak_bytes)}", "peak"),
         Text(f"The peak is in the {place}. Without recompute it is {format_bytes(plan.baseline_peak_bytes)}{saving}"),
         *_beyond(plan),
+        *_largest(plan),
     )
+
+
+def _largest(plan: Plan) -> Iterator[Text]:
+    """Name the tensors that fill most of the peak, those of equal layers together."""
+    named = [row for row in plan.details.alive if row.kind][:_LARGEST] if plan.details else []
+    if not named:
+        return
+    yield Text("Largest there:")
+    widest = max(len(in_unit_of(row.size_bytes, plan.peak_bytes)) for row in named)
+    for row in named:
+        each = f"{row.count} x " if row.count > 1 else ""
+        made = f"{short_name(row.operation)} in {row.module or 'the model'}"
+        source = f" ({row.source.rpartition('/')[2]})" if row.source else ""
+        size = in_unit_of(row.size_bytes, plan.peak_bytes)
+        line = f"  {size:>{widest}}  {each}{made}{source}: {row.kind}"
+        yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
 def _beyond(plan: Plan) -> Iterator[Text]:
@@ -59,14 +83,26 @@ def render_infeasible(report: dict[str, Any]) -> Group:
     )
 
 
+def sorted_kinds(plan: Plan) -> list[str]:
+    """Give the kinds of what is alive at the peak, from what stays longest to what stays least."""
+    return _sorted(plan.anatomy)
+
+
+def _sorted(sizes: dict[str, int]) -> list[str]:
+    rank = {kind: position for position, kind in enumerate(_ORDER)}
+    return sorted(sizes, key=lambda kind: rank.get(kind, len(rank)))
+
+
 def _sizes(sizes: dict[str, int], title: str, total: str) -> Table:
     whole_bytes = sum(sizes.values())
     shown = table("", "size", "bytes", "share", title=title)
-    rank = {kind: position for position, kind in enumerate(_ORDER)}
-    for kind in sorted(sizes, key=lambda kind: rank.get(kind, len(rank))):
+    shown.columns[0].no_wrap = True  # the bars give way first
+    shown.add_column(overflow="crop")
+    for kind in _sorted(sizes):
         size = sizes[kind]
         if size:
             share = format_percent(size / whole_bytes)
-            shown.add_row(*cells(kind, in_unit_of(size, whole_bytes), f"{size:,}", share))
+            bar = Text("█" * round(_BAR * size / whole_bytes), style="green")
+            shown.add_row(*cells(kind, in_unit_of(size, whole_bytes), f"{size:,}", share), bar)
     shown.add_row(*cells(total, in_unit_of(whole_bytes, whole_bytes), f"{whole_bytes:,}", "100.0%", style="bold"))
     return shown

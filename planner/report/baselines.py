@@ -15,7 +15,7 @@ def render(plan: Plan) -> Group | None:
     """Show the baselines: peak, whether it fits, overhead, how far above the bound, time to find it."""
     if not plan.baselines:
         return None
-    shown = table("way", "peak", "fits", "overhead", "above bound", "found in", title="Beside other ways")
+    shown = table("way", "peak", "fits", "overhead", "gap", "found in", title="Beside other ways")
     largest_bytes = max((row.peak_bytes or 0) for row in plan.baselines)
     notes = []
     for row in plan.baselines:

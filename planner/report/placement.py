@@ -3,44 +3,111 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.console import Group
+from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from planner.layers import collapse
 from planner.plan_parts import LayerPlacement
 from planner.plan_types import Plan
-from planner.report.style import cells, in_unit_of, table
+from planner.report.style import in_unit_of
 from planner.units import format_bytes, format_seconds
 
-_LABEL_LENGTH = 25
+NUMBERS = ("saved", "freed", "again", "added", "freed/ms")
+_GAP = "  "
+_LABEL_AT_LEAST, _LABEL_AT_MOST = 16, 40
 
 
-def render(plan: Plan) -> Group | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of the placement: a layer, or several that are alike.
+
+    Parameters
+    ----------
+    label : str
+        ``"h 0-3 (x4)"``.
+    positions : tuple of int
+        Which layers of the plan these are.
+    numbers : tuple of str
+        Saved, freed, again, added, freed for each millisecond: sums over the layers.
+    why : str
+        What is recomputed, or why nothing is.
+    """
+
+    label: str
+    positions: tuple[int, ...]
+    numbers: tuple[str, ...]
+    why: str
+
+
+def render(plan: Plan) -> Placement | None:
     """Show saved, freed, recomputed and added by layer; a row for several layers shows their sums."""
+    return Placement(rows(plan)) if plan.placement else None
+
+
+class Placement:
+    """The table of the layers, with a line beneath each row that says why.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        The last adds up the others.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        columns = list(zip(NUMBERS, *(row.numbers for row in self._rows), strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        if options.max_width < _LABEL_AT_LEAST + sum(len(_GAP) + width for width in widths):
+            widths.pop()  # what a layer frees for each millisecond can be worked out
+        room = options.max_width - sum(len(_GAP) + width for width in widths)
+        room = min(max(room, _LABEL_AT_LEAST), _LABEL_AT_MOST)
+        labels = [fitting(row.label, room) for row in self._rows]
+        room = max(map(len, (*labels, "layer")))
+
+        def line(label: str, numbers: Sequence[str], style: str = "") -> Text:
+            shown = (f"{number:>{width}}" for number, width in zip(numbers, widths, strict=False))
+            return Text(_GAP.join((f"{label:<{room}}", *shown)).rstrip(), style=style)
+
+        yield Text("Placement, layer by layer", style="bold")
+        yield line("layer", NUMBERS, "bold")
+        for label, row in zip(labels, self._rows, strict=True):
+            yield line(label, row.numbers, "" if row.why else "bold")
+            if row.why:
+                yield Text(f"{_GAP}{row.why}", style="dim", no_wrap=True, overflow="ellipsis")
+        yield Text("Of several layers (xN) a row shows the sums; 'again' counts runs beyond the first.")
+
+
+def rows(plan: Plan) -> list[Row]:
+    """Give the rows of the placement in forward order, and last all of them together."""
     layers = plan.placement
-    if not layers:
-        return None
-    shown = table("layer", "saved", "freed", "again", "added", "why", title="Placement, layer by layer")
-    shown.columns[-1].justify = "left"
-    shown.columns[-1].no_wrap = False
-    shown.columns[-1].overflow = "fold"
-    shown.columns[-1].min_width = 16
-    largest_bytes = max(abs(size) for layer in layers for size in (layer.saved_bytes, layer.freed_bytes))
-    for label, members in collapse([layer.module for layer in layers], _signatures(layers)):
-        shown.add_row(*cells(*_row(_fitting(label), [layers[i] for i in members], largest_bytes)))
-    total = _row("all", layers, largest_bytes)
-    shown.add_row(*cells(*total[:-1], "", style="bold"))
-    return Group(shown, Text("Of several layers (xN) a row shows the sums; 'again' counts runs beyond the first."))
+    largest_bytes = max((abs(size) for layer in layers for size in (layer.saved_bytes, layer.freed_bytes)), default=0)
+    found = [
+        _row(label, positions, [layers[i] for i in positions], largest_bytes)
+        for label, positions in collapse([layer.module for layer in layers], _signatures(layers))
+    ]
+    total = _row("all", range(len(layers)), layers, largest_bytes)
+    return [*found, Row(label=total.label, positions=total.positions, numbers=total.numbers, why="")]
 
 
-def _fitting(label: str) -> str:
-    """Cut a long path from the left, whole names only, as long as two of them are left."""
+def fitting(label: str, length: int) -> str:
+    """Cut a path that is too long from the left, whole names while two of them are left.
+
+    Examples
+    --------
+    >>> fitting("bert.encoder.layer.0", 16), fitting("averylongname", 8)
+    ('…encoder.layer.0', '…ongname')
+    """
     cut = label
-    while len(cut) > _LABEL_LENGTH and cut.count(".") > 1:
+    while len(cut) >= length and cut.count(".") > 1:
         cut = cut.partition(".")[2]
-    return cut if cut == label else f"…{cut}"
+    if len(label) <= length:
+        return label
+    return f"…{cut[-(length - 1) :]}"
 
 
 def _signatures(layers: Sequence[LayerPlacement]) -> list[object]:
@@ -50,37 +117,39 @@ def _signatures(layers: Sequence[LayerPlacement]) -> list[object]:
     ]
 
 
-def _row(label: str, layers: Sequence[LayerPlacement], largest_bytes: int) -> list[str]:
+def _row(label: str, positions: Sequence[int], layers: Sequence[LayerPlacement], largest_bytes: int) -> Row:
     saved_bytes = sum(layer.saved_bytes for layer in layers)
     freed_bytes = sum(layer.freed_bytes for layer in layers)
     added_seconds = sum(layer.added_seconds for layer in layers)
-    return [
-        label,
-        in_unit_of(saved_bytes, largest_bytes),
-        in_unit_of(freed_bytes, largest_bytes),
-        str(sum(layer.recomputed for layer in layers)),
-        format_seconds(added_seconds) if added_seconds else "-",
-        _why(layers, saved_bytes, freed_bytes, added_seconds),
-    ]
+    is_paid = added_seconds > 0 and freed_bytes > 0
+    return Row(
+        label=label,
+        positions=tuple(positions),
+        numbers=(
+            in_unit_of(saved_bytes, largest_bytes),
+            in_unit_of(freed_bytes, largest_bytes),
+            str(sum(layer.recomputed for layer in layers)),
+            format_seconds(added_seconds) if added_seconds else "-",
+            format_bytes(freed_bytes / added_seconds / 1000) if is_paid else "-",
+        ),
+        why=_why(layers, saved_bytes, freed_bytes),
+    )
 
 
-def _why(layers: Sequence[LayerPlacement], saved_bytes: int, freed_bytes: int, added_seconds: float) -> str:
-    """Say what is recomputed and what that buys, or what keeping saves."""
+def _why(layers: Sequence[LayerPlacement], saved_bytes: int, freed_bytes: int) -> str:
+    """Say what is recomputed, or what keeping saves."""
     targets: Counter[str] = Counter()
     for target, count in layers[0].targets.items():
-        targets[_short(target)] += count
+        targets[short_name(target)] += count
     names = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in targets.most_common())
-    if added_seconds > 0 and freed_bytes > 0:
-        return f"{names}: frees {format_bytes(freed_bytes / added_seconds / 1000)} per ms"
     if names:
-        return f"{names}: needed by others"
+        return names if freed_bytes > 0 else f"{names}: others need it again"
     if saved_bytes:
-        seconds = sum(layer.forward_seconds for layer in layers)
-        return f"kept: recomputing all costs up to {format_seconds(seconds)}"
+        return f"kept: recomputing all costs up to {format_seconds(sum(layer.forward_seconds for layer in layers))}"
     return "nothing to keep"
 
 
-def _short(target: str) -> str:
+def short_name(target: str) -> str:
     """Give an operator's own name: ``aten.mm.default`` is ``mm``."""
     parts = target.split(".")
     return parts[1] if len(parts) > 1 else target

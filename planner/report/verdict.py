@@ -18,21 +18,25 @@ def verdict(plan: Plan) -> str:
     """Give the verdict on a plan as one line."""
     budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
     peak = in_unit_of(plan.whole_step_peak_bytes, plan.budget_bytes, digits=1).split()[0]
-    return f"FITS {peak} of {budget} · {_cost(plan)} · {_layers(plan)}"
+    return f"FITS {peak} of {budget} · {_cost(plan)} · {layers(plan)}"
 
 
 def _cost(plan: Plan) -> str:
     cost = f"{signed_percent(plan.overhead)} step time"
     if plan.recompute_seconds <= 0:
         return cost
-    if plan.lower_bound_seconds <= 0:
-        return f"{cost} (no lower bound proven)"
+    return f"{cost} ({bound(plan)})"
+
+
+def bound(plan: Plan) -> str:
+    """Say what is proven of all plans within the budget."""
+    if plan.lower_bound_seconds <= 0 < plan.recompute_seconds:
+        return "no lower bound proven"
     # Rounded down: the sentence must stay true.
-    bound = math.floor(plan.lower_bound_overhead * 1000 + 1e-6) / 1000
-    return f"{cost} (no plan can pay less than {signed_percent(bound)})"
+    return f"no plan can pay less than {signed_percent(math.floor(plan.lower_bound_overhead * 1000 + 1e-6) / 1000)}"
 
 
-def _layers(plan: Plan) -> str:
+def layers(plan: Plan) -> str:
     """Say how many layers recompute; blocks count if the model has any, other modules if not."""
     blocks = [layer for layer in plan.placement if layer.block]
     counted = blocks or [layer for layer in plan.placement if layer.module]

@@ -176,6 +176,7 @@ def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
         anatomy={**plan.static_bytes, "compiled code": peak_bytes - plan.total_static_bytes},
         minimum_feasible_peak_bytes=min(plan.minimum_feasible_peak_bytes, peak_bytes),
         warnings=(*(w for w in plan.warnings if w.rule != note.rule), note),
+        details=None,
     )
 
 

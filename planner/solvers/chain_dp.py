@@ -34,6 +34,9 @@ _SPARE = 1.25
 _MINOR_SHARES = (0.0, 0.25)
 """Two chains are tried: of clean cuts only, and a finer one."""
 
+_SECONDS_PER_RUN = 1e-3
+"""About what one run of stages takes, where work is counted and not time."""
+
 _SAVE = 0
 """Choice of saving the first stage of a run; any other is how many stages are passed."""
 
@@ -76,6 +79,7 @@ class ChainDpSolver:
                     if clock.left() < 0:
                         break
                     curves = Curves(chain, limit_bytes)
+                    clock.work(_SECONDS_PER_RUN * len(curves.points))
                     search.along(curves)
                     if progress:
                         progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of them")

@@ -1,0 +1,103 @@
+"""The report as one HTML page that needs nothing beside itself: no network, no other file.
+
+The template writes everything down, escaped; the script only shows what is under the pointer and
+which layer was chosen.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from planner.plan_types import Plan
+from planner.report import origin, placement, room, style, verdict
+from planner.report.anatomy import sorted_kinds
+from planner.report.page import charts
+from planner.units import format_bytes, format_percent, format_seconds
+
+_MOST_TENSORS = 20
+
+
+def to_html(plan: Plan) -> str:
+    """Give the page of a plan.
+
+    Parameters
+    ----------
+    plan : Plan
+        Fresh, or read from a file.
+
+    Returns
+    -------
+    str
+        The whole page. Names in it come from the model, and are escaped.
+    """
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+                                     lstrip_blocks=True)  # fmt: skip
+    environment.filters["bytes"] = format_bytes
+    environment.filters["seconds"] = format_seconds
+    environment.filters["percent"] = format_percent
+    environment.filters["signed"] = style.signed_percent
+    environment.filters["short"] = placement.short_name
+    template = environment.from_string(_resource("page.html.j2"))
+    return template.render(_context(plan)) + "\n"
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _context(plan: Plan) -> dict[str, Any]:
+    details = plan.details
+    return {
+        "plan": plan,
+        "css": _resource("page.css"),
+        "js": _resource("page.js"),
+        "verdict": verdict.verdict(plan),
+        "bound": verdict.bound(plan),
+        "layers_recomputed": verdict.layers(plan),
+        "anatomy": [(kind, plan.anatomy[kind], plan.anatomy[kind] / plan.peak_bytes) for kind in sorted_kinds(plan)],
+        "timeline": charts.timeline(plan, details) if details and details.after.points else None,
+        "tensors": details.alive[:_MOST_TENSORS] if details else (),
+        "strip": charts.strip(plan.placement),
+        "rows": placement.rows(plan) if plan.placement else [],
+        "row_numbers": placement.NUMBERS,
+        "trade_off": charts.trade_off(plan) if plan.baselines else None,
+        "budgets": list(room.budgets(plan)),
+        "notes": list(room.notes(plan)),
+        "statements": list(origin.statements(plan)),
+        "data": _data(plan),
+    }
+
+
+def _data(plan: Plan) -> dict[str, Any]:
+    """Give what the script shows on demand."""
+    rows = placement.rows(plan) if plan.placement else []
+    row_of = {position: number for number, row in enumerate(rows[:-1]) for position in row.positions}
+    layers = [
+        {
+            "name": layer.module or "(model)",
+            "row": row_of[position],
+            "text": _layer_text(plan, position),
+        }
+        for position, layer in enumerate(plan.placement)
+    ]
+    lines: dict[str, Any] = {}
+    if plan.details is not None:
+        for name, line in (("before", plan.details.before), ("after", plan.details.after)):
+            lines[name] = [
+                [p.seconds, p.size_bytes, f"{placement.short_name(p.operation)} in {p.module or 'the model'}", p.phase]
+                for p in line.points
+            ]
+        lines["end_seconds"] = max(plan.details.before.step_seconds, plan.details.after.step_seconds)
+    return {"layers": layers, "lines": lines}
+
+
+def _layer_text(plan: Plan, position: int) -> str:
+    layer = plan.placement[position]
+    text = f"saves {format_bytes(layer.saved_bytes)}, frees {format_bytes(layer.freed_bytes)}"
+    if not layer.recomputed:
+        return f"{text}; nothing of it runs again"
+    names = ", ".join(f"{placement.short_name(name)} x{count}" for name, count in layer.targets.items())
+    return f"{text}; runs {layer.recomputed} operations again, {format_seconds(layer.added_seconds)}: {names}"

@@ -1,0 +1,104 @@
+"""Where things stand in the page's charts; the template draws them. Shares are of a chart's width or height."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.plan_details import StepDetails, Timeline
+from planner.plan_parts import LayerPlacement
+from planner.plan_types import Plan
+from planner.report.style import in_unit_of, signed_percent
+from planner.units import format_seconds
+
+WIDTH, HEIGHT = 1000, 300
+"""Of a drawing's own coordinates; it is stretched to the room there is."""
+
+_ROUND = [digit * 10**zeros for zeros in range(13) for digit in (1, 2, 5)]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """A labelled place on an axis, as a share of it."""
+
+    share: float
+    label: str
+
+
+def timeline(plan: Plan, details: StepDetails) -> dict[str, Any]:
+    """Give the outlines of memory over time, before and after, and what is marked beside them."""
+    before, after = details.before, details.after
+    end_seconds = max(before.step_seconds, after.step_seconds) or 1.0
+    top_bytes = 1.05 * max(before.peak_bytes, after.peak_bytes)
+    budget = plan.budget_bytes / top_bytes
+    return {
+        "before": _outline(before, end_seconds, top_bytes),
+        "after": _outline(after, end_seconds, top_bytes),
+        "resident": plan.total_static_bytes / top_bytes,
+        "budget": budget if budget <= 1 else None,
+        "top_bytes": top_bytes,
+        "ticks": _size_ticks(top_bytes),
+        "backward": after.backward_seconds / end_seconds,
+        "end": format_seconds(end_seconds),
+    }
+
+
+def _outline(line: Timeline, end_seconds: float, top_bytes: float) -> str:
+    """Give the path of a step function, closed along the bottom."""
+    parts = [f"M0,{HEIGHT}"]
+    ends = [*(point.seconds for point in line.points[1:]), line.step_seconds]
+    for point, end in zip(line.points, ends, strict=True):
+        parts.append(f"V{HEIGHT * (1 - point.size_bytes / top_bytes):.1f}H{WIDTH * end / end_seconds:.1f}")
+    return "".join((*parts, f"V{HEIGHT}Z"))
+
+
+def _size_ticks(top_bytes: float) -> list[Tick]:
+    """Give a few round sizes from zero up."""
+    unit = next((factor for factor in (2**30, 2**20, 2**10) if top_bytes >= 2 * factor), 1)
+    sizes = [step * unit for step in _steps(top_bytes / unit)]
+    return [Tick(size / top_bytes, in_unit_of(size, int(top_bytes), digits=0)) for size in sizes]
+
+
+def _steps(top: float) -> range:
+    """Give whole numbers from zero up to a number, seven at most, in round steps."""
+    step = next(step for step in _ROUND if top <= 6 * step)
+    return range(0, int(top) + 1, step)
+
+
+def strip(layers: Sequence[LayerPlacement]) -> list[dict[str, float]]:
+    """Give for each layer how high its bars stand: saved, freed, and time added."""
+    tallest = max((max(layer.saved_bytes, 0) + max(layer.freed_bytes, 0) for layer in layers), default=0) or 1
+    longest = max((layer.added_seconds for layer in layers), default=0.0) or 1.0
+    return [
+        {
+            "saved": layer.saved_bytes / tallest,
+            "freed": max(layer.freed_bytes, 0) / tallest,
+            "added": layer.added_seconds / longest,
+        }
+        for layer in layers
+    ]
+
+
+def trade_off(plan: Plan) -> dict[str, Any]:
+    """Give the ways beside each other: peak to the right, overhead upwards, the plan the last."""
+    ways = [(row.name, row.peak_bytes, row.overhead, row) for row in plan.baselines]
+    most_bytes = 1.08 * max([plan.budget_bytes, *(peak for _, peak, _, _ in ways if peak is not None)])
+    highest = 1.15 * max([0.01, *(overhead for _, _, overhead, _ in ways if overhead is not None)])
+    return {
+        "points": [
+            {
+                "row": row,
+                "peak": None if peak is None else in_unit_of(peak, plan.baseline_peak_bytes),
+                "x": None if peak is None else peak / most_bytes,
+                "y": None if overhead is None else overhead / highest,
+                "gap": signed_percent(row.overhead - plan.lower_bound_overhead) if row.fits and row.overhead is not None
+                else None,
+            }
+            for _, peak, overhead, row in ways
+        ],
+        "budget": plan.budget_bytes / most_bytes,
+        "bound": plan.lower_bound_overhead / highest,
+        "across": _size_ticks(most_bytes),
+        "up": [Tick(promille / 1000 / highest, signed_percent(promille / 1000)) for promille in _steps(1000 * highest)],
+    }  # fmt: skip

@@ -1,0 +1,70 @@
+"""The modules of a model as a tree: what each saves, frees and adds, the parts of it included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+from rich.tree import Tree
+
+from planner.layers import collapse
+from planner.plan_parts import LayerPlacement
+from planner.plan_types import Plan
+from planner.units import format_bytes, format_seconds
+
+
+@dataclass
+class _Module:
+    """A module, its own operations and its parts."""
+
+    own: LayerPlacement | None = None
+    parts: dict[str, _Module] = field(default_factory=dict)
+
+    def all(self) -> list[LayerPlacement]:
+        """Give what it and its parts do."""
+        inside = [layer for part in self.parts.values() for layer in part.all()]
+        return inside if self.own is None else [self.own, *inside]
+
+    def signature(self) -> object:
+        """Give what two modules that are shown as one have in common."""
+        own = self.own and (self.own.saved_bytes, self.own.freed_bytes, tuple(self.own.targets.items()))
+        return own, tuple((name, part.signature()) for name, part in self.parts.items())
+
+
+def render(plan: Plan) -> RenderableType | None:
+    """Show the tree; equal modules in a row are one branch."""
+    if plan.details is None or not plan.details.modules:
+        return None
+    root = _Module()
+    for layer in plan.details.modules:
+        at = root
+        for name in filter(None, layer.module.split(".")):
+            at = at.parts.setdefault(name, _Module())
+        at.own = layer
+    tree = Tree(_label(plan.model or "the model", [root]))
+    _grow(tree, root)
+    return Group(Text("Modules: saved, freed, added", style="bold"), tree)
+
+
+def _grow(tree: Tree, module: _Module) -> None:
+    names, parts = list(module.parts), list(module.parts.values())
+    paths = [f"#.{name}" if name.isdigit() else name for name in names]  # numbers are a row of equals
+    for label, positions in collapse(paths, [part.signature() for part in parts]):
+        members = [parts[position] for position in positions]
+        branch = tree.add(_label(label.removeprefix("#.").removeprefix("# "), members))
+        _grow(branch, members[0])
+
+
+def _label(name: str, modules: Sequence[_Module]) -> Text:
+    layers = [layer for module in modules for layer in module.all()]
+    saved_bytes = sum(layer.saved_bytes for layer in layers)
+    freed_bytes = sum(layer.freed_bytes for layer in layers)
+    added_seconds = sum(layer.added_seconds for layer in layers)
+    label = Text.assemble((name, "bold"), f"  saved {format_bytes(saved_bytes)}")
+    if freed_bytes:
+        label.append(f", freed {format_bytes(freed_bytes)}", style="green")
+    if added_seconds:
+        label.append(f", added {format_seconds(added_seconds)}", style="yellow")
+    return label
