@@ -16,6 +16,9 @@ from test_report import example_plan
 from planner.planning import Plan
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{7*7}}"
+VOID = ("meta", "input", "br", "img", "link")
+"""Elements that never end."""
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -51,8 +54,6 @@ def hostile(plan: Plan) -> Plan:
 class Reader(html.parser.HTMLParser):
     """Collects tags, addresses of anything outside, and what stands open."""
 
-    VOID = {"meta", "input", "br", "img", "link"}
-
     def __init__(self) -> None:
         super().__init__()
         self.tags: list[str] = []
@@ -63,7 +64,7 @@ class Reader(html.parser.HTMLParser):
         self.tags.append(tag)
         self.outside += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
         assert not [name for name, _ in attrs if name.startswith("on")]
-        if tag not in self.VOID:
+        if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -148,11 +149,10 @@ def test_a_browser_shows_the_figures_and_a_click_chooses_a_layer(browser: Any, p
     (hot,) = page.query_selector_all("tr.hot")
     assert hot.inner_text().startswith("transformer.h.2")
 
-    box = page.query_selector("#timeline-chart").bounding_box()
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    page.hover("#timeline-chart", position={"x": 300, "y": 20})
     assert "as planned:" in page.inner_text(".tip") and "without recompute:" in page.inner_text(".tip")
     page.uncheck("#show-before")
-    page.mouse.move(box["x"] + box["width"] / 3, box["y"] + 20)
+    page.hover("#timeline-chart", position={"x": 400, "y": 20})
     assert "without recompute" not in page.inner_text(".tip")
     assert page.evaluate("getComputedStyle(document.querySelector('path.before')).visibility") == "hidden"
     assert page.wrong == []

@@ -116,7 +116,10 @@ def test_the_report_that_is_shown_is_one_of_today(capsys: pytest.CaptureFixture[
 def headings(report: str) -> list[str]:
     """Give what stays the same from one report to the next: the first words of its parts."""
     return re.findall(
-        r"^(Peak memory|The peak is in the|Beside other ways|Placement, layer by layer|The step without)", report, re.M
+        r"^(Peak memory|The peak is in the|Largest there|Beside other ways|Placement, layer by layer|"
+        r"Memory over the step|With more memory, or less|How far to trust it|The step without)",
+        report,
+        re.MULTILINE,
     )
 
 
