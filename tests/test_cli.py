@@ -189,14 +189,14 @@ def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -
 
 def test_the_report_as_page_tree_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
     page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
-    done = run("plan", "toy", "--budget", "80%", "--tree", "--html", str(page), "--memory-viz", str(snapshot))
+    done = run("plan", "minigpt", "--budget", "80%", "--tree", "--html", str(page), "--memory-viz", str(snapshot))
     assert done.code == 0 and "Modules: saved, freed, added" in done.out
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
     nowhere = str(tmp_path / "missing" / "file")
     for option in ("--html", "--memory-viz"):
-        run("plan", "toy", "--budget", "80%", option, nowhere).assert_error(2, "cannot write")
+        run("plan", "minigpt", "--budget", "80%", option, nowhere).assert_error(2, "cannot write")
         run(
-            "plan", "toy", "--budget", "80%", "--pipeline-stages", "2", "--micro-batches", "2", option, str(page)
+            "plan", "minigpt", "--budget", "80%", "--pipeline-stages", "2", "--micro-batches", "2", option, str(page)
         ).assert_error(2, option)
 
 

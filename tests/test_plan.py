@@ -111,7 +111,7 @@ def test_the_numbers_of_a_plan_are_those_of_the_simulator(plan: Plan) -> None:
 
 def test_baselines_stand_beside_the_plan(plan: Plan) -> None:
     rows = {row.name: row for row in plan.baselines}
-    assert list(rows) == ["none", "every layer", "every second layer", "sqrt(L)", "this plan"]
+    assert list(rows) == ["none", "every layer", "every second layer", "sqrt(L)", "chain DP", "this plan"]
     assert rows["none"].peak_bytes == UNPLANNED_BYTES and not rows["none"].fits
     assert rows["this plan"].peak_bytes == plan.peak_bytes and rows["this plan"].fits
     assert rows["every layer"].overhead == pytest.approx(2 * (rows["every second layer"].overhead or 0), rel=0.1)
