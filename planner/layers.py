@@ -8,7 +8,7 @@ only shelves for others: ``resnet.encoder.stages.2`` computes nothing itself and
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -63,6 +63,17 @@ def _prefixes(module: str) -> list[str]:
     """Give the prefixes of a path, shortest first."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)] if module else []
+
+
+def layer_among(module: str, layers: Collection[str]) -> str:
+    """Give the innermost of some layers that a module is in or is, ``""`` if it is in none.
+
+    Examples
+    --------
+    >>> layer_among("h.1.mlp.0", {"h.1", "h.10"}), layer_among("wte", {"h.1"})
+    ('h.1', '')
+    """
+    return next((prefix for prefix in reversed(_prefixes(module)) if prefix in layers), "")
 
 
 class _Numbered:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from planner.plan_parts import (
     Verification,
 )
 from planner.plan_types import Plan
+from planner.plan_values import ValueRow, ValueTable
 
 _LARGEST_FILE_BYTES = 256 * 2**20
 
@@ -77,6 +78,8 @@ def to_json(plan: Plan) -> str:
     data = report(plan)
     data["fingerprint"] = dict(plan.fingerprint)
     data["decisions"] = {key: list(before) for key, before in plan.recomputations.items()}
+    if plan.values is not None:
+        data["values"] = _value_columns(plan.values)
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
@@ -153,9 +156,21 @@ def from_json(text: str) -> Plan:
         runtime=root["runtime"].text(),
         reserved=_reserved(root["predicted"]["cuda_allocator"]) if root["predicted"].has("cuda_allocator") else None,
         details=read_details(root["details"]) if root.has("details") else None,
+        values=_values(root["values"]) if root.has("values") else None,
     )
     _hold_together(plan)
     return plan
+
+
+def _value_columns(table: ValueTable) -> dict[str, Any]:
+    """Write the table by columns: there are hundreds of rows, and names of columns would be most of the file."""
+    rows = [asdict(row) for row in table.rows]
+    return {
+        "steps": table.steps,
+        "baseline_peak_step": table.baseline_peak_step,
+        "peak_step": table.peak_step,
+        "rows": {field.name: [row[field.name] for row in rows] for field in fields(ValueRow)},
+    }
 
 
 def _hold_together(plan: Plan) -> None:
@@ -210,6 +225,47 @@ def _baseline(node: Node) -> BaselineRow:
         seconds=node["seconds"].number(),
         fits=node["fits"].boolean(),
         reason=node["reason"].text(),
+    )
+
+
+def _values(node: Node) -> ValueTable:
+    columns = {field.name: list(node["rows"][field.name].items()) for field in fields(ValueRow)}
+    if len(set(map(len, columns.values()))) > 1:
+        raise PlanFileError("values.rows: its columns are not of one length")
+    return ValueTable(
+        steps=node["steps"].integer(),
+        baseline_peak_step=node["baseline_peak_step"].integer(),
+        peak_step=node["peak_step"].integer(),
+        rows=tuple(
+            _value(number, dict(zip(columns, row, strict=True)))
+            for number, row in enumerate(zip(*columns.values(), strict=True))
+        ),
+    )
+
+
+def _value(number: int, row: dict[str, Node]) -> ValueRow:
+    made_from = tuple(source.integer() for source in row["made_from"].items())
+    if any(source >= number for source in made_from):
+        raise PlanFileError(f"{row['made_from'].where} names a row that is not above it")
+    return ValueRow(
+        operation=row["operation"].text(),
+        output=row["output"].integer(),
+        size_bytes=row["size_bytes"].integer(),
+        kept=row["kept"].boolean(),
+        needed=row["needed"].boolean(),
+        retained=row["retained"].boolean(),
+        repeatable=row["repeatable"].boolean(),
+        runs=row["runs"].integer(),
+        seconds=row["seconds"].number(),
+        again_runs=row["again_runs"].integer(),
+        again_seconds=None if row["again_seconds"].is_null() else row["again_seconds"].number(),
+        made_from=made_from,
+        idle_from=row["idle_from"].integer(),
+        idle_to=row["idle_to"].integer(),
+        excess_bytes=row["excess_bytes"].integer(),
+        busiest_bytes=row["busiest_bytes"].integer(),
+        spans_baseline_peak=row["spans_baseline_peak"].boolean(),
+        spans_peak=row["spans_peak"].boolean(),
     )
 
 

@@ -22,6 +22,7 @@ from planner.plan_parts import (
     ReservedMemory,
     Verification,
 )
+from planner.plan_values import ValueTable
 from planner.schedule import Schedule
 
 __all__ = ["NoPlanFitsError", "Plan", "Verification"]
@@ -78,6 +79,8 @@ class Plan:
         Name of the runtime that the plan is made for.
     details : StepDetails, optional
         The step over time, and what fills its peak.
+    values : ValueTable, optional
+        What it does with each value that the backward waits for; made where a plan is compared with other ways.
     operations : tuple of OperationRow
         Every operation with its cost. Not part of a plan file, nor of comparisons.
     """
@@ -111,6 +114,7 @@ class Plan:
     reserved: ReservedMemory | None = None
     runtime: str = "graph"
     details: StepDetails | None = None
+    values: ValueTable | None = None
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property

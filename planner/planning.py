@@ -20,6 +20,7 @@ from planner.plan_parts import (
     Verification,
 )
 from planner.plan_types import NoPlanFitsError, Plan
+from planner.plan_values import value_table
 from planner.plan_warnings import plan_warnings
 from planner.problem import Problem, Progress, Solution, confirm
 from planner.reservation import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
@@ -181,7 +182,7 @@ def plan_from_solution(
     surroundings : Surroundings, optional
     compare : bool
         Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
-        and the details of the step.
+        and the details of the step and of its values.
 
     Raises
     ------
@@ -237,6 +238,7 @@ def plan_from_solution(
             *origin.warnings,
         ),
         details=details,
+        values=value_table(problem, schedule) if compare else None,
         operations=_operation_rows(problem, schedule),
     )
 

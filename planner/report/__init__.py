@@ -22,6 +22,8 @@ from planner.report import (
 )
 from planner.report.device import render as render_device
 from planner.report.diagnosis import render as render_diagnosis
+from planner.report.diff import render as render_difference
+from planner.report.explain import render as render_explanation
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
 from planner.report.profile import render as render_profile
@@ -30,6 +32,8 @@ __all__ = [
     "render",
     "render_device",
     "render_diagnosis",
+    "render_difference",
+    "render_explanation",
     "render_infeasible",
     "render_infeasible_pipeline",
     "render_pipeline",

@@ -49,6 +49,18 @@ def signed_percent(ratio: float) -> str:
     return f"{round(ratio * 100, 1) + 0.0:+.1f}%"
 
 
+def operator_name(target: str) -> str:
+    """Give an operator's own name.
+
+    Examples
+    --------
+    >>> operator_name("aten.mm.default"), operator_name("given")
+    ('mm', 'given')
+    """
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
 def table(*columns: str, title: str, text_columns: int = 1) -> Table:
     """Give an empty table whose first columns are text, aligned left, and the others numbers."""
     made = Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))

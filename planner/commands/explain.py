@@ -1,0 +1,51 @@
+"""``explain``: why a plan keeps or recomputes each value of a module."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from planner.commands import _asked
+from planner.errors import UsageError
+from planner.options import Parser
+from planner.terminal import show, write_json
+
+_LARGEST = 10
+
+
+class _Explain:
+    name = "explain"
+    summary = "say why a plan keeps or recomputes each value"
+
+    def parents(self) -> Sequence[Parser]:
+        return ()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("plan", metavar="PLAN", help="a plan that 'plan --save' wrote")
+        parser.add_argument(
+            "module",
+            metavar="MODULE",
+            nargs="?",
+            help=f"path of a module, with all inside it: transformer.h.0; without it, the {_LARGEST} largest values",
+        )
+        parser.add_argument("--all", action="store_true", help="every value of the model")
+        parser.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner.explaining import explain
+        from planner.plan_types import Plan
+
+        if args.all and args.module:
+            raise UsageError("--all shows every module: leave it out, or leave out the module")
+        _asked.check_writable(args.json)
+        explanation = explain(Plan.load(args.plan), args.module)
+        write_json(explanation.report(), args.json)
+        if args.json != "-":
+            from planner.report import render_explanation
+
+            largest = None if args.all or args.module else _LARGEST
+            show(lambda console: render_explanation(explanation, console, largest=largest))
+        return 0
+
+
+COMMAND = _Explain()

@@ -1,0 +1,54 @@
+"""Values that are the same in every layer of a row of blocks, shown as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planner.layers import collapse
+from planner.report.style import operator_name
+
+
+def alike(
+    places: Sequence[tuple[str, int | None, str]], signatures: Sequence[object]
+) -> Iterator[tuple[str, list[int]]]:
+    """Group values by what they are inside their blocks.
+
+    Parameters
+    ----------
+    places : sequence of (str, int or None, str)
+        For each value, the key of its operation, which result it is, and the path of its block.
+    signatures : sequence of object
+        What else must be equal for two to be shown as one.
+
+    Yields
+    ------
+    (str, list of int)
+        A label and the positions of the values it stands for, in order of the first.
+
+    Examples
+    --------
+    >>> keys = [f"h.{i}.mlp|aten.mm.default|forward+0" for i in range(3)] + ["|aten.add.Tensor|forward+0"]
+    >>> list(alike([(key, 0, key.partition(".mlp")[0] if "h." in key else "") for key in keys], [1, 1, 2, 1]))
+    [('h 0-1 (x2) · mlp · mm', [0, 1]), ('h.2.mlp · mm', [2]), ('(model) · add', [3])]
+    """
+    within = [
+        (key[len(block) :], output, signature)
+        for (key, output, block), signature in zip(places, signatures, strict=True)
+    ]
+    for label, members in collapse([block for _, _, block in places], within):
+        key, output, block = places[members[0]]
+        module = key.partition("|")[0]
+        parts = [label, module[len(block) + 1 :]] if len(members) > 1 else [module or "(model)"]
+        yield " · ".join([*filter(None, parts), result_name(key, output)]), members
+
+
+def result_name(key: str, output: int | None) -> str:
+    """Name a result by its operator, and by its number if it is not the first.
+
+    Examples
+    --------
+    >>> result_name("h.0|aten.mm.default|forward+0", 0), result_name("h.0|aten.max.dim|forward+0", 1)
+    ('mm', 'max, result 2')
+    """
+    name = operator_name(key.partition("|")[2].partition("|")[0])
+    return f"{name}, result {output + 1}" if output else name

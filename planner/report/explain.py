@@ -1,0 +1,103 @@
+"""Why each value of a module is kept or recomputed: an answer, then one paragraph for each value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.text import Text
+
+from planner.explaining import ExplainedValue, Explanation, per_ms
+from planner.report.alike import alike, result_name
+from planner.report.verdict import print_verdict
+from planner.units import format_bytes, format_seconds
+
+
+def render(explanation: Explanation, console: Console, *, largest: int | None = None) -> None:
+    """Print an explanation; with ``largest`` only so many of the values, those with the most bytes."""
+    print_verdict(answer(explanation), console, style="bold")
+    console.print(Text(_peaks(explanation)))
+    groups = list(_alike(explanation.values))
+    shown = groups
+    if largest is not None:
+        shown = sorted(groups, key=lambda group: -sum(v.value.size_bytes for v in group[1]))[:largest]
+    for label, members in shown:
+        console.print()
+        console.print(_paragraph(label, members, explanation.steps))
+    if len(shown) < len(groups):
+        console.print()
+        console.print(Text(f"{len(groups) - len(shown)} smaller ones are left out: name a module, or pass --all"))
+
+
+def answer(explanation: Explanation) -> str:
+    """Give the answer as one line."""
+    name = explanation.module or explanation.model or "the model"
+    if not explanation.values:
+        return f"{name} makes nothing that the backward waits for"
+    parts = [f"{name} keeps {format_bytes(explanation.kept_bytes)}"]
+    if explanation.added_runs:
+        price = ""
+        if explanation.freed_bytes and explanation.added_seconds > 0:
+            price = f", {per_ms(explanation.freed_bytes / explanation.added_seconds)}"
+        runs = f"{explanation.added_runs} run{'s' if explanation.added_runs > 1 else ''}"
+        parts.append(
+            f"recomputes {format_bytes(explanation.freed_bytes)} in {runs} of "
+            f"{format_seconds(explanation.added_seconds)}{price}"
+        )
+    else:
+        parts.append("recomputes nothing")
+    return " and ".join(parts)
+
+
+def _peaks(explanation: Explanation) -> str:
+    return (
+        f"Of {explanation.steps} steps, the peak without recompute is step {explanation.baseline_peak_step + 1} "
+        f"({format_bytes(explanation.baseline_peak_bytes)}), the plan's step {explanation.peak_step + 1} "
+        f"({format_bytes(explanation.peak_bytes)} of {format_bytes(explanation.budget_bytes)})"
+    )
+
+
+def _alike(values: Sequence[ExplainedValue]) -> Iterator[tuple[str, list[ExplainedValue]]]:
+    signatures = [(v.value.size_bytes, v.reason, v.value.spans_baseline_peak, v.value.spans_peak) for v in values]
+    places = [(v.value.operation, v.value.output, v.block) for v in values]
+    for label, members in alike(places, signatures):
+        yield label, [values[i] for i in members]
+
+
+def _paragraph(label: str, members: Sequence[ExplainedValue], steps: int) -> Group:
+    first = members[0]
+    each = f" each, {format_bytes(sum(v.value.size_bytes for v in members))} together" if len(members) > 1 else ""
+    state, _, why = first.reason.partition(": ")
+    style = "green" if first.value.kept else "yellow"
+    lines: list[Text | Padding] = [
+        Text(f"{label}, {format_bytes(first.value.size_bytes)}{each}", style="bold"),
+        Padding(Text.assemble((state, style), f": {why}"), (0, 0, 0, 4)),
+    ]
+    if len(members) == 1:
+        lines.append(Padding(Text(_where(first, steps)), (0, 0, 0, 4)))
+    return Group(*lines)
+
+
+def _where(explained: ExplainedValue, steps: int) -> str:
+    row = explained.value
+    at = {
+        (True, True): "at both peaks",
+        (True, False): "at the peak without recompute, not at the plan's",
+        (False, True): "at the plan's peak",
+        (False, False): "at neither peak",
+    }[row.spans_baseline_peak, row.spans_peak]
+    line = f"idle from step {row.idle_from + 1} to step {row.idle_to + 1}, {at}"
+    sources = [
+        f"{_inside(source.module, explained.block)}{result_name(source.operation, source.output)} "
+        f"({'kept' if source.kept else 'recomputed'})"
+        for source in explained.made_from
+    ]
+    return f"{line}; made from {', '.join(sources)}" if sources else line
+
+
+def _inside(module: str, block: str) -> str:
+    """Shorten the path of a module by the block that is spoken of."""
+    if block and f"{module}.".startswith(f"{block}."):
+        module = module[len(block) + 1 :]
+    return f"{module} " if module else ""
