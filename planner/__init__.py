@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from planner.api import profile as profile
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
+    from planner.audit_types import Audit as Audit
+    from planner.auditing import audit as audit
+    from planner.comparing import diff as diff
     from planner.diagnose.check import check as check
+    from planner.explaining import explain as explain
     from planner.instances import load_instance as load_instance
     from planner.pipeline_types import PipelinePlan as PipelinePlan
     from planner.pipelining import plan_pipeline as plan_pipeline
@@ -30,12 +34,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Audit": "planner.audit_types",
     "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Study": "planner.study_types",
     "Verification": "planner.plan_types",
+    "audit": "planner.auditing",
     "auto_wrap": "planner.api",
     "check": "planner.diagnose.check",
+    "diff": "planner.comparing",
+    "explain": "planner.explaining",
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
@@ -48,13 +56,17 @@ _HOME = {
 }
 
 __all__ = [
+    "Audit",
     "PipelinePlan",
     "Plan",
     "Study",
     "Verification",
     "__version__",
+    "audit",
     "auto_wrap",
     "check",
+    "diff",
+    "explain",
     "load_instance",
     "load_profile",
     "plan",

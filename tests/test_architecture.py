@@ -17,6 +17,7 @@ TOUCHES_TORCH = {
     "cost_models.flops",
     "planner.agreement",
     "planner.api",
+    "planner.auditing",
     "planner.calibration",
     "planner.capture",
     "planner.costing",
@@ -85,6 +86,7 @@ ONLY_IN = {
 
 RUN_LATE = {
     "planner.api",
+    "planner.auditing",
     "planner.calibration",
     "planner.capture",
     "planner.devices",

@@ -20,6 +20,7 @@ from planner.report import (
     verification,
     warnings,
 )
+from planner.report.audit import render as render_audit
 from planner.report.device import render as render_device
 from planner.report.diagnosis import render as render_diagnosis
 from planner.report.diff import render as render_difference
@@ -30,6 +31,7 @@ from planner.report.profile import render as render_profile
 
 __all__ = [
     "render",
+    "render_audit",
     "render_device",
     "render_diagnosis",
     "render_difference",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.table import Table
 from rich.text import Text
 
@@ -47,6 +49,17 @@ def signed_percent(ratio: float) -> str:
     ('+8.4%', '+0.0%')
     """
     return f"{round(ratio * 100, 1) + 0.0:+.1f}%"
+
+
+def at_least_percent(ratio: float) -> str:
+    """Give a lower bound as a percentage, rounded down: the sentence around it must stay true.
+
+    Examples
+    --------
+    >>> at_least_percent(0.0839), signed_percent(0.0839)
+    ('+8.3%', '+8.4%')
+    """
+    return signed_percent(math.floor(ratio * 1000 + 1e-6) / 1000)
 
 
 def operator_name(target: str) -> str:

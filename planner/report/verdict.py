@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +9,7 @@ from rich.text import Text
 
 from planner.plan_parts import PeakLocation
 from planner.plan_types import Plan
-from planner.report.style import in_unit_of, signed_percent
+from planner.report.style import at_least_percent, in_unit_of, signed_percent
 from planner.units import format_bytes
 
 
@@ -32,8 +31,7 @@ def bound(plan: Plan) -> str:
     """Say what is proven of all plans within the budget."""
     if plan.lower_bound_seconds <= 0 < plan.recompute_seconds:
         return "no lower bound proven"
-    # Rounded down: the sentence must stay true.
-    return f"no plan can pay less than {signed_percent(math.floor(plan.lower_bound_overhead * 1000 + 1e-6) / 1000)}"
+    return f"no plan can pay less than {at_least_percent(plan.lower_bound_overhead)}"
 
 
 def layers(plan: Plan) -> str:

@@ -1,0 +1,75 @@
+"""``audit``: what the present checkpointing of a model costs, and what a plan would do in its place."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from planner.commands import _asked
+from planner.options import Parser, model_options, seconds, training_options, whole
+from planner.terminal import quiet, reporting, show, write_json
+
+
+class _Audit:
+    name = "audit"
+    summary = "say what the present checkpointing costs, and what would do"
+
+    def parents(self) -> Sequence[Parser]:
+        return model_options(), training_options()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.set_defaults(runtime="graph")  # what is set beside each other is of whole graphs
+        group = parser.add_argument_group("audit")
+        group.add_argument(
+            "--current",
+            metavar="WAY",
+            required=True,
+            help="what is done now: none, every-layer, every-2 (or another number), sqrt, or the file of a plan",
+        )
+        group.add_argument("--budget", metavar="SIZE", help="also the best within what the device may hold: 8GiB, 60%%")
+        group = parser.add_argument_group("solving and results")
+        group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
+        group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
+        group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        group.add_argument("--solver", metavar="NAME", default="auto")
+        group.add_argument(
+            "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for each search (default 10)"
+        )
+        group.add_argument("--deterministic", action="store_true", help="count work instead of seconds")
+        group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver")
+        group.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner.audit_types import read_current
+        from planner.units import parse_size
+
+        _asked.check_solving(args)
+        read_current(args.current)
+        if args.budget:
+            parse_size(args.budget, whole_bytes=2**60)
+        with quiet(args.debug), reporting(args.debug) as progress:
+            from planner.auditing import audit
+            from planner.memory import keep_freed_memory
+
+            progress("building the model")
+            if args.cost_model == "measured":
+                keep_freed_memory()
+            loaded = _asked.load(args, real=False)
+            found = audit(
+                loaded.model,
+                loaded.example_args,
+                current=args.current,
+                budget=args.budget,
+                **_asked.how(args, loaded, progress),
+            )
+        write_json(found.report(), args.json)
+        if args.json != "-":
+            from planner.report import render_audit
+
+            show(lambda console: render_audit(found, console))
+        if found.no_plan_fits is not None:
+            raise found.no_plan_fits
+        return 0
+
+
+COMMAND = _Audit()
