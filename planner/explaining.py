@@ -225,9 +225,13 @@ class _Reasons:
         """Rows that something is made from again."""
         self.freed: Counter[str] = Counter()
         """For each operation that runs again, the bytes of its results that are not kept."""
+        self.largest: dict[str, ValueRow] = {}
+        """For each of these operations, the largest of these results."""
         for row in table.rows:
             if row.needed and not row.kept:
                 self.freed[row.operation] += row.size_bytes
+                largest = self.largest.setdefault(row.operation, row)
+                self.largest[row.operation] = max(largest, row, key=lambda one: one.size_bytes)
         prices = [
             self.freed[row.operation] / row.again_seconds
             for row in table.rows
@@ -278,12 +282,12 @@ class _Reasons:
     def _recomputed(self, row: ValueRow) -> str:
         if not row.needed:
             return "the backward does not read it, but what is recomputed is made from it"
+        if self.largest[row.operation] is not row:
+            return f"its operation runs again for a larger result; this one frees {format_bytes(row.size_bytes)}"
         kept_bytes = row.busiest_bytes + row.size_bytes
         if kept_bytes > self.plan.budget_bytes:
             over = format_bytes(kept_bytes - self.plan.budget_bytes)
             return f"{self._frees(row)}. Kept, the device would hold {over} more than the budget"
-        if self.freed[row.operation] > row.size_bytes:
-            return f"its operation runs again for another of its results; this one frees {format_bytes(row.size_bytes)}"
         return f"{self._frees(row)}. By itself it could be kept within the budget"
 
     def _frees(self, row: ValueRow) -> str:

@@ -395,7 +395,8 @@ def test_wrong_types_anywhere_are_refused_or_harmless(plan: Plan) -> None:
 def test_a_missing_field_is_named(plan: Plan) -> None:
     good = json.loads(plan.to_json())
     only_peaks(good)
-    optional = {"activation_budget_bytes", "overhead", "details"}  # follow from other fields, or need not be there
+    # What follows from other fields, or need not be there.
+    optional = {"activation_budget_bytes", "overhead", "details", "values"}
     for path in places(good):
         bad = copy.deepcopy(good)
         parent = bad

@@ -88,7 +88,9 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (own,) = (block for block in fenced("python") if block.startswith("# my_model.py"))
     Path("my_model.py").write_text(own, encoding="utf-8")
     shown = commands()
-    assert {arguments[0] for arguments in shown} == {"plan", "check", "profile", "calibrate", "verify", "models"}
+    assert {arguments[0] for arguments in shown} == {
+        "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit",
+    }  # fmt: skip
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])
         output = capsys.readouterr()
@@ -97,6 +99,12 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert [line.split()[0] for line in output.out.splitlines()] == list(zoo.names())
         elif arguments[0] == "profile":
             assert output.out.startswith("MEASURED ") and Path("minigpt.profile").stat().st_size
+        elif arguments[0] == "explain":
+            assert output.out.startswith("blocks.0 keeps ")
+        elif arguments[0] == "audit":
+            assert re.match(r"you pay \+[\d.]+%.*; it (fits|does not fit) 3\.00 GiB", output.out.splitlines()[0])
+        elif arguments[0] == "diff":
+            assert output.out.startswith(("B peaks ", "B does what A does"))
         elif arguments[0] == "check":
             assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
         elif arguments[0] == "calibrate":

@@ -17,7 +17,7 @@ from planner.report.style import cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
 from planner.units import format_bytes, format_seconds
 
-_MOST_ROWS = 30
+_MOST_ROWS, _LABEL_AT_MOST = 30, 25
 
 
 def render(difference: Difference, console: Console) -> None:
@@ -88,7 +88,7 @@ def _layers(difference: Difference) -> Group | None:
         for position, layer in enumerate(layers)
     ]
     for label, members in collapse([layer.module for layer in layers], signatures):
-        shown.add_row(*cells(*_row(fitting(label), [layers[i] for i in members], largest_bytes)))
+        shown.add_row(*cells(*_row(fitting(label, _LABEL_AT_MOST), [layers[i] for i in members], largest_bytes)))
     shown.add_row(*cells(*_row("all of these", list(layers), largest_bytes), style="bold"))
     return Group(shown, Text("'saved', 'again' (runs beyond the first) and 'added' are of B, 'change' is from A to B."))
 
