@@ -207,7 +207,8 @@ def test_a_value_lies_idle_between_forward_and_backward(plan: Plan) -> None:
 def test_the_table_survives_the_plan_file(plan: Plan) -> None:
     assert plan.values is not None and len(plan.values.rows) > 30
     assert Plan.from_json(plan.to_json()).values == plan.values
-    assert len(plan.to_json()) < 350 * len(plan.values.rows) + 20_000
+    without = dataclasses.replace(plan, values=None)
+    assert len(plan.to_json()) - len(without.to_json()) < 350 * len(plan.values.rows)
     bare = make_plan(GRAPH, COSTS, budget="60%", time_limit_seconds=2.0, compare=False)
     assert bare.values is None and "values" not in json.loads(bare.to_json())
 
