@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planner.api import profile as profile
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
+    from planner.asking import what_if as what_if
     from planner.diagnose.check import check as check
     from planner.instances import load_instance as load_instance
     from planner.pipeline_types import PipelinePlan as PipelinePlan
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from planner.solvers import solve as solve
     from planner.study_types import Study as Study
     from planner.studying import study as study
+    from planner.trade_off.types import TradeOffCurve as TradeOffCurve
 
 __version__ = "0.1.0"
 
@@ -33,6 +35,7 @@ _HOME = {
     "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Study": "planner.study_types",
+    "TradeOffCurve": "planner.trade_off.types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
     "check": "planner.diagnose.check",
@@ -45,12 +48,14 @@ _HOME = {
     "study": "planner.studying",
     "unwrap": "planner.api",
     "verify": "planner.api",
+    "what_if": "planner.asking",
 }
 
 __all__ = [
     "PipelinePlan",
     "Plan",
     "Study",
+    "TradeOffCurve",
     "Verification",
     "__version__",
     "auto_wrap",
@@ -66,6 +71,7 @@ __all__ = [
     "study",
     "unwrap",
     "verify",
+    "what_if",
 ]
 
 

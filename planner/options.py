@@ -122,7 +122,7 @@ def solving_options() -> Parser:
     group.add_argument(
         "--deterministic", action="store_true", help="count work instead of seconds: the same plan every time"
     )
-    group.add_argument("--seed", type=_whole, metavar="N", default=0, help="of random choices in a solver (default 0)")
+    group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver (default 0)")
     group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
     group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
     return parser
@@ -143,7 +143,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
+    """Read a whole number."""
     if not (text.isascii() and text.isdigit() and int(text[:19]) < 2**31):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)

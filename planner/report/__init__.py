@@ -25,6 +25,7 @@ from planner.report.diagnosis import render as render_diagnosis
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
 from planner.report.profile import render as render_profile
+from planner.report.what_if import render as render_what_if
 
 __all__ = [
     "render",
@@ -34,6 +35,7 @@ __all__ = [
     "render_infeasible_pipeline",
     "render_pipeline",
     "render_profile",
+    "render_what_if",
 ]
 
 
