@@ -14,6 +14,7 @@ from planner.options import Parser, count, model_options, seconds, training_opti
 from planner.terminal import Bar, counting, quiet, show, write_json
 
 if TYPE_CHECKING:
+    from planner.schedule import Schedule
     from planner.study_types import Study
     from planner.trade_off.accelerators import DeviceSearch
     from planner.trade_off.answers import Answers
@@ -217,7 +218,7 @@ class _Asking:
             self.devices = DeviceSearch(devices, study_on, solver=args.solver, effort=self.row_effort)
             yield lambda: self.devices.run(progress=self.bar)
         if ways := _names(args, "solvers"):
-            self.ways = WaySearch(ways, tracing, effort=self.effort)
+            self.ways = WaySearch(ways, tracing, effort=self.effort, pytorch=self.partitioned)
             yield lambda: self.ways.run(progress=self.bar, count=self.bar.count)
 
     def study(self, **changes: Any) -> Study:
@@ -239,6 +240,20 @@ class _Asking:
             cost_model=args.cost_model,
             profile=planner.load_profile(args.profile) if args.profile else None,
             name=loaded.name,
+            **dataclasses.asdict(_asked.training(args)),
+        )
+
+    def partitioned(self) -> Iterator[Schedule]:
+        """Let PyTorch's partitioner decide on the same step."""
+        from planner import min_cut
+
+        args = self.args
+        loaded = _asked.load(args, real=False)
+        return min_cut.schedules(
+            loaded.model,
+            loaded.example_args,
+            example_kwargs=loaded.example_kwargs,
+            device=args.device,
             **dataclasses.asdict(_asked.training(args)),
         )
 

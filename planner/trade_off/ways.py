@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner import solvers
 from planner.baselines import every_nth_layer
 from planner.effort import Effort
-from planner.errors import UsageError
+from planner.errors import PlannerError, UsageError
 from planner.problem import Progress
 from planner.schedule import Schedule
 from planner.simulate import simulate
@@ -74,7 +74,7 @@ class WaySearch:
     effort : Effort
         For each solver.
     pytorch : callable, optional
-        Gives the schedules of PyTorch's partitioner on the graph of the same step.
+        Gives what PyTorch's partitioner decides on the graph of the same step, one schedule after the other.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class WaySearch:
         curve: Tracing,
         *,
         effort: Effort,
-        pytorch: Callable[[], tuple[Study, Sequence[Schedule]]] | None = None,
+        pytorch: Callable[[], Iterable[Schedule]] | None = None,
     ) -> None:
         check(names)
         self.names = tuple(dict.fromkeys(names))
@@ -100,13 +100,18 @@ class WaySearch:
                 if progress is not None:
                     progress(f"{name}: {line}")
 
-            if name in EVERY_NTH:
-                way = self._every_nth(name)
-            elif name == PYTORCH:
-                way = self._pytorch(tell)
-            else:
-                way = self._solver(name, tell, count)
-            self.ways = (*self.ways, way)
+            before = self.ways
+            for way in self._growing(name, tell, count):
+                self.ways = (*before, way)
+
+    def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Way]:
+        """Give a way, and again each time that it has another point."""
+        if name in EVERY_NTH:
+            yield self._every_nth(name)
+        elif name == PYTORCH:
+            yield from self._pytorch(tell)
+        else:
+            yield self._solver(name, tell, count)
 
     def _solver(self, name: str, tell: Progress, count: Count | None) -> Way:
         curve = self.curve
@@ -123,13 +128,18 @@ class WaySearch:
             return Way(name=name, points=(), reason="the model has no repeated blocks")
         return Way(name=name, points=(point_of(study, schedule, name),))
 
-    def _pytorch(self, tell: Progress) -> Way:
-        if self.pytorch is None:
-            return Way(name=PYTORCH, points=(), reason="there is no model to partition")
+    def _pytorch(self, tell: Progress) -> Iterator[Way]:
+        way = Way(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
+        yield way
         tell("partitioning")
-        study, schedules = self.pytorch()
-        points = {point_of(study, schedule, PYTORCH) for schedule in schedules}
-        return Way(name=PYTORCH, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
+        try:
+            for schedule in self.pytorch() if self.pytorch else ():
+                points = {*way.points, point_of(self.curve.study, schedule, PYTORCH)}
+                way = replace(way, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
+                yield way
+                tell(f"{len(way.points)} different points")
+        except PlannerError as error:
+            yield replace(way, reason=str(error))
 
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
