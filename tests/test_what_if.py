@@ -279,7 +279,7 @@ def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int,
     """Look for the largest size."""
     search = SizeSearch(
         parse_sizes(text, what="batch sizes"), study_at, budget_bytes=budget_bytes, name="batch size",
-        unit="samples", units=lambda size: size, step=step, effort=Effort(time_limit_seconds=0.5, deterministic=True),
+        unit="samples", step=step, effort=Effort(time_limit_seconds=0.5, deterministic=True),
     )  # fmt: skip
     search.run()
     return search

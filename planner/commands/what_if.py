@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planner.commands import _asked
@@ -195,31 +196,36 @@ class _Asking:
 
         args, tracing = self.args, self.tracing
         assert tracing is not None
-        samples = self.samples
         for size, name, unit in (("batch_size", "batch size", "samples"), ("seq_len", "sequence length", "tokens")):
             sizes = _sizes(args, size)
             if sizes is None:
                 continue
             assert tracing.asked_bytes is not None, "sizes are asked with a budget"
+            by_sample = unit == "samples"
             self.sizes[size] = search = SizeSearch(
                 sizes,
-                lambda at, size=size: self.study(**{size: at}),
+                partial(self.study_at, size),
                 budget_bytes=tracing.asked_bytes,
                 name=name,
                 unit=unit,
-                units=(lambda at: at) if unit == "samples" else (lambda at: at * samples),
-                step=1 if unit == "samples" else sizes.coarse_step,
+                units_of_one=1 if by_sample else self.samples,
+                step=1 if by_sample else sizes.coarse_step,
                 solver=args.solver,
                 effort=self.row_effort,
             )
-            yield lambda search=search: search.run(progress=self.bar)
+            yield partial(search.run, progress=self.bar)
         if devices := _names(args, "devices"):
-            study_on = lambda device: self.study(device=device)  # noqa: E731
-            self.devices = DeviceSearch(devices, study_on, solver=args.solver, effort=self.row_effort)
-            yield lambda: self.devices.run(progress=self.bar)
+            self.devices = DeviceSearch(
+                devices, partial(self.study_at, "device"), solver=args.solver, effort=self.row_effort
+            )
+            yield partial(self.devices.run, progress=self.bar)
         if ways := _names(args, "solvers"):
             self.ways = WaySearch(ways, tracing, effort=self.effort, pytorch=self.partitioned)
-            yield lambda: self.ways.run(progress=self.bar, count=self.bar.count)
+            yield partial(self.ways.run, progress=self.bar, count=self.bar.count)
+
+    def study_at(self, option: str, value: Any) -> Study:
+        """Capture the step with another value of an option."""
+        return self.study(**{option: value})
 
     def study(self, **changes: Any) -> Study:
         """Capture the step, at other sizes or for another device where these are given."""

@@ -12,6 +12,9 @@ from planner.trade_off.ways import Way
 
 _WIDTH_AT_MOST, _HEIGHT = 100, 18
 
+_BESIDE_LEGEND, _ROWS_OF_LEGEND = 6, 2
+"""Rows of the plot that the legend cannot have, and what each of its entries takes: one that has no room is left out."""
+
 
 def draw(curve: TradeOffCurve, ways: tuple[Way, ...], *, width: int) -> Text:
     """Give the curve as text, or say why there is none."""
@@ -25,7 +28,7 @@ def draw(curve: TradeOffCurve, ways: tuple[Way, ...], *, width: int) -> Text:
     figure = plotext.figure
     figure.clear()
     figure.theme("colorless")
-    figure.plot_size(min(width, _WIDTH_AT_MOST), _HEIGHT)
+    figure.plot_size(min(width, _WIDTH_AT_MOST), max(_HEIGHT, _BESIDE_LEGEND + _ROWS_OF_LEGEND * len(shown)))
     for line in shown:
         signal = figure.signal(line.gibibytes, line.percents, marker=line.marker)
         signal.lines(line.is_curve)

@@ -103,17 +103,16 @@ def _asked(curve: TradeOffCurve, asked: TradeOffPoint) -> str:
 
 def _sizes(name: str, axis: SizeAxis) -> RenderableType:
     title = f"Other {name} at {format_bytes(axis.budget_bytes)}"
-    shown = table(axis.name, "fits", "peak", "overhead", "bound", "step", f"{axis.unit}/s", "", title=title)
+    shown = table("size", "peak", "overhead", "bound", "step", f"{axis.unit}/s", "", title=title)
     largest, best = axis.largest, axis.best
     for row in axis.rows:
         outcome = row.outcome
-        marks = [mark for mark, marked in (("largest", largest), ("most a second", best)) if row is marked]
+        marks = [mark for mark, marked in (("largest", largest), ("fastest", best)) if row is marked]
         needed_bytes = outcome.predicted_peak_bytes or outcome.minimum_feasible_peak_bytes
         shown.add_row(
             *cells(
                 str(row.size),
-                "yes" if outcome.fits else "no",
-                format_bytes(needed_bytes) if outcome.fits else f"from {format_bytes(needed_bytes)}",
+                format_bytes(needed_bytes) if outcome.fits else f"needs {format_bytes(needed_bytes)}",
                 _percent(outcome.overhead),
                 _rounded_down(outcome.lower_bound_overhead),
                 "-" if outcome.step_seconds is None else format_seconds(outcome.step_seconds),
@@ -159,7 +158,7 @@ def _devices(rows: tuple[DeviceRow, ...]) -> RenderableType:
 
 
 def _ways(ways: tuple[Way, ...]) -> RenderableType:
-    """Show each way's overhead: solvers by budget, in columns, and each other way at its own peaks."""
+    """Show each way's points."""
     shown = table("way", "budget", "peak", "overhead", "bound", title="Solvers and other ways")
     largest_bytes = max((point.budget_bytes for way in ways for point in way.points), default=0)
     for way in ways:

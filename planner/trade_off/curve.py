@@ -98,8 +98,9 @@ class Tracing:
             proven_floor(study.graph, study.costs)[0] + self.static_bytes,
             self.optimizer_bytes if study.surroundings.optimizer_step_bytes else 0,
         )
-        self.lowest_bytes = known.lowest_bytes if known else self._find_lowest()
+        self.lowest_bytes: int = known.lowest_bytes if known else self._find_lowest()
         self.top_bytes = max(whole.budget_bytes + self.static_bytes, self.lowest_bytes)
+        self.budgets: tuple[int, ...]
         if known:
             self.budgets = known.budgets
         elif budgets:

@@ -16,8 +16,8 @@ from planner.study_types import Study
 from planner.trade_off.outcome import Outcome, ask
 from planner.trade_off.ranges import SizeRange
 
-_BISECT_EVERY = 3
-"""Of so many looks for the boundary one halves what is left: guesses that go by a line may creep."""
+_GUESSES = 2
+"""So many looks for the boundary go by a line, the others halve what is left: solvers go beyond the line at times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +104,9 @@ class SizeSearch:
     name : str
         ``"batch size"`` or ``"sequence length"``.
     unit : str
-        What ``units`` of a size are.
-    units : callable
-        How many samples, or tokens, a step of a size trains.
+        What a step trains: ``"samples"`` or ``"tokens"``.
+    units_of_one : int
+        How many of these a step of size 1 trains.
     step : int
         How exactly the largest size is found.
     solver, effort
@@ -125,7 +125,7 @@ class SizeSearch:
         budget_bytes: int,
         name: str,
         unit: str,
-        units: Callable[[int], int],
+        units_of_one: int = 1,
         step: int = 1,
         solver: str = "auto",
         effort: Effort | None = None,
@@ -133,7 +133,7 @@ class SizeSearch:
         self.sizes = sizes
         self.study_at = study_at
         self.axis_so_far = SizeAxis(name=name, unit=unit, budget_bytes=budget_bytes, rows=(), is_complete=False)
-        self.units = units
+        self.units_of_one = units_of_one
         self.step = step
         self.solver = solver
         self.effort = effort or Effort()
@@ -155,7 +155,7 @@ class SizeSearch:
         while (places := (upper - 1) // self.step - lower // self.step) > 0:
             looks += 1
             middle = lower // self.step + (places + 1) // 2
-            guess = self._guess() if looks % _BISECT_EVERY else None
+            guess = self._guess() if looks <= _GUESSES else None
             place = middle if guess is None else guess // self.step
             size = min(max(place, lower // self.step + 1), (upper - 1) // self.step) * self.step
             if self._look(size, progress).fits:
@@ -183,7 +183,7 @@ class SizeSearch:
         tell("capturing forward and backward")
         study = self.study_at(size)
         outcome = ask(study, axis.budget_bytes, solver=self.solver, effort=self.effort, progress=tell)
-        per_second = self.units(size) / outcome.step_seconds if outcome.step_seconds else None
+        per_second = size * self.units_of_one / outcome.step_seconds if outcome.step_seconds else None
         rows = sorted(
             [*axis.rows, SizeRow(size=size, outcome=outcome, per_second=per_second)], key=lambda row: row.size
         )
