@@ -158,10 +158,10 @@ def test_neighbours_give_a_plan_and_a_bound(toy: Tracing, monkeypatch: pytest.Mo
     """With the ends solved, and solvers that find nothing more, the middle still has both."""
     tracing = Tracing(toy.study, points=3, effort=QUICK)
     low, middle, high = tracing.budgets
-    tracing._solve(low, 1.0, None)
-    tracing._solve(high, 1.0, None)
+    tracing._solve(low, 0.2, None)
+    tracing._solve(high, 0.2, None)
     monkeypatch.setattr(tracing, "_better", lambda *_: None)
-    tracing._solve(middle, 1.0, None)
+    tracing._solve(middle, 0.2, None)
     curve = tracing.curve()
     assert curve.points[1].overhead == curve.points[0].overhead
     assert curve.points[1].lower_bound_overhead >= curve.points[2].lower_bound_overhead
@@ -265,7 +265,7 @@ def sized(unit_bytes: int = 2**20) -> Callable[[int], Study]:
 
     def study_at(size: int) -> Study:
         asked.append(size)
-        graph, costs = transformer(3, unit_bytes=size * unit_bytes)
+        graph, costs = transformer(2, unit_bytes=size * unit_bytes)
         return study_of(
             dataclasses.replace(graph, static_bytes={"parameters": 100 * unit_bytes}),
             tuple(dataclasses.replace(cost, seconds=1e-4 + cost.seconds * size) for cost in costs),
@@ -279,7 +279,7 @@ def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int,
     """Look for the largest size."""
     search = SizeSearch(
         parse_sizes(text, what="batch sizes"), study_at, budget_bytes=budget_bytes, name="batch size",
-        unit="samples", step=step, effort=Effort(time_limit_seconds=0.5, deterministic=True),
+        unit="samples", step=step, effort=Effort(time_limit_seconds=0.2, deterministic=True),
     )  # fmt: skip
     search.run()
     return search
@@ -451,7 +451,7 @@ def make(batch_size=64):
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN, encoding="utf-8")
-    curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "4"]
+    curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "2"]
     code = cli.main([*curve, "--batch-sizes", "64,96", "--csv", "curve.csv", "--json", "-"])
     output = capsys.readouterr()
     assert code == 0, output.err

@@ -40,7 +40,7 @@ def lines(curve: TradeOffCurve, ways: Sequence[Way] = ()) -> Iterator[Line]:
     yield _line("lower bound", [(point, point.lower_bound_overhead) for point in curve.points], _BOUND)
     yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)
     for place, way in enumerate(ways):
-        if way.points:
+        if way.points and way.points != curve.points:
             is_curve = way.name not in EVERY_NTH
             marker = _WAYS[place % len(_WAYS)]
             yield _line(way.name, [(point, point.overhead) for point in way.points], marker, is_curve=is_curve)

@@ -13,7 +13,7 @@ from planner.trade_off.ways import Way
 _WIDTH_AT_MOST, _HEIGHT = 100, 18
 
 _BESIDE_LEGEND, _ROWS_OF_LEGEND = 6, 2
-"""Rows of the plot that the legend cannot have, and what each of its entries takes: one that has no room is left out."""
+"""Rows that the legend cannot have, and what each of its entries takes: without room it is left out."""
 
 
 def draw(curve: TradeOffCurve, ways: tuple[Way, ...], *, width: int) -> Text:

@@ -16,9 +16,6 @@ from planner.study_types import Study
 from planner.trade_off.outcome import Outcome, ask
 from planner.trade_off.ranges import SizeRange
 
-_GUESSES = 2
-"""So many looks for the boundary go by a line, the others halve what is left: solvers go beyond the line at times."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRow:
@@ -150,28 +147,30 @@ class SizeSearch:
         self.axis_so_far = replace(self.axis_so_far, is_complete=True)
 
     def _close_in(self, lower: int, upper: int, progress: Progress | None) -> None:
-        """Find the largest size that fits between one that does and one that does not."""
-        looks = 0
-        while (places := (upper - 1) // self.step - lower // self.step) > 0:
-            looks += 1
-            middle = lower // self.step + (places + 1) // 2
-            guess = self._guess() if looks <= _GUESSES else None
-            place = middle if guess is None else guess // self.step
-            size = min(max(place, lower // self.step + 1), (upper - 1) // self.step) * self.step
-            if self._look(size, progress).fits:
-                lower = size
-            else:
-                upper = size
+        """Find the largest size that fits between one that does and one that does not.
 
-    def _guess(self) -> int | None:
-        """Say where a line through the smallest budgets of the two sizes around the boundary meets the budget."""
-        rows, budget_bytes = self.axis_so_far.rows, self.axis_so_far.budget_bytes
-        above = next(place for place, row in enumerate(rows) if not row.outcome.fits)
-        low, high = rows[above - 1], rows[above]
-        low_bytes, high_bytes = low.outcome.minimum_feasible_peak_bytes, high.outcome.minimum_feasible_peak_bytes
-        if high_bytes <= low_bytes:
-            return None
-        return low.size + int((high.size - low.size) * (budget_bytes - low_bytes) / (high_bytes - low_bytes))
+        From where a line puts it in growing strides until the answer turns, since solvers often go beyond the line;
+        then by halving.
+        """
+        guess, stride = self._guess(lower, upper) // self.step, 1
+        first: bool | None = None
+        while places := range(lower // self.step + 1, (upper - 1) // self.step + 1):
+            place = min(max(guess, places[0]), places[-1])
+            fits = self._look(place * self.step, progress).fits
+            lower, upper = (place * self.step, upper) if fits else (lower, place * self.step)
+            first = fits if first is None else first
+            if fits is first and stride:
+                guess, stride = place + (stride if fits else -stride), 2 * stride
+            else:
+                guess, stride = (lower + upper) // (2 * self.step), 0
+
+    def _guess(self, lower: int, upper: int) -> int:
+        """Say where a line through the smallest budgets of two sizes meets the budget."""
+        needs = {row.size: row.outcome.minimum_feasible_peak_bytes for row in self.axis_so_far.rows}
+        rise_bytes = needs[upper] - needs[lower]
+        if rise_bytes <= 0:
+            return (lower + upper) // 2
+        return lower + int((upper - lower) * (self.axis_so_far.budget_bytes - needs[lower]) / rise_bytes)
 
     def _look(self, size: int, progress: Progress | None) -> Outcome:
         axis = self.axis_so_far
