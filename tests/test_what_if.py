@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ from oracle import cheapest, random_graph
 from rich.console import Console
 
 import cli
+from planner.baselines import every_nth_layer
 from planner.effort import Effort
-from planner.errors import UsageError
+from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.graph import OperationCost, TrainingGraph
 from planner.plan_parts import PlanOrigin
 from planner.report import curve_picture, render_what_if, terminal_plot
+from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers._standing import Standing
 from planner.study_types import Study
 from planner.surroundings import Surroundings
 from planner.trade_off.accelerators import DeviceSearch
@@ -117,6 +120,21 @@ def test_bounds_hold_against_brute_force(seed: int) -> None:
             assert point.overhead * step_seconds >= best[0] - 1e-9
             if point.status == "optimal":
                 assert point.overhead * step_seconds == pytest.approx(best[0])
+
+
+def test_counting_work_gives_the_same_curve_every_time(toy: Tracing) -> None:
+    assert traced(toy.study, points=7, asked="70%").curve() == toy.curve()
+
+
+def test_a_wrong_proof_is_not_hidden(toy: Tracing, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracing = Tracing(toy.study, points=2, effort=QUICK)
+
+    def wrong(standing: Standing, *_: Any) -> None:
+        raise standing.infeasible(proven=True)
+
+    monkeypatch.setattr(tracing, "_better", wrong)
+    with pytest.raises(ClaimMismatchError, match="no plan keeps"):
+        tracing.run()
 
 
 def test_budgets_below_the_floor_are_there_without_a_plan(toy: Tracing) -> None:
@@ -350,6 +368,27 @@ def test_other_ways_are_on_the_same_axes(toy: Tracing) -> None:
     assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
     with pytest.raises(UsageError, match="did you mean every-layer"):
         WaySearch(["every-layers"], toy, effort=QUICK)
+
+
+def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: Tracing) -> None:
+    graph = toy.study.graph
+    every = every_nth_layer(graph, 1)
+    assert every is not None
+
+    def decided() -> Iterator[Schedule]:
+        yield Schedule.keep_all(graph)
+        yield every
+        yield every
+        raise PlannerError("that is all")
+
+    search = WaySearch(["pytorch"], toy, effort=QUICK, pytorch=decided)
+    search.run()
+    (way,) = search.ways
+    step_seconds = sum(cost.seconds for cost in toy.study.costs)
+    again = simulate(graph, toy.study.costs, every)
+    assert [point.overhead for point in way.points] == [again.recompute_seconds / step_seconds, 0.0]
+    assert way.points[0].budget_bytes == again.peak_bytes + graph.total_static_bytes
+    assert way.reason == "that is all"
 
 
 # What is typed.

@@ -236,7 +236,8 @@ class _Asking:
         loaded = _asked.load(args, real=False)
         if not changes:
             self.bar("capturing forward and backward")
-            self.samples = Inputs.of(loaded.example_args or None, loaded.example_kwargs).tensors()[0].shape[0]
+            first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
+            self.samples = first.shape[0] if first.dim() else 1
         return planner.study(
             loaded.model,
             loaded.example_args,

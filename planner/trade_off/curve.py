@@ -120,6 +120,8 @@ class Tracing:
             share_seconds = clock.left() / (len(order) - done)
             self._solve(budget_bytes, max(share_seconds, _LEAST_SECONDS), progress)
             clock.work(share_seconds)
+        if count is not None:
+            count(len(order), len(order))
 
     def curve(self) -> TradeOffCurve:
         """Give what is done."""
@@ -165,6 +167,11 @@ class Tracing:
                 if not standing.is_closed(0.0):
                     self._better(standing, effort, progress)
             except InfeasibleBudgetError as error:
+                if error.is_proven and standing.schedule is not None:
+                    raise ClaimMismatchError(
+                        f"no plan keeps {budget_bytes} bytes, says a solver, and one by {standing.solver!r} does; "
+                        "please report this as a bug"
+                    ) from error
                 if error.is_proven:
                     self.proven_bytes = max(self.proven_bytes, budget_bytes + 1)
             self._take(budget_bytes, standing)
