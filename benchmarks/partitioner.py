@@ -17,7 +17,6 @@ import operator
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
@@ -29,15 +28,15 @@ from benchmarks.common import Result, mebibytes, percent
 from planner import zoo
 from planner.capture import capture, fake_mode
 from planner.costing import operation_costs
-from planner.errors import PlannerError
 from planner.inputs import Inputs
-from planner.joint import JointGraph, is_tangent, tensors_of
+from planner.joint import is_tangent, tensors_of
 from planner.lowering import LoweredGraph
+from planner.min_cut import Partition, partition, read_schedule
 from planner.planning import NoPlanFitsError, make_plan
 from planner.schedule import Schedule
 from planner.session import Options, attention_for, lower_step
 from planner.simulate import simulate
-from planner.torch_internals import eliminate_common_subexpressions, storage_id
+from planner.torch_internals import storage_id
 
 GOAL_MEAN, GOAL_WORST = 0.65, 1.0
 MODELS = "gpt2,bert-large,vit-b16,resnet50,unet,t5-base"
@@ -71,61 +70,6 @@ def main(arguments: Sequence[str]) -> int:
     result["goal_met"] = bool(quotients) and result["geometric_mean"] <= GOAL_MEAN and result["worst"] <= GOAL_WORST
     common.write(args.json, result, _markdown(result))
     return 0 if result["goal_met"] else 1
-
-
-@dataclass(frozen=True)
-class Partition:
-    """The forward and backward graph that PyTorch's partitioner writes."""
-
-    forward: fx.Graph
-    backward: fx.Graph
-    num_forward_outputs: int
-    seconds: float
-
-
-def partition(joint: JointGraph, ratio: float) -> Partition:
-    """Let PyTorch's partitioner split a joint graph under its own kind of budget; nothing is run.
-
-    The only use of its private parts here. Run time is estimated by FLOPs, since its usual way,
-    running kernels on a GPU, needs one.
-    """
-    import torch._functorch.config as functorch_config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    settings = {
-        "activation_memory_budget": ratio,
-        "activation_memory_budget_solver": "dp",
-        "activation_memory_budget_runtime_estimator": "flops",
-    }
-    module = fx.GraphModule(joint.module, eliminate_common_subexpressions(joint.module.graph))
-    outputs = joint.num_forward_outputs
-    begun = time.perf_counter()
-    with functorch_config.patch(settings):
-        forward, backward = min_cut_rematerialization_partition(module, None, num_fwd_outputs=outputs)
-    return Partition(forward.graph, backward.graph, outputs, time.perf_counter() - begun)
-
-
-def read_schedule(split: Partition, lowered: LoweredGraph) -> Schedule:
-    """Write PyTorch's two graphs as a schedule of our operations, in its own order.
-
-    A node keeps its name in both graphs, so one that computes in both runs again. Views and the
-    elements of tuples are no operations: what they look at is saved or made again with its owner.
-
-    Raises
-    ------
-    PlannerError
-        If a node that computes something is unknown to the joint graph.
-    """
-    index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
-    free = {node.name for node in lowered.alias_nodes}
-
-    def runs(graph: fx.Graph) -> list[int]:
-        names = [node.name for node in graph.nodes if node.op == "call_function"]
-        if unknown := [name for name in names if name not in index_of and name not in free]:
-            raise PlannerError(f"PyTorch's partitioner runs {unknown[0]}, which is no operation of the joint graph")
-        return [index_of[name] for name in names if name in index_of]
-
-    return Schedule((*runs(split.forward), lowered.graph.loss_index, *runs(split.backward)))
 
 
 def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
@@ -213,15 +157,19 @@ def _tables(name: str, case: str, sizes: dict[str, Any], args: argparse.Namespac
         options = Options(budget="100%", device=device, name=name)
         joint = capture(model.model, inputs, attention=attention_for(model.model, options))
         splits = {}
+        seconds = {}
         for ratio in args.points:
+            begun = time.perf_counter()
             splits[ratio] = partition(joint, ratio)
-            common.progress(f"  PyTorch at {percent(ratio, 0)}: {splits[ratio].seconds:.1f} s")
+            seconds[ratio] = time.perf_counter() - begun
+            common.progress(f"  PyTorch at {percent(ratio, 0)}: {seconds[ratio]:.1f} s")
         step = lower_step(model.model, joint, options)
         lowered, costs = step.lowered, operation_costs(step.lowered.graph, step.spec, options.cost_model)
         baseline = simulate(lowered.graph, costs, Schedule.keep_all(lowered.graph))
         rows: list[Result] = []
         for ratio, split in splits.items():
-            rows.append(_row(ratio, split, lowered, costs, baseline.seconds, args.time_limit, rows))
+            row = _row(split, lowered, costs, baseline.seconds, args.time_limit, rows)
+            rows.append({**row, "ratio": ratio, "partition_seconds": seconds[ratio]})
             common.progress(f"  {device}: {' | '.join(map(str, _cells(rows[-1])))}")
         tables.append(
             {
@@ -239,7 +187,6 @@ def _tables(name: str, case: str, sizes: dict[str, Any], args: argparse.Namespac
 
 
 def _row(
-    ratio: float,
     split: Partition,
     lowered: LoweredGraph,
     costs: Any,
@@ -251,16 +198,14 @@ def _row(
     schedule = read_schedule(split, lowered)
     theirs = simulate(lowered.graph, costs, schedule)
     row = {
-        "ratio": ratio,
         "peak_bytes": theirs.peak_bytes,
         "own_peak_bytes": own_peak_bytes(split, lowered.graph.alignment_bytes),
         "recomputed": len(schedule.order) - len(lowered.graph.operations),
-        "partition_seconds": split.seconds,
         "overhead": theirs.recompute_seconds / baseline_seconds,
     }
     for other in before:
         if _point(other) == _point(row):
-            return {**other, "ratio": ratio, "partition_seconds": split.seconds}
+            return other
     try:
         plan = make_plan(
             lowered.graph,

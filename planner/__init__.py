@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from planner.api import profile as profile
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
+    from planner.asking import what_if as what_if
     from planner.audit_types import Audit as Audit
     from planner.auditing import audit as audit
     from planner.comparing import diff as diff
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from planner.solvers import solve as solve
     from planner.study_types import Study as Study
     from planner.studying import study as study
+    from planner.trade_off.types import TradeOffCurve as TradeOffCurve
 
 __version__ = "0.1.0"
 
@@ -38,6 +40,7 @@ _HOME = {
     "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Study": "planner.study_types",
+    "TradeOffCurve": "planner.trade_off.types",
     "Verification": "planner.plan_types",
     "audit": "planner.auditing",
     "auto_wrap": "planner.api",
@@ -53,6 +56,7 @@ _HOME = {
     "study": "planner.studying",
     "unwrap": "planner.api",
     "verify": "planner.api",
+    "what_if": "planner.asking",
 }
 
 __all__ = [
@@ -60,6 +64,7 @@ __all__ = [
     "PipelinePlan",
     "Plan",
     "Study",
+    "TradeOffCurve",
     "Verification",
     "__version__",
     "audit",
@@ -78,6 +83,7 @@ __all__ = [
     "study",
     "unwrap",
     "verify",
+    "what_if",
 ]
 
 

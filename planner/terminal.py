@@ -75,3 +75,47 @@ def reporting(debug: bool) -> Iterator[Progress]:
     console = Console(stderr=True)
     with nullcontext() if debug or not console.is_terminal else console.status("starting") as status:
         yield lambda line: status.update(Text(line)) if status else None
+
+
+class Bar:
+    """How far a long search is, on standard error: a line that says what is being done, and how much is.
+
+    Parameters
+    ----------
+    draw : callable, optional
+        ``draw(line=..., done=..., total=...)``, each of them optional.
+    """
+
+    def __init__(self, draw: Callable[..., None] | None = None) -> None:
+        self._draw = draw
+
+    def __call__(self, line: str) -> None:
+        """Say what is being done."""
+        if self._draw is not None:
+            self._draw(line=line)
+
+    def count(self, done: int, total: int) -> None:
+        """Say how much of it is done."""
+        if self._draw is not None:
+            self._draw(done=done, total=total)
+
+
+@contextmanager
+def counting(debug: bool) -> Iterator[Bar]:
+    """Show a progress bar on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    console = Console(stderr=True)
+    if debug or not console.is_terminal:
+        yield Bar()
+        return
+    columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("starting", total=None)
+
+        def draw(line: str | None = None, done: int | None = None, total: int | None = None) -> None:
+            shown.update(task, description=escape(line) if line else None, completed=done, total=total)
+
+        yield Bar(draw)

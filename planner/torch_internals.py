@@ -61,6 +61,7 @@ __all__ = [
     "installed_call",
     "is_marked_dynamic",
     "is_mutable",
+    "min_cut_partition",
     "outside_tracing",
     "profiler_is_running",
     "run_and_save_rng_state",
@@ -248,6 +249,25 @@ def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
     return implementation
 
 
+def min_cut_partition(
+    joint: fx.GraphModule, ratio: float, num_forward_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Let PyTorch's partitioner split a joint graph under an ``activation_memory_budget``.
+
+    Run time is estimated by FLOPs, since its usual way, running kernels on a GPU, needs one.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    settings = {
+        "activation_memory_budget": ratio,
+        "activation_memory_budget_solver": "dp",
+        "activation_memory_budget_runtime_estimator": "flops",
+    }
+    with functorch_config.patch(settings):
+        return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_forward_outputs)
+
+
 def self_test() -> None:
     """Try every private API once on a tiny model.
 
@@ -263,6 +283,9 @@ def self_test() -> None:
 
         seen["descriptors"] = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
         joint.graph = eliminate_common_subexpressions(joint.graph)
+        seen["halves"] = min_cut_partition(
+            fx.GraphModule(joint, eliminate_common_subexpressions(joint.graph)), 0.5, num_fwd_outputs
+        )
         return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 1))
@@ -279,5 +302,7 @@ def self_test() -> None:
         problems.append("tangents of the joint graph carry no TangentAOTInput descriptor")
     if not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):
         problems.append("gradients of the partitioned graph differ from eager")
+    if not all(isinstance(half, fx.GraphModule) for half in seen.get("halves", (None,))):
+        problems.append("the min-cut partitioner gives no two graphs")
     if problems:
         raise PlannerError(f"torch {torch.__version__} is not supported: {'; '.join(problems)}")

@@ -8,9 +8,10 @@ fake tensors cannot be converted afterwards.
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module, util
 from pathlib import Path
@@ -127,15 +128,44 @@ def build(
     return ZooModel(name=name.lower(), model=model.train(), example_kwargs=inputs)
 
 
-def load_user_model(specification: str, *, fake_mode: FakeTensorMode | None = None) -> ZooModel:
+def check_sizes(specification: str, sizes: Iterable[str]) -> None:
+    """Refuse sizes that cannot be chosen about a model.
+
+    Parameters
+    ----------
+    specification : str
+        A name of the zoo, or what :func:`load_user_model` takes.
+    sizes : iterable of str
+        ``"batch_size"``, ``"seq_len"``, ...
+
+    Raises
+    ------
+    UsageError
+        If the zoo's model has no such size, or the user's factory no parameter of that name.
+    """
+    if ":" not in specification:
+        entry = _entry(specification)
+        for size in sizes:
+            if getattr(entry.sizes, size) is None:
+                raise UsageError(f"model {specification!r} has no {size}: leave it out")
+        return
+    with _factory(specification) as factory:
+        _check_takes(specification, factory, sizes)
+
+
+def load_user_model(
+    specification: str, *, sizes: Mapping[str, int] | None = None, fake_mode: FakeTensorMode | None = None
+) -> ZooModel:
     """Call a factory of the user's.
 
     Parameters
     ----------
     specification : str
-        ``path/to/file.py:factory`` or ``package.module:factory``. The factory takes nothing and
+        ``path/to/file.py:factory`` or ``package.module:factory``. The factory needs no argument and
         returns ``(model, example_inputs)`` or ``(model, example_inputs, loss_fn)``; the example
         inputs are a tensor, a tuple of arguments, or a dict of keyword arguments.
+    sizes : mapping of str to int, optional
+        What to call it with: it must take keywords of these names.
     fake_mode : FakeTensorMode, optional
         Call the factory under this mode.
 
@@ -146,14 +176,29 @@ def load_user_model(specification: str, *, fake_mode: FakeTensorMode | None = No
     Raises
     ------
     UsageError
-        If there is no such file, module or factory, if it raises, or returns something else.
+        If there is no such file, module or factory, if it takes no such size, raises, or returns something else.
     """
+    with _factory(specification) as factory, fake_mode or nullcontext():
+        _check_takes(specification, factory, sizes or {})
+        try:
+            made = factory(**(sizes or {}))
+        except PlannerError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UsageError(
+                f"factory {specification!r} failed: {_one_line(error)}; call it alone to see where"
+            ) from error
+    return _from_factory(specification, made)
+
+
+@contextmanager
+def _factory(specification: str) -> Iterator[Callable[..., Any]]:
+    """Import a factory, and let it import what lies beside it."""
     place, colon, attribute = specification.rpartition(":")
     if not (colon and place and attribute.isidentifier()):
         raise UsageError(f"cannot read model {specification!r}: {_FACTORY_HINT}")
     path = Path(place) if place.endswith(".py") else None
-    with ExitStack() as stack:
-        stack.enter_context(_importable(path.resolve().parent if path else Path.cwd()))
+    with _importable(path.resolve().parent if path else Path.cwd()):
         if path and not path.is_file():
             raise UsageError(f"there is no file {place!r} for model {specification!r}: check the path")
         try:
@@ -167,17 +212,17 @@ def load_user_model(specification: str, *, fake_mode: FakeTensorMode | None = No
             known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             hint = _near(attribute, known) or _FACTORY_HINT
             raise UsageError(f"{place!r} has no function {attribute!r}: {hint}")
-        if fake_mode is not None:
-            stack.enter_context(fake_mode)
+        yield factory
+
+
+def _check_takes(specification: str, factory: Callable[..., Any], sizes: Iterable[str]) -> None:
+    for size in sizes:
         try:
-            made = factory()
-        except PlannerError:
-            raise
-        except (Exception, SystemExit) as error:
+            inspect.signature(factory).bind_partial(**{size: 1})
+        except (TypeError, ValueError):
             raise UsageError(
-                f"factory {specification!r} failed: {_one_line(error)}; call it alone to see where"
-            ) from error
-    return _from_factory(specification, made)
+                f"factory {specification!r} takes no {size}: give it a parameter of that name, with a default"
+            ) from None
 
 
 _FACTORY_HINT = (

@@ -18,6 +18,7 @@ TOUCHES_TORCH = {
     "planner.agreement",
     "planner.api",
     "planner.auditing",
+    "planner.asking",
     "planner.calibration",
     "planner.capture",
     "planner.costing",
@@ -43,6 +44,7 @@ TOUCHES_TORCH = {
     "planner.lowering",
     "planner.masks",
     "planner.memory",
+    "planner.min_cut",
     "planner.operands",
     "planner.optimizers",
     "planner.pipelining",
@@ -81,6 +83,8 @@ ONLY_IN = {
     "highspy": ("planner.solvers._pulp",),
     "rich": ("planner.report", "planner.terminal"),
     "jinja2": ("planner.report",),
+    "matplotlib": ("planner.report.curve_picture",),
+    "plotext": ("planner.report.terminal_plot",),
     "transformers": ("planner.zoo_transformers",),
 }
 
@@ -91,7 +95,9 @@ RUN_LATE = {
     "planner.capture",
     "planner.devices",
     "planner.diagnose.check",
+    "planner.inputs",
     "planner.memory",
+    "planner.min_cut",
     "planner.zoo",
 }
 """What the torch-free commands import once they know that torch is needed."""
@@ -193,6 +199,10 @@ def test_what_is_installed_is_what_is_imported():
     declared = {line.split(">=")[0] for line in config["options"]["install_requires"].split()}
     imported = {package for name in MODULES for package in map(_package, _imports(name))}
     imported -= {"planner", "cost_models", "cli", *sys.stdlib_module_names}
+    assert {"matplotlib", "plotext"} == {
+        line.split(">=")[0] for line in config["options.extras_require"]["plot"].split()
+    }
+    imported -= {"matplotlib", "plotext"}
     # PuLP loads highspy by itself; networkx is there for graph algorithms to come, and torch needs it anyway.
     assert declared == imported | {"highspy", "networkx"}
     assert config["options.extras_require"]["zoo"].split(">=")[0].strip() == "transformers"

@@ -89,7 +89,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     Path("my_model.py").write_text(own, encoding="utf-8")
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
-        "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit",
+        "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit", "what-if",
     }  # fmt: skip
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])
@@ -107,6 +107,8 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert output.out.startswith(("B peaks ", "B does what A does"))
         elif arguments[0] == "check":
             assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
+        elif arguments[0] == "what-if":
+            assert re.match(r"(KNEE|TRADE-OFF) ", output.out) and Path("curve.svg").stat().st_size
         elif arguments[0] == "calibrate":
             assert output.out.startswith("CALIBRATED ") and Path("this-machine.json").stat().st_size
         else:

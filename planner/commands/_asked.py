@@ -100,7 +100,7 @@ def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
         return zoo.build(
             specification, **sizes, dtype=dtype, device=devices.place(getattr(args, "device", None)), fake_mode=mode
         )
-    if given := [name for name, value in {**sizes, "dtype": dtype}.items() if value is not None]:
-        option = given[0].replace("_", "-")
-        raise UsageError(f"--{option} is for models of the zoo: a factory of your own chooses its sizes itself")
-    return zoo.load_user_model(specification, fake_mode=mode)
+    if dtype is not None:
+        raise UsageError("--dtype is for models of the zoo: a factory of your own chooses its type itself")
+    given = {size: value for size, value in sizes.items() if value is not None}
+    return zoo.load_user_model(specification, sizes=given, fake_mode=mode)

@@ -78,14 +78,26 @@ class AutoSolver:
         """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
         tell = progress or (lambda line: None)
         standing = Standing(problem, lambda line: tell(f"auto: {line}"))
-        if not standing.offer(Schedule.keep_all(problem.graph), self.name):
-            _Race(standing, effort, tell).run()
+        self.improve(standing, effort=effort, progress=tell)
+        return standing.solution()
+
+    def improve(self, standing: Standing, *, effort: Effort, progress: Progress | None = None) -> None:
+        """Better a standing in which plan and bound of a neighbouring problem may be already.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If there is no plan within the budget, or none was found.
+        """
+        problem = standing.problem
+        standing.offer(Schedule.keep_all(problem.graph), self.name)
+        if not standing.is_closed(0.0):
+            _Race(standing, effort, progress or (lambda line: None)).run()
         if standing.schedule is None:
             target_bytes = problem.budget_bytes
             standing.offer(lowest_schedule(problem.graph, problem.costs, target_bytes=target_bytes), self.name)
         if standing.schedule is None:
             raise standing.infeasible()
-        return standing.solution()
 
 
 class _Race:

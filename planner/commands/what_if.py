@@ -1,0 +1,298 @@
+"""``what-if``: what other budgets, sizes, devices and solvers would give."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from planner.commands import _asked
+from planner.errors import UsageError
+from planner.options import Parser, count, model_options, seconds, training_options, whole
+from planner.terminal import Bar, counting, quiet, show, write_json
+
+if TYPE_CHECKING:
+    from planner.schedule import Schedule
+    from planner.study_types import Study
+    from planner.trade_off.accelerators import DeviceSearch
+    from planner.trade_off.answers import Answers
+    from planner.trade_off.curve import Tracing
+    from planner.trade_off.sizes import SizeSearch
+    from planner.trade_off.ways import WaySearch
+
+_INTERRUPTED = 130
+_DEFAULT_SECONDS = 25.0
+
+_ROW_SHARE = 0.2
+"""What each size and each device may take of the time limit for the curve."""
+
+_EXAMPLES = """examples:
+  what-if gpt2 --budget 12GiB --plot curve.png
+  what-if gpt2 --budget 20GiB --batch-sizes 1..64
+  what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100
+  what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -
+"""
+
+
+class _WhatIf:
+    name = "what-if"
+    summary = "overhead over budget, and other batch sizes, devices and solvers"
+
+    def parents(self) -> tuple[Parser, ...]:
+        return model_options(), training_options()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
+        curve = parser.add_argument_group("curve")
+        curve.add_argument("--budget", metavar="SIZE", help="mark this budget and say what 1 GiB more buys: 8GiB, 60%%")
+        curve.add_argument("--points", type=_points, metavar="N", default=20, help="budgets on the curve (default 20)")
+        curve.add_argument(
+            "--budgets",
+            metavar="RANGE",
+            help="4GiB..16GiB or 4GiB,8GiB,16GiB; by default from the smallest feasible to the peak without recompute",
+        )
+        axes = parser.add_argument_group("further axes (sizes are asked at --budget)")
+        axes.add_argument("--batch-sizes", metavar="RANGE", help="1..64 or 1,2,4: the largest that fits, samples/s")
+        axes.add_argument("--seq-lens", metavar="RANGE", help="128..4096 or 512,1024: the longest that fits, tokens/s")
+        axes.add_argument("--devices", metavar="NAMES", help="h100,a100-40: fits or not in the memory of each")
+        axes.add_argument("--solvers", metavar="NAMES", help="solvers, every-layer, every-2, pytorch: on the same axes")
+        group = parser.add_argument_group("solving and results")
+        group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
+        group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
+        group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        group.add_argument("--solver", metavar="NAME", default="auto")
+        group.add_argument(
+            "--time-limit",
+            type=seconds,
+            metavar="S",
+            default=_DEFAULT_SECONDS,
+            help=f"seconds for each curve (default {_DEFAULT_SECONDS:.0f}); a size or a device has a fifth of that",
+        )
+        group.add_argument("--deterministic", action="store_true", help="count work instead of seconds")
+        group.add_argument("--seed", type=whole, metavar="N", default=0)
+        group.add_argument("--json", metavar="FILE", help="write all as JSON; '-' writes it to stdout, alone")
+        group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
+        group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
+
+    def run(self, args: argparse.Namespace) -> int:
+        _check(args)
+        with quiet(args.debug), counting(args.debug) as bar:
+            asking = _Asking(args, bar)
+            interrupted = asking.run()
+        answers = asking.answers(interrupted=interrupted)
+        _hand_out(answers, args)
+        if interrupted:
+            print("interrupted: what was done by then is kept", file=sys.stderr)
+            return _INTERRUPTED
+        return 0
+
+
+def _points(text: str) -> int:
+    number = count(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError("a curve has at least 2 points")
+    return number
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse at once what would fail only after minutes of work."""
+    import cost_models
+    from planner import device_file, solvers, zoo
+    from planner.report import curve_picture
+    from planner.trade_off import ranges, ways
+    from planner.units import parse_size
+
+    _asked.check_model(args)
+    _asked.training(args)
+    solvers.get(args.solver)
+    for device in (args.device, *_names(args, "devices")):
+        if device is not None:
+            device_file.find(device)
+    ways.check(_names(args, "solvers"))
+    try:
+        cost_models.get(args.cost_model)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+    if args.budget:
+        parse_size(args.budget, whole_bytes=2**60)
+    if args.budgets is not None:
+        ranges.check_budgets(args.budgets)
+    sizes = [size for size in ("batch_size", "seq_len") if _sizes(args, size) is not None]
+    if sizes and not args.budget:
+        raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
+    zoo.check_sizes(args.model or args.name, sizes)
+    _asked.check_writable(args.json, args.csv)
+    if args.plot:
+        curve_picture.check(args.plot)
+
+
+def _names(args: argparse.Namespace, option: str) -> list[str]:
+    """Read a list of names."""
+    given = getattr(args, option)
+    if given is None:
+        return []
+    names = [name.strip() for name in given.split(",")]
+    if not all(names):
+        raise UsageError(f"--{option} {given!r} has an empty name: write names with commas between them")
+    return names
+
+
+def _sizes(args: argparse.Namespace, size: str) -> Any:
+    """Read a range of sizes; None if none is given."""
+    from planner.trade_off.ranges import parse_sizes
+
+    given = getattr(args, f"{size}s")
+    what = {"batch_size": "batch sizes", "seq_len": "sequence lengths"}[size]
+    return None if given is None else parse_sizes(given, what=what)
+
+
+class _Asking:
+    """All that is asked about a model, one after the other."""
+
+    def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
+        from planner.effort import Effort
+
+        self.args = args
+        self.bar = bar
+        self.effort = Effort(time_limit_seconds=args.time_limit, deterministic=args.deterministic, seed=args.seed)
+        self.row_effort = dataclasses.replace(self.effort, time_limit_seconds=_ROW_SHARE * args.time_limit)
+        self.samples = 1
+        self.tracing: Tracing | None = None
+        self.sizes: dict[str, SizeSearch] = {}
+        self.devices: DeviceSearch | None = None
+        self.ways: WaySearch | None = None
+
+    def run(self) -> bool:
+        """Ask, and say whether that was interrupted; before anything is done that is an error."""
+        from planner.trade_off.curve import Tracing
+
+        args = self.args
+        study = self.study()
+        self.bar("looking for the smallest peak")
+        self.tracing = Tracing(
+            study,
+            points=args.points,
+            budgets=args.budgets,
+            asked=args.budget,
+            solver=args.solver,
+            effort=self.effort,
+        )
+        try:
+            self.tracing.run(progress=self.bar, count=self.bar.count)
+            for start in self.further():
+                start()
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def further(self) -> Iterator[Callable[[], None]]:
+        """Give the searches along the other axes."""
+        from planner.trade_off.accelerators import DeviceSearch
+        from planner.trade_off.sizes import SizeSearch
+        from planner.trade_off.ways import WaySearch
+
+        args, tracing = self.args, self.tracing
+        assert tracing is not None
+        for size, name, unit in (("batch_size", "batch size", "samples"), ("seq_len", "sequence length", "tokens")):
+            sizes = _sizes(args, size)
+            if sizes is None:
+                continue
+            assert tracing.asked_bytes is not None, "sizes are asked with a budget"
+            by_sample = unit == "samples"
+            self.sizes[size] = search = SizeSearch(
+                sizes,
+                partial(self.study_at, size),
+                budget_bytes=tracing.asked_bytes,
+                name=name,
+                unit=unit,
+                units_of_one=1 if by_sample else self.samples,
+                step=1 if by_sample else sizes.coarse_step,
+                solver=args.solver,
+                effort=self.row_effort,
+            )
+            yield partial(search.run, progress=self.bar)
+        if devices := _names(args, "devices"):
+            self.devices = DeviceSearch(
+                devices, partial(self.study_at, "device"), solver=args.solver, effort=self.row_effort
+            )
+            yield partial(self.devices.run, progress=self.bar)
+        if ways := _names(args, "solvers"):
+            self.ways = WaySearch(ways, tracing, effort=self.effort, pytorch=self.partitioned)
+            yield partial(self.ways.run, progress=self.bar, count=self.bar.count)
+
+    def study_at(self, option: str, value: Any) -> Study:
+        """Capture the step with another value of an option."""
+        return self.study(**{option: value})
+
+    def study(self, **changes: Any) -> Study:
+        """Capture the step, at other sizes or for another device where these are given."""
+        import planner
+        from planner.inputs import Inputs
+
+        args = argparse.Namespace(**{**vars(self.args), **changes})
+        loaded = _asked.load(args, real=False)
+        if not changes:
+            self.bar("capturing forward and backward")
+            first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
+            self.samples = first.shape[0] if first.dim() else 1
+        return planner.study(
+            loaded.model,
+            loaded.example_args,
+            example_kwargs=loaded.example_kwargs,
+            loss_fn=loaded.loss_fn,
+            device=args.device,
+            cost_model=args.cost_model,
+            profile=planner.load_profile(args.profile) if args.profile else None,
+            name=loaded.name,
+            **dataclasses.asdict(_asked.training(args)),
+        )
+
+    def partitioned(self) -> Iterator[Schedule]:
+        """Let PyTorch's partitioner decide on the same step."""
+        from planner import min_cut
+
+        args = self.args
+        loaded = _asked.load(args, real=False)
+        return min_cut.schedules(
+            loaded.model,
+            loaded.example_args,
+            example_kwargs=loaded.example_kwargs,
+            device=args.device,
+            **dataclasses.asdict(_asked.training(args)),
+        )
+
+    def answers(self, *, interrupted: bool) -> Answers:
+        """Give what is done."""
+        from planner.trade_off.answers import Answers
+
+        assert self.tracing is not None
+        axes = {size: search.axis_so_far for size, search in self.sizes.items()}
+        return Answers(
+            curve=self.tracing.curve(),
+            batch_sizes=axes.get("batch_size"),
+            seq_lens=axes.get("seq_len"),
+            devices=self.devices.rows if self.devices else (),
+            ways=self.ways.ways if self.ways else (),
+            interrupted=interrupted,
+        )
+
+
+def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
+    """Write the files and show the report."""
+    from planner.atomic import write_text
+    from planner.report import curve_picture, render_what_if
+    from planner.trade_off.answers import csv_text
+
+    write_json(answers.report(), args.json)
+    if args.csv:
+        write_text(args.csv, csv_text(answers.curve))
+    if args.plot:
+        curve_picture.write(args.plot, answers.curve, answers.ways)
+    if args.json != "-":
+        show(lambda console: render_what_if(answers, console))
+
+
+COMMAND = _WhatIf()

@@ -1,0 +1,56 @@
+"""What is drawn of a curve, whatever draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from planner.trade_off.types import TradeOffCurve, TradeOffPoint
+from planner.trade_off.ways import EVERY_NTH, Way
+
+_CURVE, _BOUND = "hd", "."
+
+_WAYS = "+x*#%&$@"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve, or single points.
+
+    Parameters
+    ----------
+    name : str
+    gibibytes, percents : list of float
+        Budgets and overheads.
+    marker : str
+        What a terminal draws it with: one character, or plotext's code for dots of a quarter of one.
+    is_curve : bool
+        Whether the points are to be joined.
+    """
+
+    name: str
+    gibibytes: list[float]
+    percents: list[float]
+    marker: str
+    is_curve: bool = True
+
+
+def lines(curve: TradeOffCurve, ways: Sequence[Way] = ()) -> Iterator[Line]:
+    """Give what is drawn, what is to be seen on top last: bound, overhead, other ways, the knee, the user's budget."""
+    yield _line("lower bound", [(point, point.lower_bound_overhead) for point in curve.points], _BOUND)
+    yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)
+    for place, way in enumerate(ways):
+        if way.points and way.points != curve.points:
+            is_curve = way.name not in EVERY_NTH
+            marker = _WAYS[place % len(_WAYS)]
+            yield _line(way.name, [(point, point.overhead) for point in way.points], marker, is_curve=is_curve)
+    for name, point, marker in (("knee", curve.knee, "K"), ("your budget", curve.asked, "B")):
+        if point is not None and point.overhead is not None:
+            yield _line(name, [(point, point.overhead)], marker, is_curve=False)
+
+
+def _line(
+    name: str, points: Sequence[tuple[TradeOffPoint, float | None]], marker: str, *, is_curve: bool = True
+) -> Line:
+    known = [(point.budget_bytes / 2**30, 100 * ratio) for point, ratio in points if ratio is not None]
+    return Line(name, [x for x, _ in known], [y for _, y in known], marker, is_curve)

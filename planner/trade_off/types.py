@@ -1,0 +1,146 @@
+"""The curve of overhead over budget, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TradeOffPoint:
+    """What one budget costs.
+
+    Parameters
+    ----------
+    budget_bytes : int
+        What the whole device may hold.
+    predicted_peak_bytes : int or None
+        Peak of the plan, None where there is none.
+    overhead : float or None
+        Recompute time over the step without recompute.
+    lower_bound_overhead : float or None
+        Proven: no plan within the budget has a smaller overhead.
+    solver : str
+        Who found the plan; it may have been found for a smaller budget.
+    status : str
+        ``"optimal"`` (the overhead equals the bound), ``"feasible"`` or ``"infeasible"``.
+    """
+
+    budget_bytes: int
+    predicted_peak_bytes: int | None = None
+    overhead: float | None = None
+    lower_bound_overhead: float | None = None
+    solver: str = ""
+    status: str = "infeasible"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TradeOffCurve:
+    """Overhead over budget: neither it nor its lower bound ever rises with the budget.
+
+    Parameters
+    ----------
+    model, device, cost_model, torch : str
+        What the step is of.
+    baseline_peak_bytes, baseline_step_seconds : int, float
+        The step without recompute.
+    minimum_feasible_peak_bytes : int
+        Smallest budget for which a plan is known.
+    proven_minimum_peak_bytes : int
+        No plan at all keeps a smaller one.
+    points : tuple of TradeOffPoint
+        From the smallest budget to the largest.
+    asked : TradeOffPoint, optional
+        At the budget that was asked about.
+    asked_more : TradeOffPoint, optional
+        At 1 GiB more than that.
+    is_complete : bool
+        Whether all points that were wanted are there.
+    """
+
+    model: str
+    device: str
+    cost_model: str
+    torch: str
+    baseline_peak_bytes: int
+    baseline_step_seconds: float
+    minimum_feasible_peak_bytes: int
+    proven_minimum_peak_bytes: int
+    points: tuple[TradeOffPoint, ...]
+    asked: TradeOffPoint | None = None
+    asked_more: TradeOffPoint | None = None
+    is_complete: bool = True
+
+    @property
+    def knee(self) -> TradeOffPoint | None:
+        """Where the curve bends most; see :func:`find_knee`."""
+        return find_knee(self.points)
+
+    @property
+    def bought_by_one_gib(self) -> float | None:
+        """How much overhead 1 GiB beyond the budget that was asked about saves; None if that is not known."""
+        if self.asked is None or self.asked_more is None:
+            return None
+        before, after = self.asked.overhead, self.asked_more.overhead
+        return before - after if before is not None and after is not None else None
+
+    def report(self) -> dict[str, Any]:
+        """Give the curve as plain data for JSON."""
+        knee = self.knee
+        return {
+            "model": self.model,
+            "device": self.device,
+            "cost_model": self.cost_model,
+            "torch": self.torch,
+            "baseline": {"peak_bytes": self.baseline_peak_bytes, "step_seconds": self.baseline_step_seconds},
+            "minimum_feasible_peak_bytes": self.minimum_feasible_peak_bytes,
+            "proven_minimum_peak_bytes": self.proven_minimum_peak_bytes,
+            "points": [asdict(point) for point in self.points],
+            "is_complete": self.is_complete,
+            "knee_budget_bytes": knee.budget_bytes if knee else None,
+            "asked": asdict(self.asked) if self.asked else None,
+            "one_gib_more": asdict(self.asked_more) if self.asked_more else None,
+        }
+
+
+def find_knee(points: Sequence[TradeOffPoint]) -> TradeOffPoint | None:
+    """Give the point of a curve that lies farthest below the straight line between its ends.
+
+    Both axes are first scaled to the range that they cover. Beyond that point a byte buys less than it does on
+    average, before it more.
+
+    Parameters
+    ----------
+    points : sequence of TradeOffPoint
+        From the smallest budget to the largest; those without a plan do not count.
+
+    Returns
+    -------
+    TradeOffPoint or None
+        None where no point lies below the line.
+
+    References
+    ----------
+    Satopaa, Albrecht, Irwin, Raghavan, "Finding a 'Kneedle' in a Haystack: Detecting Knee Points in System
+    Behavior", ICDCS Workshops 2011.
+
+    Examples
+    --------
+    >>> overheads = (0.4, 0.1, 0.05, 0.0)
+    >>> find_knee([TradeOffPoint(budget_bytes=i, overhead=o) for i, o in enumerate(overheads)]).budget_bytes
+    1
+    """
+    known = [(point, point.overhead) for point in points if point.overhead is not None]
+    if len(known) < 3:
+        return None
+    (first, highest), (last, lowest) = known[0], known[-1]
+    width, height = last.budget_bytes - first.budget_bytes, highest - lowest
+    if width <= 0 or height <= 0:
+        return None
+
+    def below(point: TradeOffPoint, overhead: float) -> float:
+        return 1 - (point.budget_bytes - first.budget_bytes) / width - (overhead - lowest) / height
+
+    distance, knee = max(((below(point, overhead), point) for point, overhead in known), key=lambda found: found[0])
+    return knee if distance > 1e-9 else None

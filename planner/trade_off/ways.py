@@ -1,0 +1,156 @@
+"""Other solvers, and what people do without one, on the axes of the curve."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from planner import solvers
+from planner.baselines import every_nth_layer
+from planner.effort import Effort
+from planner.errors import PlannerError, UsageError
+from planner.problem import Progress
+from planner.schedule import Schedule
+from planner.simulate import simulate
+from planner.study_types import Study
+from planner.trade_off.curve import Count, Tracing
+from planner.trade_off.types import TradeOffPoint
+
+EVERY_NTH = {"every-layer": 1, "every-2": 2}
+"""``torch.utils.checkpoint`` around every n-th block: each is one point, whatever the budget."""
+
+PYTORCH = "pytorch"
+"""PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to choose what is recomputed.
+
+    Parameters
+    ----------
+    name : str
+    points : tuple of TradeOffPoint
+        A solver's are at the curve's budgets; of a way without a budget each stands at its own peak.
+    reason : str
+        Why there is no point, if there is none.
+    """
+
+    name: str
+    points: tuple[TradeOffPoint, ...]
+    reason: str = ""
+
+    def report(self) -> dict[str, Any]:
+        """Give the way as plain data for JSON."""
+        return {"name": self.name, "points": [asdict(point) for point in self.points], "reason": self.reason}
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse names of no way.
+
+    Raises
+    ------
+    UsageError
+    """
+    known = (*solvers.names(), *EVERY_NTH, PYTORCH)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
+
+
+class WaySearch:
+    """Ways in the making; what is done can be asked for at any time.
+
+    Parameters
+    ----------
+    names : sequence of str
+        See :func:`check`.
+    curve : Tracing
+        Whose budgets are taken, and whose bounds hold for every way.
+    effort : Effort
+        For each solver.
+    pytorch : callable, optional
+        Gives what PyTorch's partitioner decides on the graph of the same step, one schedule after the other.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        curve: Tracing,
+        *,
+        effort: Effort,
+        pytorch: Callable[[], Iterable[Schedule]] | None = None,
+    ) -> None:
+        check(names)
+        self.names = tuple(dict.fromkeys(names))
+        self.curve = curve
+        self.effort = effort
+        self.pytorch = pytorch
+        self.ways: tuple[Way, ...] = ()
+
+    def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
+        """Find every way's points."""
+        for name in self.names:
+
+            def tell(line: str, name: str = name) -> None:
+                if progress is not None:
+                    progress(f"{name}: {line}")
+
+            before = self.ways
+            for way in self._growing(name, tell, count):
+                self.ways = (*before, way)
+
+    def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Way]:
+        """Give a way, and again each time that it has another point."""
+        if name in EVERY_NTH:
+            yield self._every_nth(name)
+        elif name == PYTORCH:
+            yield from self._pytorch(tell)
+        else:
+            yield self._solver(name, tell, count)
+
+    def _solver(self, name: str, tell: Progress, count: Count | None) -> Way:
+        curve = self.curve
+        if name == curve.solver:
+            return Way(name=name, points=curve.curve().points)
+        tracing = Tracing(curve.study, solver=name, effort=self.effort, known=curve)
+        tracing.run(progress=tell, count=count)
+        return Way(name=name, points=tracing.curve().points)
+
+    def _every_nth(self, name: str) -> Way:
+        study = self.curve.study
+        schedule = every_nth_layer(study.graph, EVERY_NTH[name])
+        if schedule is None:
+            return Way(name=name, points=(), reason="the model has no repeated blocks")
+        return Way(name=name, points=(point_of(study, schedule, name),))
+
+    def _pytorch(self, tell: Progress) -> Iterator[Way]:
+        way = Way(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
+        yield way
+        tell("partitioning")
+        try:
+            for schedule in self.pytorch() if self.pytorch else ():
+                points = {*way.points, point_of(self.curve.study, schedule, PYTORCH)}
+                way = replace(way, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
+                yield way
+                tell(f"{len(way.points)} different points")
+        except PlannerError as error:
+            yield replace(way, reason=str(error))
+
+
+def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
+    """Give the point of a schedule: its own peak is its budget."""
+    evaluation = simulate(study.graph, study.costs, schedule)
+    peak_bytes = evaluation.peak_bytes + study.graph.total_static_bytes
+    step_seconds = study.problem().baseline.seconds or 1.0
+    return TradeOffPoint(
+        budget_bytes=peak_bytes,
+        predicted_peak_bytes=peak_bytes,
+        overhead=evaluation.recompute_seconds / step_seconds,
+        solver=name,
+        status="feasible",
+    )
