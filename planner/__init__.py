@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from planner.api import unwrap as unwrap
     from planner.api import verify as verify
     from planner.diagnose.check import check as check
+    from planner.export_types import Export as Export
+    from planner.exporters import export as export
     from planner.instances import load_instance as load_instance
     from planner.pipeline_types import PipelinePlan as PipelinePlan
     from planner.pipelining import plan_pipeline as plan_pipeline
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Export": "planner.export_types",
     "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Study": "planner.study_types",
     "Verification": "planner.plan_types",
     "auto_wrap": "planner.api",
     "check": "planner.diagnose.check",
+    "export": "planner.exporters",
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
@@ -48,6 +52,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Export",
     "PipelinePlan",
     "Plan",
     "Study",
@@ -55,6 +60,7 @@ __all__ = [
     "__version__",
     "auto_wrap",
     "check",
+    "export",
     "load_instance",
     "load_profile",
     "plan",

@@ -88,13 +88,23 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     (own,) = (block for block in fenced("python") if block.startswith("# my_model.py"))
     Path("my_model.py").write_text(own, encoding="utf-8")
     shown = commands()
-    assert {arguments[0] for arguments in shown} == {"plan", "check", "profile", "calibrate", "verify", "models"}
+    assert {arguments[0] for arguments in shown} == {
+        "plan",
+        "check",
+        "profile",
+        "calibrate",
+        "verify",
+        "export",
+        "models",
+    }
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])
         output = capsys.readouterr()
         assert code == 0, output.err
         if arguments[0] == "models":
             assert [line.split()[0] for line in output.out.splitlines()] == list(zoo.names())
+        elif arguments[0] == "export":
+            assert output.err.startswith("fsdp: ") and "def checkpoint_modules(model" in output.out
         elif arguments[0] == "profile":
             assert output.out.startswith("MEASURED ") and Path("minigpt.profile").stat().st_size
         elif arguments[0] == "check":
