@@ -38,27 +38,23 @@ def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
     """Plan one eager step; see :func:`planner.session.plan_step`."""
-    begun = time.perf_counter()
-    if options.progress is not None:
-        options.progress("recording a step")
-    trace = record(model, inputs, has_loss=options.loss is not None)
-    return _Session(model, inputs, options, trace, begun).plan(reuse, must_match)
+    return _recorded(model, inputs, options).plan(reuse, must_match)
 
 
 def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> EagerStudy:
     """Record and cost one eager step; see :func:`planner.studying.study`."""
+    step = _recorded(model, inputs, options)
+    return EagerStudy(
+        graph=step.graph, costs=step.costs, origin=step.origin, surroundings=step.around, regions=step.regions
+    )
+
+
+def _recorded(model: nn.Module, inputs: Inputs, options: Options) -> _Session:
     begun = time.perf_counter()
     if options.progress is not None:
         options.progress("recording a step")
-    trace = record(model, inputs, has_loss=bool(options.loss_bytes))
-    session = _Session(model, inputs, options, trace, begun)
-    return EagerStudy(
-        graph=session.graph,
-        costs=session.costs,
-        origin=session.origin,
-        surroundings=session.around,
-        regions=session.regions,
-    )
+    trace = record(model, inputs, has_loss=options.loss is not None)
+    return _Session(model, inputs, options, trace, begun)
 
 
 class _Session:

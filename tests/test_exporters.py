@@ -572,7 +572,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_command_refuses_what_cannot_be_expressed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    plan_of("50%").save(tmp_path / "a.plan")
+    STUDY.plan(budget="52%", solver="sqrt", compare=False).save(tmp_path / "a.plan")
     monkeypatch.setattr("planner.commands.export._study", lambda args, runtime: STUDIES[runtime])
     monkeypatch.setattr("planner.commands._asked.check_model", lambda args: None)
     code = cli.main(["export", str(tmp_path / "a.plan"), "--to", "megatron", "--json", str(tmp_path / "a.json")])
