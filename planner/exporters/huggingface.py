@@ -24,7 +24,7 @@ class _HuggingFace:
     language = "python"
     eager = True
     to_the_end = False
-    lost: tuple[str, ...] = ()
+    lost = ("only a GradientCheckpointingLayer can be told: where a layer is none, the code says so and stops",)
 
     def takes(self, modules: tuple[str, ...]) -> bool:
         return all(module.rpartition(".")[2].isdigit() for module in modules)
@@ -37,7 +37,7 @@ class _HuggingFace:
         options = json.dumps(dict(placement.settings)).replace("true", "True").replace("false", "False")
         same = f"TRAINING_ARGUMENTS = {options}\n\n" if placement.settings else ""
         hint = (
-            "# Or pass **TRAINING_ARGUMENTS to TrainingArguments: they choose the same layers."
+            "# Or, if the model has no other layers of this kind, pass **TRAINING_ARGUMENTS to TrainingArguments."
             if placement.settings
             else "# Leave activation_checkpointing of TrainingArguments off: it would choose other layers."
         )

@@ -33,7 +33,6 @@ class _Lightning:
 # Make the model before the strategy: Trainer(strategy=planned_strategy(model), ...). The model is the one that
 # training_step calls, made in __init__ and not in configure_model.
 
-
 {names("MODULES", placement.modules)}
 
 def checkpointing_policy(model):
