@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from planner.comparing import diff as diff
     from planner.diagnose.check import check as check
     from planner.explaining import explain as explain
+    from planner.export_types import Export as Export
+    from planner.exporters import export as export
     from planner.instances import load_instance as load_instance
     from planner.pipeline_types import PipelinePlan as PipelinePlan
     from planner.pipelining import plan_pipeline as plan_pipeline
@@ -37,6 +39,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Audit": "planner.audit_types",
+    "Export": "planner.export_types",
     "PipelinePlan": "planner.pipeline_types",
     "Plan": "planner.plan_types",
     "Study": "planner.study_types",
@@ -47,6 +50,7 @@ _HOME = {
     "check": "planner.diagnose.check",
     "diff": "planner.comparing",
     "explain": "planner.explaining",
+    "export": "planner.exporters",
     "load_instance": "planner.instances",
     "plan": "planner.api",
     "plan_of": "planner.api",
@@ -61,6 +65,7 @@ _HOME = {
 
 __all__ = [
     "Audit",
+    "Export",
     "PipelinePlan",
     "Plan",
     "Study",
@@ -72,6 +77,7 @@ __all__ = [
     "check",
     "diff",
     "explain",
+    "export",
     "load_instance",
     "load_profile",
     "plan",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Iterable
 
+from planner.checkpoints import schedule_of
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.graph import Phase, TrainingGraph
 from planner.layers import Layers, find_layers
+from planner.module_regions import region_of
 from planner.plan_parts import BaselineRow
 from planner.problem import Problem, Solution
 from planner.schedule import Schedule
@@ -21,10 +23,6 @@ _SECONDS_EACH = 2.0
 def every_nth_layer(graph: TrainingGraph, n: int, layers: Layers | None = None) -> Schedule | None:
     """Give the schedule of ``torch.utils.checkpoint`` around every n-th block.
 
-    Of a wrapped block only the boundary stays: what other modules read in the forward, and what
-    cannot be recomputed. The rest is dropped after the block and is made again, all at once, when
-    the backward first needs any of it.
-
     Parameters
     ----------
     graph : TrainingGraph
@@ -37,60 +35,33 @@ def every_nth_layer(graph: TrainingGraph, n: int, layers: Layers | None = None) 
     -------
     Schedule or None
         ``None`` if the model has no blocks.
+    """
+    layers = layers or find_layers(graph)
+    return checkpointed_blocks(graph, layers.blocks[::n], layers) if layers.blocks else None
+
+
+def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str], layers: Layers | None = None) -> Schedule:
+    """Give the schedule of ``torch.utils.checkpoint`` around each of these blocks.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    blocks : iterable of str
+        Paths of blocks, as :func:`planner.layers.find_layers` names them.
+    layers : Layers, optional
+        ``find_layers(graph)``, if it is at hand.
 
     Notes
     -----
     O(operations + values).
     """
     layers = layers or find_layers(graph)
-    if not layers.blocks:
-        return None
-    before: dict[int, list[int]] = {}
-    for block in layers.blocks[::n]:
-        region = {
-            index
-            for index, op in enumerate(graph.operations)
-            if op.phase is Phase.FORWARD and layers.of[index] == block
-        }
-        again, first_need = _recompute_set(graph, region)
-        if again:
-            before.setdefault(first_need, []).extend(again)
-    return Schedule.with_recomputations(graph, before)
-
-
-def _recompute_set(graph: TrainingGraph, region: Collection[int]) -> tuple[list[int], int]:
-    """Give what must run again for a region's backward, and before which operation.
-
-    The region's own inputs are boundary and held; so is what it gives to others in the forward.
-    """
-    operations, values, readers = graph.operations, graph.values, graph.readers
-    held = {
-        value
-        for index in region
-        for value in operations[index].outputs
-        if values[value].retained
-        or not operations[index].recomputable
-        or any(operations[r].phase is not Phase.BACKWARD and r not in region for r in readers[value])
-    }
-    needs: dict[int, int] = {}
-    for index in region:
-        for value in operations[index].outputs:
-            late = next((r for r in readers[value] if operations[r].phase is Phase.BACKWARD), None)
-            if value not in held and late is not None:
-                needs[value] = late
-    if not needs:
-        return [], -1
-    again: set[int] = set()
-    pending = list(needs)
-    while pending:
-        producer = graph.producer[pending.pop()]
-        if producer in again:
-            continue
-        again.add(producer)
-        pending.extend(
-            value for value in operations[producer].inputs if value not in held and graph.producer[value] in region
-        )
-    return sorted(again), min(needs.values())
+    inside: dict[str, list[int]] = {block: [] for block in blocks}
+    for index, operation in enumerate(graph.operations):
+        if operation.phase is Phase.FORWARD and layers.of[index] in inside:
+            inside[layers.of[index]].append(index)
+    regions = (region_of(graph, block, operations) for block, operations in inside.items())
+    return schedule_of(graph, [region for region in regions if region is not None])
 
 
 def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = None) -> tuple[BaselineRow, ...]:

@@ -60,24 +60,9 @@ class Chooser:
             If none was found; with the lowest peak of all choices.
         """
         begun = time.perf_counter()
-        budget_bytes = self.problem.budget_bytes
-        chosen: frozenset[int] = frozenset()
-        bound = 0.0
-        while True:
-            evaluation = self._simulate(chosen)
-            if evaluation.peak_bytes <= budget_bytes:
-                break
-            self._add_moments(evaluation, chosen, budget_bytes)
-            self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
-            model = self._model(budget_bytes)
-            answer = self._minimise(model)
-            bound = max(bound, answer.bound * self._unit_seconds)
-            if answer.columns is None:
-                chosen = self.lowest()
-                evaluation = self._simulate(chosen)
-                break
-            chosen = self._chosen(answer)
-        if evaluation.peak_bytes > budget_bytes:
+        chosen, bound = self.choose()
+        evaluation = self._simulate(chosen)
+        if evaluation.peak_bytes > self.problem.budget_bytes:
             raise InfeasibleBudgetError(
                 "no choice of checkpointed modules keeps the budget",
                 minimum_feasible_peak_bytes=evaluation.peak_bytes + self.problem.graph.total_static_bytes,
@@ -93,6 +78,24 @@ class Chooser:
             lower_bound_seconds=min(seconds, bound),
             solve_seconds=time.perf_counter() - begun,
         )
+
+    def choose(self) -> tuple[frozenset[int], float]:
+        """Give the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds."""
+        budget_bytes = self.problem.budget_bytes
+        chosen: frozenset[int] = frozenset()
+        bound = 0.0
+        while True:
+            evaluation = self._simulate(chosen)
+            if evaluation.peak_bytes <= budget_bytes:
+                return chosen, bound
+            self._add_moments(evaluation, chosen, budget_bytes)
+            self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
+            model = self._model(budget_bytes)
+            answer = self._minimise(model)
+            bound = max(bound, answer.bound * self._unit_seconds)
+            if answer.columns is None:
+                return self.lowest(), bound
+            chosen = self._chosen(answer)
 
     def lowest(self) -> frozenset[int]:
         """Give the choice with the lowest peak that is found."""

@@ -1,10 +1,11 @@
 """Regions that ``torch.utils.checkpoint`` can run again, as decisions on a training graph.
 
-The graph is that of an eager step. Each region brings three operations of no cost along: ``hold``,
+In the graph of an eager step each region brings three operations of no cost along: ``hold``,
 run again when the checkpoint lets go of its inputs and of the random state; ``scratch``, run again
 before the region is, for the random state that is put back afterwards; ``stop``, run again after
 its last operation, which reads what is alive there. With them the lifetimes of a checkpointed step
-are those of a schedule, and ``simulate`` judges it like any other.
+are those of a schedule, and ``simulate`` judges it like any other. In a captured step a region is
+what runs again and no more; ``planner.module_regions`` gives those.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.graph import OperationCost, TrainingGraph
+from planner.plan_types import Plan
 from planner.schedule import Schedule
 
 HOLD, SCRATCH, STOP, END = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "end of the step"
@@ -28,8 +30,8 @@ class Region:
     ----------
     module : str
         Path of the module.
-    hold : int
-        Its operation of that name.
+    hold : int, optional
+        Its operation of that name; None if it holds nothing but what its second run reads.
     again : tuple of int
         What is run again: ``scratch``, the operations of the region up to the last one that saves
         anything, and ``stop``.
@@ -40,7 +42,7 @@ class Region:
     """
 
     module: str
-    hold: int
+    hold: int | None
     again: tuple[int, ...]
     before: int
     until: int
@@ -51,10 +53,17 @@ def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
     before: dict[int, list[int]] = {}
     chosen = list(regions)
     for region in chosen:
-        before.setdefault(region.until, []).append(region.hold)
+        if region.hold is not None:
+            before.setdefault(region.until, []).append(region.hold)
     for region in chosen:  # what is let go is gone before anything is run again
         before.setdefault(region.before, []).extend(region.again)
     return Schedule.with_recomputations(graph, before)
+
+
+def modules_of(plan: Plan) -> tuple[str, ...]:
+    """Give the paths of the modules that a plan checkpoints, in the order of their backward."""
+    again = dict.fromkeys(key for keys in plan.recomputations.values() for key in keys)
+    return tuple(key.partition("|")[0] for key in again if key.split("|")[1] == HOLD)
 
 
 def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
@@ -150,8 +159,9 @@ class Needs:
                 self._makers[value].append(number)
             for value in {v for index in region.again for v in graph.operations[index].inputs} - made:
                 self._holders[value].append((number, _rerun(region.before)))
-            for value in graph.operations[region.hold].inputs:
-                self._holders[value].append((number, _released(region.until)))
+            if region.hold is not None:
+                for value in graph.operations[region.hold].inputs:
+                    self._holders[value].append((number, _released(region.until)))
 
     def at(self, step: int) -> Need:
         """Give what is there while an operation of the base order has its first run."""
@@ -203,6 +213,8 @@ class Needs:
                 group = (freed_by if reader is not None else None, held_by)
                 groups[group] = groups.get(group, 0) + size_bytes
         for number, region in enumerate(regions):
+            if region.hold is None:
+                continue
             state_bytes = graph.operations[region.hold].state_bytes
             if state_bytes and _first_run(region.hold) <= moment <= _released(region.until):
                 group = (None, frozenset([number]))

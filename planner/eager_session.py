@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from planner.checkpoint_choice import NAME, Chooser
-from planner.checkpoints import HOLD, Region, schedule_of
+from planner.checkpoints import Region, modules_of, schedule_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.eager_trace import Trace
@@ -21,32 +21,40 @@ from planner.graph import OperationCost
 from planner.inputs import Inputs
 from planner.layers import find_layers
 from planner.operands import is_opaque
+from planner.plan_match import check_match
 from planner.plan_parts import BaselineRow, PlanOrigin
 from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
-from planner.session import Options, check_match, cost, device_spec, fingerprint
+from planner.session import Options, cost, device_spec, fingerprint
 from planner.simulate import simulate
 from planner.step_details import step_details
+from planner.study_types import EagerStudy
 from planner.surroundings import LossMemory, as_planned
-
-
-def modules_of(plan: Plan) -> tuple[str, ...]:
-    """Give the paths of the modules that a plan checkpoints, in the order of their backward."""
-    again = dict.fromkeys(key for keys in plan.recomputations.values() for key in keys)
-    return tuple(key.partition("|")[0] for key in again if key.split("|")[1] == HOLD)
 
 
 def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
     """Plan one eager step; see :func:`planner.session.plan_step`."""
+    return _recorded(model, inputs, options).plan(reuse, must_match)
+
+
+def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> EagerStudy:
+    """Record and cost one eager step; see :func:`planner.studying.study`."""
+    step = _recorded(model, inputs, options)
+    return EagerStudy(
+        graph=step.graph, costs=step.costs, origin=step.origin, surroundings=step.around, regions=step.regions
+    )
+
+
+def _recorded(model: nn.Module, inputs: Inputs, options: Options) -> _Session:
     begun = time.perf_counter()
     if options.progress is not None:
         options.progress("recording a step")
     trace = record(model, inputs, has_loss=options.loss is not None)
-    return _Session(model, inputs, options, trace, begun).plan(reuse, must_match)
+    return _Session(model, inputs, options, trace, begun)
 
 
 class _Session:

@@ -34,6 +34,7 @@ from planner.graph import OperationCost, TrainingGraph
 from planner.joint import JointGraph
 from planner.local_graph import local_step
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
+from planner.plan_match import assumes_the_same, check_match
 from planner.planning import Plan, PlanOrigin, Size, make_problem, plan_from_solution
 from planner.problem import Progress, Solution
 from planner.reservation import optimizer_peak_bytes
@@ -260,7 +261,7 @@ def plan_lowered(
         taken_over = _take_over(lowered, costs, options, origin, around, reuse, asked_for=must_match)
         if taken_over is not None:
             return taken_over
-        if must_match and _assumes_the_same(reuse, origin):
+        if must_match and assumes_the_same(reuse, origin):
             raise PlanMismatchError(
                 "the plan's decisions break the budget on this graph: plan again, or pass replan=True"
             )
@@ -363,32 +364,6 @@ def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: Join
         "operations": len(graph.operations),
         "graph": digest.hexdigest()[:16],
     }
-
-
-def check_match(plan: Plan, origin: PlanOrigin) -> None:
-    """Refuse a plan of another graph.
-
-    Raises
-    ------
-    PlanMismatchError
-        Naming what differs.
-    """
-    theirs, ours = plan.fingerprint, origin.fingerprint
-    if theirs.get("graph") == ours["graph"]:
-        return
-    keys = [key for key in ours if theirs.get(key) != ours[key]]
-    if not _assumes_the_same(plan, origin):  # a batch that needs a mask, say, has a graph of its own
-        keys = [key for key in keys if key not in ("assumes", "operations", "graph")]
-        if not keys:
-            return
-    differs = [f"{key} is {theirs.get(key)!r} in the plan and {ours[key]!r} here" for key in keys]
-    raise PlanMismatchError(
-        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass replan=True"
-    )
-
-
-def _assumes_the_same(plan: Plan, origin: PlanOrigin) -> bool:
-    return plan.fingerprint.get("assumes", "") == origin.fingerprint["assumes"]
 
 
 def _take_over(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from planner.checkpoint_choice import Chooser
+from planner.checkpoints import Region
+from planner.effort import Effort
 from planner.graph import OperationCost, TrainingGraph
 from planner.plan_parts import PlanOrigin
 from planner.plan_types import Plan
@@ -71,4 +75,40 @@ class Study:
             surroundings=self.surroundings,
             compare=compare,
             progress=progress,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerStudy(Study):
+    """A recorded eager step; :func:`planner.study` makes it for the runtime ``"modules"``.
+
+    Parameters
+    ----------
+    regions : tuple of Region
+        The modules that ``torch.utils.checkpoint`` could run again.
+    """
+
+    regions: tuple[Region, ...]
+
+    def plan(
+        self,
+        *,
+        budget: Size | None = None,
+        activation_budget: Size | None = None,
+        time_limit_seconds: float = 10.0,
+        deterministic: bool = False,
+        progress: Progress | None = None,
+        **_: Any,
+    ) -> Plan:
+        """Plan which modules are checkpointed, by an integer programme; there is no choice of solvers."""
+        clock = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic).clock()
+        return make_plan(
+            self.graph,
+            self.costs,
+            budget=budget,
+            activation_budget=activation_budget,
+            origin=self.origin,
+            surroundings=self.surroundings,
+            compare=False,
+            propose=lambda problem: Chooser(problem, self.regions, clock, progress).cheapest(),
         )

@@ -10,7 +10,9 @@ from torch import nn
 from cost_models.measured import Profile
 from planner import loss
 from planner.capture import capture
-from planner.inputs import Inputs, check_model, check_plannable
+from planner.eager_session import study_eager
+from planner.errors import UsageError
+from planner.inputs import Inputs, check_device, check_model, check_own_checkpointing, check_plannable
 from planner.problem import Progress
 from planner.session import Options, attention_for, lower_as_run, study_lowered
 from planner.study_types import Study
@@ -27,11 +29,12 @@ def study(
     device: str | None = None,
     cost_model: str = "roofline",
     profile: Profile | None = None,
+    runtime: str = "graph",
     name: str = "",
     progress: Progress | None = None,
     **training: Any,
 ) -> Study:
-    """Capture and cost one training step as a whole graph, so that many plans can be asked of it.
+    """Capture and cost one training step as a whole, so that many plans can be asked of it.
 
     Parameters
     ----------
@@ -39,13 +42,15 @@ def study(
         Real, or built under ``planner.capture.fake_mode()`` to need no memory.
     example_inputs, example_kwargs, loss_fn, device, cost_model, profile, name, progress
         See :func:`planner.plan`.
+    runtime : str
+        What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules.
     **training
         The fields of :class:`planner.training.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
     Returns
     -------
     Study
-        Plans made of it are for the runtime ``"graph"``.
+        Plans made of it are for that runtime.
 
     Raises
     ------
@@ -63,16 +68,23 @@ def study(
     ['optimal', 'optimal']
     """
     check_model(model)
+    if runtime not in ("graph", "modules"):
+        raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options(
         device=device,
         cost_model=cost_model,
         profile=profile,
         training=Training(**training),
+        runtime=runtime,
         name=name,
         loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None,
         progress=progress,
     )
+    if runtime == "modules":
+        check_device(model, inputs)
+        check_own_checkpointing(model)
+        return study_eager(model, inputs, options)
     if progress is not None:
         progress("capturing forward and backward")
     check_plannable(model, inputs)

@@ -14,10 +14,9 @@ from torch import nn
 
 import planner
 from planner.checkpoint_choice import Chooser
-from planner.checkpoints import Needs, nested, schedule_of, seconds_of
+from planner.checkpoints import Needs, modules_of, nested, schedule_of, seconds_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
-from planner.eager_session import modules_of
 from planner.effort import Effort
 from planner.errors import CaptureError, PlanMismatchError, UsageError
 from planner.graph import OperationCost

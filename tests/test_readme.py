@@ -90,6 +90,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
         "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit", "what-if",
+        "export",
     }  # fmt: skip
     for arguments in shown:
         code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])
@@ -97,6 +98,8 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert code == 0, output.err
         if arguments[0] == "models":
             assert [line.split()[0] for line in output.out.splitlines()] == list(zoo.names())
+        elif arguments[0] == "export":
+            assert output.err.startswith("fsdp: ") and "def checkpoint_modules(model" in output.out
         elif arguments[0] == "profile":
             assert output.out.startswith("MEASURED ") and Path("minigpt.profile").stat().st_size
         elif arguments[0] == "explain":

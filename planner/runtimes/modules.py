@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from planner.checkpoints import modules_of
 from planner.eager_graph import keeps_statistics
-from planner.eager_session import modules_of, plan_eager
+from planner.eager_session import plan_eager
 from planner.errors import PlanMismatchError
 from planner.hugging_face import masking_of
 from planner.inputs import Inputs, check_device, check_own_checkpointing

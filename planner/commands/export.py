@@ -1,0 +1,102 @@
+"""``export``: a plan in the words of another framework."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from planner.commands import _asked
+from planner.errors import CaptureError, UsageError
+from planner.options import Parser, model_options, training_options
+from planner.terminal import quiet, reporting, write_json
+
+if TYPE_CHECKING:
+    from planner.study_types import Study
+
+
+class _Export:
+    name = "export"
+    summary = "put a plan into the words of another framework"
+
+    def parents(self) -> Sequence[Parser]:
+        return model_options(), training_options()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("plan", metavar="PLAN", help="a saved plan; the model and its sizes must be those it is of")
+        parser.add_argument(
+            "--to", metavar="NAME", required=True, help="fsdp, huggingface, megatron, jax, ...; a wrong name lists all"
+        )
+        parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
+        parser.add_argument(
+            "--device", metavar="NAME", help="accelerator that the plan is for; by default what is here"
+        )
+        parser.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
+        parser.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        parser.add_argument(
+            "--json", metavar="FILE", help="write label, reason and figures as JSON; '-': stdout, alone"
+        )
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner import device_file, exporters
+        from planner.export_types import Label
+        from planner.plan_types import Plan
+
+        exporters.get(args.to)
+        if args.output == "-":
+            raise UsageError("--output -: the text goes to standard output without --output")
+        _asked.check_writable(args.output, args.json)
+        plan = Plan.load(args.plan)
+        study = None
+        if not exporters.carries_exactly(plan, args.to) or args.name or args.model:
+            if args.name is None and args.model is None:
+                args.name = plan.model  # of the zoo, unless the check below refuses it
+            _asked.check_model(args)
+            if args.device:
+                device_file.find(args.device)
+            study = _study(args, exporters.runtime_for(args.to))
+        made = exporters.export(plan, to=args.to, study=study)
+        write_json(made.report(), args.json)
+        if made.label is Label.UNSUPPORTED:
+            raise UsageError(made.verdict)
+        if args.output:
+            made.save(args.output)
+        elif args.json != "-":
+            sys.stdout.write(made.text)
+        print(made.verdict, file=sys.stdout if args.output and args.json != "-" else sys.stderr)
+        return 0
+
+
+def _study(args: argparse.Namespace, runtime: str) -> Study:
+    """Study the step of the model that is named."""
+    with quiet(args.debug), reporting(args.debug) as progress:
+        import planner
+
+        def studied(*, real: bool) -> Study:
+            progress("building the model")
+            loaded = _asked.load(args, real=real)
+            return planner.study(
+                loaded.model,
+                loaded.example_args,
+                example_kwargs=loaded.example_kwargs,
+                loss_fn=loaded.loss_fn,
+                device=args.device,
+                cost_model=args.cost_model,
+                profile=planner.load_profile(args.profile) if args.profile else None,
+                runtime=runtime,
+                name=loaded.name,
+                progress=progress,
+                **dataclasses.asdict(_asked.training(args)),
+            )
+
+        try:
+            return studied(real=False)
+        except CaptureError:
+            if ":" not in (args.model or args.name):
+                raise
+            return studied(real=True)  # what it runs may depend on data
+
+
+COMMAND = _Export()

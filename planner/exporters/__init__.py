@@ -1,0 +1,243 @@
+"""Exporters to other frameworks, found by their files.
+
+Every public module of this package defines one ``EXPORTER``; dropping a file in is all it takes to add
+one. An exporter chooses, among what its framework can be told, what costs least within the plan's
+budget; the simulator says what that costs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from functools import cache
+from typing import Protocol, runtime_checkable
+
+from planner.checkpoints import modules_of
+from planner.errors import UsageError
+from planner.export_types import Export, Figures, Label, Placement
+from planner.exporters._step import CannotExpressError, Step
+from planner.exporters._text import comment, figures
+from planner.plan_match import check_match, check_same_step
+from planner.plan_types import Plan
+from planner.study_types import EagerStudy, Study
+
+
+@runtime_checkable
+class Exporter(Protocol):
+    """What an exporter module's ``EXPORTER`` offers.
+
+    Attributes
+    ----------
+    name : str
+        What people type.
+    summary : str
+        One line on what the framework can be told.
+    language : str
+        Of the text: ``"python"``, ``"shell"`` or ``"yaml"``.
+    eager : bool
+        Whether layers run there as eager PyTorch has them, so that a recorded eager step says what they need.
+    to_the_end : bool
+        Whether the framework runs all of a checkpointed module again, and not only what the backward needs.
+    lost : tuple of str
+        What always differs there, one line each.
+    """
+
+    name: str
+    summary: str
+    language: str
+    eager: bool
+    to_the_end: bool
+    lost: tuple[str, ...]
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        """Whether just these modules can be named."""
+        ...
+
+    def place(self, step: Step) -> Placement:
+        """Choose what is to run again.
+
+        Raises
+        ------
+        CannotExpressError
+            If nothing that the framework can be told keeps the budget.
+        """
+        ...
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        """Give configuration or code for a placement, without a header."""
+        ...
+
+
+@cache
+def _exporters() -> dict[str, Exporter]:
+    found: dict[str, Exporter] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
+        exporter = getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPORTER", None)
+        if not isinstance(exporter, Exporter):
+            raise TypeError(f"planner/exporters/{module.name}.py defines no EXPORTER with the attributes of Exporter")
+        found[exporter.name] = exporter
+    return found
+
+
+def targets() -> tuple[str, ...]:
+    """Give the names of all frameworks, sorted."""
+    return tuple(sorted(_exporters()))
+
+
+def get(name: str) -> Exporter:
+    """Give an exporter by its name.
+
+    Raises
+    ------
+    UsageError
+        If there is none of that name.
+    """
+    exporters = _exporters()
+    if name in exporters:
+        return exporters[name]
+    near = difflib.get_close_matches(name.lower(), exporters, n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise UsageError(f"there is no exporter to {name!r}; {hint}there are {', '.join(targets())}")
+
+
+def carries_exactly(plan: Plan, to: str) -> bool:
+    """Whether a framework can be told a plan as it is, so that nothing needs to be chosen or simulated.
+
+    So it is with a plan that recomputes nothing, and with one of whole modules (``runtime="modules"``)
+    where the framework checkpoints modules of the same model by their names, as that runtime does.
+    """
+    exporter = get(to)
+    if not plan.recomputations:
+        return True
+    return (
+        plan.runtime == "modules"
+        and not exporter.to_the_end
+        and exporter.takes(modules_of(plan))
+        and not _updates_statistics(plan)
+    )
+
+
+def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
+    """Put a plan into the words of another framework.
+
+    Parameters
+    ----------
+    plan : Plan
+    to : str
+        One of ``"accelerate"``, ``"axolotl"``, ``"deepspeed"``, ``"fsdp"``, ``"huggingface"``, ``"jax"``, ``"keras"``,
+        ``"lightning"``, ``"megatron"``, ``"torchtitan"``, ``"unsloth"``.
+    study : Study, optional
+        The step that the plan is for, from :func:`planner.study`, for the runtime that :func:`runtime_for` gives:
+        whatever is not carried over exactly is chosen anew within the plan's budget, and simulated.
+
+    Returns
+    -------
+    Export
+        With ``text``, ``label`` and what it costs; without a text if the label is ``"unsupported"``.
+
+    Raises
+    ------
+    UsageError
+        If there is no such exporter, or the study is needed and missing, or is for another runtime.
+    PlanMismatchError
+        If the study is of another step.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> step = planner.study(model, torch.randn(256, 64), runtime="modules")
+    >>> planner.export(step.plan(budget="100%"), to="fsdp", study=step).label
+    <Label.EXACT: 'exact'>
+    """
+    exporter = get(to)
+    planned = Figures(peak_bytes=plan.peak_bytes, overhead=plan.overhead)
+    if study is not None:
+        same_graph = plan.runtime == study.origin.runtime
+        (check_match if same_graph else check_same_step)(plan, study.origin)
+    if carries_exactly(plan, to):
+        modules = modules_of(plan) if plan.recomputations else ()
+        reason = "the same modules run again" if modules else "the plan recomputes nothing"
+        placement = Placement(groups=tuple((module,) for module in modules))
+        return _written(exporter, plan, placement, Label.EXACT, reason, (), planned, planned)
+    if study is None or isinstance(study, EagerStudy) is not exporter.eager:
+        raise UsageError(
+            f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
+            f"study=planner.study(model, inputs, runtime={runtime_for(to)!r}), on the command line the model and its "
+            "sizes"
+        )
+    step = Step(plan, study, to_the_end=exporter.to_the_end)
+    try:
+        placement = exporter.place(step)
+    except CannotExpressError as error:
+        return Export(
+            target=exporter.name,
+            model=plan.model,
+            label=Label.UNSUPPORTED,
+            reason=str(error),
+            language=exporter.language,
+            budget_bytes=plan.budget_bytes,
+            plan=planned,
+        )
+    lost = tuple(_losses(exporter, plan, study))
+    reason, predicted = exporter.summary, step.figures(placement)
+    return _written(exporter, plan, placement, Label.APPROXIMATE, reason, lost, planned, predicted)
+
+
+def runtime_for(to: str) -> str:
+    """Give the runtime for which the step is to be studied."""
+    return "modules" if get(to).eager else "graph"
+
+
+def _written(
+    exporter: Exporter,
+    plan: Plan,
+    placement: Placement,
+    label: Label,
+    reason: str,
+    lost: tuple[str, ...],
+    planned: Figures,
+    predicted: Figures,
+) -> Export:
+    header = [
+        f"Activation checkpointing of {plan.model or 'a model'} for {exporter.name}, from a plan for a budget of "
+        f"{plan.budget_bytes:,} bytes.",
+        f"{label}: {reason}.",
+        figures("Predicted", predicted),
+        figures("The plan itself", planned),
+        *(f"Differs: {line}." for line in lost),
+    ]
+    return Export(
+        target=exporter.name,
+        model=plan.model,
+        label=label,
+        reason=reason,
+        lost=lost,
+        language=exporter.language,
+        text="".join(map(comment, header)) + "\n" + exporter.write(placement, plan),
+        modules=placement.modules,
+        budget_bytes=plan.budget_bytes,
+        plan=planned,
+        predicted=predicted,
+    )
+
+
+def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
+    yield from exporter.lost
+    if not exporter.eager:
+        yield "the figures are of the PyTorch step as it is captured"
+    if plan.runtime != study.origin.runtime:
+        yield (
+            f"the plan's figures are of a step for the runtime {plan.runtime!r}, those of the export of one for "
+            f"{study.origin.runtime!r}"
+        )
+
+
+def _updates_statistics(plan: Plan) -> bool:
+    """Whether a BatchNorm runs again in a plan."""
+    again = (key.split("|")[1] for keys in plan.recomputations.values() for key in keys)
+    return any("batch_norm" in target for target in again)

@@ -1,0 +1,197 @@
+"""The step that a plan is exported for: what each way to checkpoint it would cost, and which is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from planner.checkpoint_choice import Chooser
+from planner.checkpoints import BOOKKEEPING, Region, schedule_of
+from planner.effort import Effort
+from planner.errors import PlannerError
+from planner.export_types import Figures, Placement
+from planner.layers import find_layers
+from planner.module_regions import forward_of, module_region
+from planner.plan_types import Plan
+from planner.problem import Problem
+from planner.schedule import Schedule
+from planner.simulate import simulate
+from planner.study_types import EagerStudy, Study
+
+_SECONDS = 10.0
+"""For the choice of modules; counted as work, so that an export is the same every time."""
+
+
+class CannotExpressError(PlannerError):
+    """The framework has no words for a plan that keeps the budget; the message says what would work."""
+
+
+class Step:
+    """A step and a plan for it, asked for ways to checkpoint whole modules.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its budget is to be kept.
+    study : Study
+        The step; an :class:`~planner.study_types.EagerStudy` says itself what each module does that runs again.
+    to_the_end : bool
+        Whether the framework runs all of a module again, and not only what the backward needs.
+    """
+
+    def __init__(self, plan: Plan, study: Study, *, to_the_end: bool = False) -> None:
+        self.plan = plan
+        self.graph = study.graph
+        self.problem: Problem = study.problem(plan.budget_bytes)
+        self.to_the_end = to_the_end
+        self._layers = find_layers(study.graph)
+        self._recorded = {region.module: region for region in study.regions} if isinstance(study, EagerStudy) else None
+        self._sound: dict[str, bool] = {}
+        self._regions: dict[tuple[tuple[str, ...], tuple[str, ...]], Region | None] = {}
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """The repeated blocks, in the order of the forward.
+
+        Raises
+        ------
+        CannotExpressError
+            If there are none.
+        """
+        if self._layers.blocks:
+            return self._layers.blocks
+        raise CannotExpressError(
+            "the model has no repeated blocks that could be named; planner.auto_wrap(model, plan=plan) runs the plan"
+        )
+
+    @cached_property
+    def row(self) -> tuple[str, ...]:
+        """The blocks, where they are one row that can be counted.
+
+        Raises
+        ------
+        CannotExpressError
+            If there are none, or several rows.
+        """
+        rows = dict.fromkeys(block.rstrip("0123456789") for block in self.blocks)
+        if len(rows) > 1:
+            raise CannotExpressError(
+                f"it counts layers in one row, and the model has {len(rows)}: "
+                f"{', '.join(f'{row}*' for row in rows)}; an export that names modules would do: --to fsdp"
+            )
+        return self.blocks
+
+    @cached_property
+    def modules(self) -> tuple[str, ...]:
+        """All that can run again: what was recorded; in a captured step the blocks, and what they are made of."""
+        if self._recorded is not None:
+            return tuple(self._recorded)
+        blocks, parts = set(self.blocks), dict[str, None]()
+        for operation, layer in zip(self.graph.operations, self._layers.of, strict=True):
+            inside = operation.module.removeprefix(f"{layer}.")
+            if layer in blocks and inside != operation.module:
+                parts[f"{layer}.{inside.partition('.')[0]}"] = None
+        return (*self.blocks, *parts)
+
+    def schedule(self, placement: Placement) -> Schedule:
+        """Give the schedule of a placement."""
+        return schedule_of(self.graph, [region for region in self._regions_of(placement) if region is not None])
+
+    def figures(self, placement: Placement) -> Figures:
+        """Simulate a placement."""
+        more_seconds = sum(self._rest_of(module)[0] for module in placement.modules)
+        more_bytes = max((self._rest_of(module)[1] for module in placement.modules), default=0)
+        return self.figures_of(self.schedule(placement), more_seconds, more_bytes)
+
+    def figures_of(self, schedule: Schedule, more_seconds: float = 0.0, more_bytes: int = 0) -> Figures:
+        """Simulate a schedule."""
+        evaluation = simulate(self.graph, self.problem.costs, schedule)
+        seconds = self.problem.baseline.seconds
+        return Figures(
+            peak_bytes=evaluation.peak_bytes + self.graph.total_static_bytes + more_bytes,
+            overhead=(evaluation.recompute_seconds + more_seconds) / seconds if seconds > 0 else 0.0,
+        )
+
+    def best_modules(self, candidates: Sequence[str]) -> Placement:
+        """Give the cheapest set of modules to checkpoint that keeps the budget.
+
+        Raises
+        ------
+        CannotExpressError
+            If there is none.
+        """
+        sound = [module for module in candidates if self._is_sound(module)]
+        regions = [region for module in sound if (region := self._region((module,), Placement())) is not None]
+        clock = Effort(time_limit_seconds=_SECONDS, deterministic=True).clock()
+        more_bytes = max((self._rest_of(module)[1] for module in sound), default=0)
+        problem = replace(self.problem, budget_bytes=self.problem.budget_bytes - more_bytes)
+        chosen, _ = Chooser(problem, regions, clock).choose()
+        names = {regions[number].module for number in chosen}
+        return self.best_of([Placement(groups=tuple((module,) for module in sound if module in names))])
+
+    def best_of(self, placements: Iterable[Placement]) -> Placement:
+        """Give the cheapest of some placements, and of no recompute, that keeps the budget.
+
+        Raises
+        ------
+        CannotExpressError
+            If none does.
+        """
+        sound = [placement for placement in placements if all(map(self._is_sound, placement.modules))]
+        simulated = [(self.figures(placement), placement) for placement in (*sound, Placement())]
+        fitting = [pair for pair in simulated if pair[0].peak_bytes <= self.plan.budget_bytes]
+        if fitting:
+            return min(fitting, key=lambda pair: (pair[0].overhead, pair[0].peak_bytes))[1]
+        if not any(map(self._is_sound, self.blocks if self._layers.blocks else self._recorded or self.blocks)):
+            raise CannotExpressError(
+                "its layers cannot run again as they are: a BatchNorm would update its running statistics twice, or "
+                "they are called more than once, or make what the model returns (a cache: use_cache=False); "
+                "planner.auto_wrap(model, plan=plan) runs the plan"
+            )
+        lowest_bytes = min(figures.peak_bytes for figures, _ in simulated)
+        raise CannotExpressError(
+            f"nothing that it can express keeps the budget of {self.plan.budget_bytes:,} bytes: the lowest peak is "
+            f"{lowest_bytes:,}; plan for --budget {lowest_bytes}, or run this plan with planner.auto_wrap(model, "
+            "plan=plan)"
+        )
+
+    def _is_sound(self, module: str) -> bool:
+        """Whether a module can run again: it is called once, and holds no BatchNorm in training."""
+        if module not in self._sound:
+            inside = forward_of(self.graph, [module])
+            targets = {self.graph.operations[index].target for index in inside}
+            in_one_piece = not inside or inside[-1] - inside[0] == len(inside) - 1
+            called_once = in_one_piece if self._recorded is None else module in self._recorded
+            self._sound[module] = called_once and not any("batch_norm" in target for target in targets)
+        return self._sound[module]
+
+    def _regions_of(self, placement: Placement) -> list[Region | None]:
+        return [self._region(group, placement) for group in placement.groups]
+
+    def _region(self, group: tuple[str, ...], placement: Placement) -> Region | None:
+        if self._recorded is not None:
+            return self._recorded.get(group[0])
+        key = (group, placement.saved)
+        if key not in self._regions:
+            self._regions[key] = module_region(self.graph, group, saved=placement.saves, to_the_end=self.to_the_end)
+        return self._regions[key]
+
+    def _rest_of(self, module: str) -> tuple[float, int]:
+        """Give seconds and bytes of what a framework that runs a module to its end adds to a recorded region.
+
+        All the bytes are taken to be there at once, and at the peak, so they are an upper bound.
+        """
+        if self._recorded is None or not self.to_the_end or module not in self._recorded:
+            return 0.0, 0
+        operations, values = self.graph.operations, self.graph.values
+        again = set(self._recorded[module].again)
+        rest = [
+            index
+            for index in forward_of(self.graph, [module])
+            if index not in again and operations[index].target not in BOOKKEEPING
+        ]
+        return (
+            sum(self.problem.costs[index].seconds for index in rest),
+            sum(values[value].size_bytes for index in rest for value in operations[index].outputs),
+        )

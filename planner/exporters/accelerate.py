@@ -1,0 +1,50 @@
+"""Accelerate: modules wrapped before ``prepare``, with the FSDP plugin's own option off.
+
+The plugin's ``activation_checkpointing`` is one switch for every layer that it shards, and with FSDP2 it
+wraps them with ``preserve_rng_state=False``: dropout then draws another mask in the recompute. Modules
+that are wrapped before are left as they are.
+Source: ``src/accelerate/utils/dataclasses.py`` (FullyShardedDataParallelPlugin) and
+``src/accelerate/utils/fsdp_utils.py`` (fsdp2_apply_ac) in huggingface/accelerate, and
+https://huggingface.co/docs/accelerate/usage_guides/fsdp.
+"""
+
+from __future__ import annotations
+
+from planner.export_types import Placement
+from planner.exporters._step import Step
+from planner.exporters._text import names, without_cache
+from planner.plan_types import Plan
+
+
+class _Accelerate:
+    name = "accelerate"
+    summary = "whole modules run again, where the plan chooses single operations"
+    language = "python"
+    eager = True
+    to_the_end = False
+    lost: tuple[str, ...] = ()
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return True
+
+    def place(self, step: Step) -> Placement:
+        return step.best_modules(step.modules)
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        return f"""\
+# Call checkpoint_modules(model) before accelerator.prepare(model). With FSDP, pass **FSDP_OPTIONS to
+# FullyShardedDataParallelPlugin: its own switch would checkpoint every layer on top of this.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+FSDP_OPTIONS = {{"activation_checkpointing": False}}
+
+{names("MODULES", placement.modules)}
+
+def checkpoint_modules(model):
+    chosen = {{id(model.get_submodule(name)) for name in MODULES}}
+{without_cache(plan)}    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+    return model
+"""
+
+
+EXPORTER = _Accelerate()

@@ -1,0 +1,44 @@
+"""Axolotl: ``gradient_checkpointing`` of its YAML.
+
+``gradient_checkpointing_kwargs`` go to the Trainer of transformers, which takes ``every_n_layers`` out of
+them. ``selective_checkpointing``, which keeps what some operators make in these layers, is not used.
+Source: ``src/axolotl/utils/schemas/config.py`` and ``src/axolotl/core/builders/base.py`` in
+axolotl-ai-cloud/axolotl, and https://docs.axolotl.ai/docs/config-reference.html.
+"""
+
+from __future__ import annotations
+
+from planner.export_types import Placement
+from planner.exporters._step import Step
+from planner.plan_types import Plan
+
+
+class _Axolotl:
+    name = "axolotl"
+    summary = "every n-th layer runs again, where the plan chooses single operations"
+    language = "yaml"
+    eager = True
+    to_the_end = False
+    lost = ("Axolotl patches models and may run other kernels: the choice carries over by counting layers",)
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return False
+
+    def place(self, step: Step) -> Placement:
+        return step.best_of(
+            Placement(groups=tuple((layer,) for layer in step.row[::n]), settings={"every_n_layers": n})
+            for n in range(1, len(step.row) + 1)
+        )
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        if not placement.groups:
+            return "gradient_checkpointing: false\n"
+        return f"""\
+gradient_checkpointing: true
+gradient_checkpointing_kwargs:
+  use_reentrant: false
+  every_n_layers: {placement.settings["every_n_layers"]}
+"""
+
+
+EXPORTER = _Axolotl()

@@ -1,0 +1,76 @@
+"""Transformers: the flag ``gradient_checkpointing`` of each layer.
+
+``activation_checkpointing_enable`` (transformers 5; the ``gradient_...`` name is deprecated) sets the
+flag on every n-th ``GradientCheckpointingLayer`` and the function that they call; set layer by layer
+after it, the flags say exactly which. The Trainer calls it once more if its own option is on, which
+overwrites them.
+Source: ``src/transformers/modeling_layers.py``, ``modeling_utils.py`` and ``trainer.py`` in
+huggingface/transformers, and https://huggingface.co/docs/transformers/grad_checkpointing.
+"""
+
+from __future__ import annotations
+
+import json
+
+from planner.export_types import Placement
+from planner.exporters._step import Step
+from planner.exporters._text import names
+from planner.plan_types import Plan
+
+
+class _HuggingFace:
+    name = "huggingface"
+    summary = "whole layers run again, where the plan chooses single operations"
+    language = "python"
+    eager = True
+    to_the_end = False
+    lost = ("only a GradientCheckpointingLayer can be told: where a layer is none, the code says so and stops",)
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return all(module.rpartition(".")[2].isdigit() for module in modules)
+
+    def place(self, step: Step) -> Placement:
+        chosen = step.best_modules(step.blocks)
+        return Placement(groups=chosen.groups, settings=_as_trainer_options(step, chosen.modules))
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        options = json.dumps(dict(placement.settings)).replace("true", "True").replace("false", "False")
+        same = f"TRAINING_ARGUMENTS = {options}\n\n" if placement.settings else ""
+        hint = (
+            "# Or, if the model has no other layers of this kind, pass **TRAINING_ARGUMENTS to TrainingArguments."
+            if placement.settings
+            else "# Leave activation_checkpointing of TrainingArguments off: it would choose other layers."
+        )
+        return f"""\
+# Call checkpoint_layers(model) before the Trainer is made.
+{hint}
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+{same}{names("LAYERS", placement.modules)}
+
+def checkpoint_layers(model):
+    chosen = [model.get_submodule(name) for name in LAYERS]
+    for name, layer in zip(LAYERS, chosen):
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise TypeError(f"{{name}} is no GradientCheckpointingLayer: transformers cannot checkpoint it alone")
+    model.config.use_cache = False  # a layer that runs again would fill it twice
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={{"use_reentrant": False}})
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = any(module is layer for layer in chosen)
+    return model
+"""
+
+
+def _as_trainer_options(step: Step, modules: tuple[str, ...]) -> dict[str, object]:
+    """Give the Trainer's own options, if they choose the same layers: every n-th, from the first on."""
+    for n in range(1, len(step.blocks) + 1):
+        if step.blocks[::n] == modules:
+            return {
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": n},
+            }
+    return {}
+
+
+EXPORTER = _HuggingFace()

@@ -1,0 +1,54 @@
+"""Lightning: the policy of ``FSDPStrategy(activation_checkpointing_policy=...)``.
+
+A callable is handed to ``apply_activation_checkpointing`` as its ``auto_wrap_policy`` and is told modules,
+not names; so it is made from the model, and looks for the same objects.
+Source: ``src/lightning/fabric/strategies/fsdp.py`` (_setup_activation_checkpointing) in
+Lightning-AI/pytorch-lightning, and https://lightning.ai/docs/pytorch/stable/advanced/model_parallel/fsdp.html.
+"""
+
+from __future__ import annotations
+
+from planner.export_types import Placement
+from planner.exporters._step import Step
+from planner.exporters._text import names, without_cache
+from planner.plan_types import Plan
+
+
+class _Lightning:
+    name = "lightning"
+    summary = "whole modules run again, where the plan chooses single operations"
+    language = "python"
+    eager = True
+    to_the_end = False
+    lost: tuple[str, ...] = ()
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return True
+
+    def place(self, step: Step) -> Placement:
+        return step.best_modules(step.modules)
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        return f"""\
+# Make the model before the strategy: Trainer(strategy=planned_strategy(model), ...). The model is the one that
+# training_step calls, made in __init__ and not in configure_model.
+
+{names("MODULES", placement.modules)}
+
+def checkpointing_policy(model):
+    chosen = {{id(model.get_submodule(name)) for name in MODULES}}
+
+    def policy(module, recurse, nonwrapped_numel):
+        return recurse or id(module) in chosen
+
+    return policy
+
+
+def planned_strategy(model, **options):
+    from lightning.pytorch.strategies import FSDPStrategy
+
+{without_cache(plan)}    return FSDPStrategy(activation_checkpointing_policy=checkpointing_policy(model), **options)
+"""
+
+
+EXPORTER = _Lightning()

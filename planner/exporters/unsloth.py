@@ -1,0 +1,50 @@
+"""Unsloth: ``use_gradient_checkpointing`` and ``checkpoint_skip_layers`` of ``get_peft_model``.
+
+Every layer is checkpointed but so many that are spread evenly, the last of each share. The value
+``"unsloth"`` would move boundaries to host memory, which the plan does not count on.
+Source: ``unsloth/models/_utils.py`` (skip_checkpointing) and ``unsloth/models/llama.py`` (get_peft_model)
+in unslothai/unsloth, and https://docs.unsloth.ai.
+"""
+
+from __future__ import annotations
+
+from planner.export_types import Placement
+from planner.exporters._step import Step
+from planner.plan_types import Plan
+
+
+class _Unsloth:
+    name = "unsloth"
+    summary = "every layer runs again but some that it spreads evenly, where the plan chooses single operations"
+    language = "python"
+    eager = True
+    to_the_end = True
+    lost = ("Unsloth replaces parts of the layers by kernels of its own, and checkpoints with reentrance",)
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        return False
+
+    def place(self, step: Step) -> Placement:
+        return step.best_of(_skipping(step.row, count) for count in range(len(step.row)))
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        skipped = placement.settings.get("checkpoint_skip_layers", 0)
+        return f"""\
+# FastLanguageModel.get_peft_model(model, **CHECKPOINTING, ...)
+CHECKPOINTING = {{
+    "use_gradient_checkpointing": {bool(placement.groups)},
+    "checkpoint_skip_layers": {skipped},
+}}
+"""
+
+
+def _skipping(row: tuple[str, ...], count: int) -> Placement:
+    """Give the placement that keeps so many layers as they are."""
+    kept = {(share + 1) * len(row) // count - 1 for share in range(count)}
+    return Placement(
+        groups=tuple((layer,) for index, layer in enumerate(row) if index not in kept),
+        settings={"checkpoint_skip_layers": count},
+    )
+
+
+EXPORTER = _Unsloth()
