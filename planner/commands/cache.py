@@ -1,0 +1,35 @@
+"""``cache``: where solutions are kept that were found before, and how to be rid of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from planner.options import Parser
+
+
+class _Cache:
+    name = "cache"
+    summary = "show what is kept of earlier searches, or clear it"
+
+    def parents(self) -> Sequence[Parser]:
+        return ()
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--clear", action="store_true", help="remove all that is kept")
+
+    def run(self, args: argparse.Namespace) -> int:
+        from planner import solution_cache
+        from planner.units import format_bytes
+
+        place = solution_cache.folder()
+        if place is None:
+            print(f"the cache is off ({solution_cache.VARIABLE}=off)")
+            return 0
+        found = solution_cache.clear() if args.clear else solution_cache.contents()
+        verb = "removed from" if args.clear else "kept in"
+        print(f"{found.solutions} solutions, {format_bytes(found.size_bytes)}, {verb} {place}")
+        return 0
+
+
+COMMAND = _Cache()

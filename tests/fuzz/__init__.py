@@ -1,0 +1,1 @@
+"""Random models under random budgets, held to the promises: ``python -m tests.fuzz --models 1000``."""

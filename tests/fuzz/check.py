@@ -1,0 +1,199 @@
+"""One random model under random budgets: every promise held against what real steps do."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import planner
+from planner.errors import InfeasibleBudgetError, PlannerError
+from planner.memory import measure_peak
+from planner.planning import Plan
+from planner.simulate import lifetimes, simulate
+from planner.study_types import Study
+from planner.verification import StepResult, compare, run_backward
+from tests.fuzz import source
+
+BUDGETS = 2
+"""How many random budgets each model is run under, beside the whole."""
+
+SECONDS = 0.5
+"""For each solve."""
+
+ALIGNMENT_BYTES = 64
+"""Of an allocation on a CPU: each is predicted rounded up to it, and seen as it is."""
+
+SOLVERS = ("auto", "auto", "ilp", "search", "sqrt", "chain-dp")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A promise that was broken."""
+
+    kind: str
+    detail: str
+
+
+@dataclass
+class Outcome:
+    """What came of one model."""
+
+    seed: int
+    runtime: str
+    blocks: tuple[int, ...]
+    failures: list[Failure] = field(default_factory=list)
+    refusal: str = ""
+    plans: int = 0
+    recomputing: int = 0
+
+
+def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
+    """Try one model: a refusal by an error of ours is an outcome, everything else that raises a failure."""
+    chosen = tuple(range(source.count(seed))) if blocks is None else tuple(blocks)
+    rng = random.Random(f"budgets {seed}")
+    text = source.write(seed, chosen)
+    runtime = rng.choice(("graph",) * 5 + ("modules",))
+    if "checkpoint(" in text:
+        runtime = "graph"  # under the other, the model's own checkpointing must be off
+    outcome = Outcome(seed, runtime, chosen)
+    torch._dynamo.reset()
+    make = source.load(text, f"fuzz_{seed}")
+    try:
+        for failure in _Trial(make, rng, outcome).failures():
+            outcome.failures.append(failure)
+    except PlannerError as error:
+        outcome.refusal = f"{type(error).__name__}: {error}"
+    except Exception:
+        outcome.failures.append(Failure("crash", traceback.format_exc(limit=-4)))
+    return outcome
+
+
+class _Trial:
+    def __init__(self, make: Callable[[], Any], rng: random.Random, outcome: Outcome) -> None:
+        self.make, self.rng, self.outcome = make, rng, outcome
+        self.study: Study | None = None
+
+    def failures(self) -> Iterator[Failure]:
+        try:
+            eager, _ = self.steps(None)
+        except Exception:
+            yield Failure("generator", traceback.format_exc(limit=-3))
+            return
+        whole = self.plan(budget="100%")
+        unplanned, peak_bytes = self.steps(whole)
+        yield from self.of_peak(whole, peak_bytes, exact=True)
+        if torch.equal(eager.random_states[0], _Trial.before):  # captured steps may draw otherwise than eager ones
+            for line in compare(eager, unplanned, tolerance=1e-4):
+                yield Failure("unlike eager", line)
+        smallest_bytes = whole.minimum_feasible_peak_bytes
+        for _ in range(BUDGETS):
+            share = self.rng.random() ** 2
+            budget_bytes = round(smallest_bytes + share * (whole.peak_bytes - smallest_bytes))
+            solver = self.rng.choice(SOLVERS) if self.outcome.runtime == "graph" else "auto"
+            try:
+                plan = self.plan(budget=budget_bytes, solver=solver)
+            except InfeasibleBudgetError:  # a heuristic may not find what is known to be there
+                if solver in ("auto", "search"):
+                    yield Failure("feasible budget refused", f"{budget_bytes} by {solver}, {smallest_bytes} is enough")
+                continue
+            self.outcome.recomputing += bool(plan.recomputations)
+            planned, peak_bytes = self.steps(plan)
+            yield from self.of_peak(plan, peak_bytes, exact=True)
+            for line in compare(unplanned, planned):
+                yield Failure("bits", f"{line} (budget {budget_bytes}, {solver})")
+        yield from self.too_small(sum(whole.static_bytes.values()))
+
+    def too_small(self, resident_bytes: int) -> Iterator[Failure]:
+        try:
+            self.plan(budget=resident_bytes + 64)
+        except InfeasibleBudgetError:
+            return
+        yield Failure("infeasible budget accepted", f"{resident_bytes + 64}")
+
+    def plan(self, **options: Any) -> Plan:
+        """Plan with one capture for all budgets where the runtime allows it."""
+        self.outcome.plans += 1
+        if self.outcome.runtime == "graph":
+            if self.study is None:
+                model, inputs, loss_fn = self.make()
+                self.study = planner.study(model, inputs, loss_fn=loss_fn)
+            return self.study.plan(time_limit_seconds=SECONDS, **options)
+        model, inputs, loss_fn = self.make()
+        runtime = self.outcome.runtime
+        return planner.plan(model, inputs, loss_fn=loss_fn, runtime=runtime, time_limit_seconds=SECONDS, **options)
+
+    def steps(self, plan: Plan | None) -> tuple[StepResult, int]:
+        """Take a step to get ready and one that is looked at, each from the same state."""
+        results, peak_bytes = [], 0
+        model, inputs, loss_fn = self.make()
+        if plan is not None:
+            planner.auto_wrap(model, plan=plan, loss_fn=loss_fn, runtime=plan.runtime)
+
+        def step() -> Any:
+            outputs = model(*inputs)
+            run_backward(outputs, loss_fn)
+            return outputs
+
+        fresh, *_ = self.make()
+        state = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
+        for _ in range(2):
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(state[name])
+            for tensor in [*model.parameters(), *inputs]:
+                tensor.grad = None
+            torch.manual_seed(self.outcome.seed)
+            _Trial.before = torch.get_rng_state()
+            peak_bytes, outputs = measure_peak(step, torch.device("cpu"))
+            results.append(_result(model, inputs, outputs))
+            del outputs
+        return results[-1], peak_bytes
+
+    before: torch.Tensor
+
+    def of_peak(self, plan: Plan, measured_bytes: int, *, exact: bool) -> Iterator[Failure]:
+        predicted_bytes = plan.peak_bytes - sum(plan.static_bytes.values())
+        seen = f"{measured_bytes} bytes measured, {predicted_bytes} predicted, solver {plan.solver}"
+        if plan.peak_bytes > plan.budget_bytes:
+            yield Failure("plan over budget", seen)
+        if measured_bytes > predicted_bytes:
+            yield Failure("peak above prediction", seen)
+        if exact and measured_bytes < predicted_bytes - self.rounding_bytes(plan, predicted_bytes):
+            yield Failure("peak below prediction", seen)
+
+    def rounding_bytes(self, plan: Plan, predicted_bytes: int) -> int:
+        """How much of a predicted peak can be due to rounding sizes up: a little for each copy that is there."""
+        if self.study is None:
+            return predicted_bytes // 1000 + 64 * ALIGNMENT_BYTES
+        schedule = plan.schedule_for(self.study.graph)
+        position = simulate(self.study.graph, self.study.costs, schedule).peak_position
+        there = sum(copy.born <= position <= copy.died for copy in lifetimes(self.study.graph, schedule))
+        return there * (ALIGNMENT_BYTES - 1)
+
+
+def _result(model: torch.nn.Module, inputs: Sequence[Any], outputs: Any) -> StepResult:
+    of_inputs = {f"input {i}": x for i, x in enumerate(inputs) if x.requires_grad}
+    learned = {**dict(model.named_parameters()), **of_inputs}
+    return StepResult(
+        loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
+        gradients={name: None if t.grad is None else t.grad.clone() for name, t in learned.items()},
+        buffers={name: b.clone() for name, b in model.named_buffers()},
+        random_states=(torch.get_rng_state(),),
+    )
+
+
+def smaller(outcome: Outcome) -> Outcome:
+    """Leave out blocks of a failing model for as long as it fails in the same way."""
+    kinds = {failure.kind for failure in outcome.failures}
+    for block in outcome.blocks:
+        rest = tuple(other for other in outcome.blocks if other != block)
+        tried = check(outcome.seed, rest)
+        if kinds & {failure.kind for failure in tried.failures}:
+            outcome = tried
+    return outcome

@@ -1,0 +1,105 @@
+"""Many random models, in processes of their own, and a summary of what came of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+MODELS_PER_PROCESS = 60
+"""Dynamo keeps what it compiled: a process makes room after so many."""
+
+
+def main() -> int:
+    """Check random models, and print each one that breaks a promise, with its seed and its source."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--models", type=int, default=100, help="how many (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first; the others follow")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further model after so long")
+    parser.add_argument("--json", metavar="FILE", help="write what came out")
+    parser.add_argument("--show", action="store_true", help="print the source of the models, and check none")
+    chosen = parser.parse_args()
+    seeds = range(chosen.seed, chosen.seed + chosen.models)
+    if chosen.show:
+        from tests.fuzz import source
+
+        for seed in seeds:
+            print(f"# seed {seed}\n{source.write(seed)}")
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    begun, outcomes = time.monotonic(), []
+    for outcome, text in _checked(seeds, chosen.jobs, begun + 60 * chosen.minutes):
+        outcomes.append(outcome)
+        if text:
+            print(text, flush=True)
+        if len(outcomes) % 20 == 0:
+            print(f"{len(outcomes)} models, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    summary = _summary(outcomes, chosen.seed, time.monotonic() - begun)
+    print(json.dumps({key: value for key, value in summary.items() if key != "failures"}, indent=2))
+    if chosen.json:
+        with open(chosen.json, "w", encoding="utf-8") as stream:
+            json.dump(summary, stream, indent=2)
+    return 1 if summary["failed"] else 0
+
+
+def _checked(seeds: Iterable[int], jobs: int, until: float) -> Iterable[tuple[dict[str, Any], str]]:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, maxtasksperchild=MODELS_PER_PROCESS) as pool:
+        yield from pool.imap_unordered(_check, [(seed, until) for seed in seeds])
+
+
+def _check(task: tuple[int, float]) -> tuple[dict[str, Any], str]:
+    seed, until = task
+    if time.monotonic() > until:
+        return {"seed": seed, "skipped": True}, ""
+    import logging
+    import warnings
+
+    import torch
+
+    from tests.fuzz import source
+    from tests.fuzz.check import check, smaller
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    outcome = check(seed)
+    if not outcome.failures:
+        return dataclasses.asdict(outcome), ""
+    least = smaller(outcome)
+    lines = [f"seed {seed}, blocks {least.blocks} of {outcome.blocks}, runtime {least.runtime}"]
+    lines += [f"{failure.kind}: {failure.detail}" for failure in least.failures]
+    return dataclasses.asdict(least), "\n".join(["", *lines, source.write(seed, least.blocks)])
+
+
+def _summary(outcomes: list[dict[str, Any]], first: int, seconds: float) -> dict[str, Any]:
+    import torch
+
+    import planner
+
+    done = [outcome for outcome in outcomes if "skipped" not in outcome]
+    failed = [outcome for outcome in done if outcome["failures"]]
+    refused = Counter(outcome["refusal"].partition(":")[0] for outcome in done if outcome["refusal"])
+    return {
+        "models": len(done),
+        "first_seed": first,
+        "planner": planner.__version__,
+        "torch": torch.__version__,
+        "seconds": round(seconds, 1),
+        "plans": sum(outcome["plans"] for outcome in done),
+        "plans_that_recompute": sum(outcome["recomputing"] for outcome in done),
+        "refused": dict(refused),
+        "refusals": {outcome["seed"]: outcome["refusal"] for outcome in done if outcome["refusal"]},
+        "failed": len(failed),
+        "kinds": dict(Counter(kind for o in failed for kind in {f["kind"] for f in o["failures"]})),
+        "failures": failed,
+    }
+
