@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(arguments)
         debug = args.debug
+        if getattr(args, "no_cache", False):
+            from planner import solution_cache
+
+            solution_cache.turn_off()
         code: int = args.run(args)
         sys.stdout.flush()
         return code

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner import timings
 from planner.cuda_attention import Attention, replace_attention
 from planner.errors import CaptureError
 from planner.failures import explain_forward
@@ -31,6 +32,7 @@ from planner.torch_internals import (
     compile_isolated,
     dynamo_settings,
     eliminate_common_subexpressions,
+    storage_id,
 )
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
@@ -89,7 +91,8 @@ def capture(
     def stop(joint: JointGraph) -> Any:
         raise Stopped(joint)
 
-    joint: JointGraph = until_stopped(model, inputs, stop, implementation=implementation, **options)
+    with timings.stage("capture"):
+        joint: JointGraph = until_stopped(model, inputs, stop, implementation=implementation, **options)
     return joint
 
 
@@ -184,7 +187,10 @@ class Backend:
             tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
             assumes = assumption.names if assumption else ()
             functional = self.compiler is not aot_backend
-            return self.partition(JointGraph(joint, graph, num_fwd_outputs, tensors, assumes, functional))
+            outside_bytes = gradients_outside(narrowed, differentiable)
+            return self.partition(
+                JointGraph(joint, graph, num_fwd_outputs, tensors, assumes, functional, outside_bytes)
+            )
 
         run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
         run = self.finish(run, graph_module, differentiable) if self.finish else run
@@ -222,6 +228,27 @@ def expected_losses(graph_module: fx.GraphModule) -> list[int]:
 def _value(node: Any) -> torch.Tensor | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> tuple[int, ...]:
+    """Give the bytes of gradients that reach outputs and not the graph, for which there is one to a storage.
+
+    What arrives for views of one storage is added up before the graph sees the sum; what arrives for an
+    output that is an input, or a view of one, goes past the graph.
+    """
+    outputs: Any = graph_module.graph.output_node().args[0]
+    given = {storage_id(v) for n in graph_module.graph.find_nodes(op="placeholder") if (v := _value(n)) is not None}
+    of_storage: dict[int, list[int]] = {}
+    for value in (_value(outputs[position]) for position in differentiable):
+        if value is not None:
+            of_storage.setdefault(storage_id(value), []).append(value.numel() * value.element_size())
+    found: list[int] = []
+    for storage, sizes in of_storage.items():
+        if storage in given:
+            found += sizes
+        elif len(sizes) > 1:  # each but the one that the graph counts, and their sum
+            found += [*sizes[1:], max(sizes)]
+    return tuple(found)
 
 
 def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> fx.GraphModule:

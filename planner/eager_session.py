@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from planner import timings
 from planner.checkpoint_choice import NAME, Chooser
 from planner.checkpoints import Region, modules_of, schedule_of
 from planner.eager_graph import lower_eager
@@ -53,7 +54,8 @@ def _recorded(model: nn.Module, inputs: Inputs, options: Options) -> _Session:
     begun = time.perf_counter()
     if options.progress is not None:
         options.progress("recording a step")
-    trace = record(model, inputs, has_loss=options.loss is not None)
+    with timings.stage("capture"):
+        trace = record(model, inputs, has_loss=options.loss is not None)
     return _Session(model, inputs, options, trace, begun)
 
 
@@ -120,9 +122,13 @@ class _Session:
             surroundings=self.around,
             progress=options.progress,
             compare=False,
-            propose=lambda problem: self._chooser(problem).cheapest(),
+            propose=self._cheapest,
         )
         return self._compared(made) if options.compare else made
+
+    @timings.stage("solving")
+    def _cheapest(self, problem: Problem) -> Solution:
+        return self._chooser(problem).cheapest()
 
     def _chooser(self, problem: Problem) -> Chooser:
         options = self.options

@@ -41,6 +41,8 @@ class JointGraph:
         Inputs whose values the graph takes for granted; see :mod:`planner.masks`.
     functional : bool
         Whether nothing in the graph may write into what it has made: Inductor wants it so.
+    outside_bytes : tuple of int
+        Gradients that autograd handles outside: of outputs that are views of each other, or of inputs.
     """
 
     module: fx.GraphModule
@@ -49,6 +51,7 @@ class JointGraph:
     inputs: list[torch.Tensor] = field(default_factory=list)
     assumes: tuple[str, ...] = ()
     functional: bool = False
+    outside_bytes: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> tuple[list[Any], list[Any]]:

@@ -303,7 +303,11 @@ class _Lowering:
             Value(name="loss workspace", size_bytes=loss.working_bytes),
             Value(name="loss", size_bytes=self._round(loss.held_bytes), retained=True, kind="output"),
         )
-        for value in of_loss:
+        of_views = (
+            Value(name=f"gradient {i} of a view", size_bytes=self._round(size_bytes), retained=True, kind="tangent")
+            for i, size_bytes in enumerate(self.joint.outside_bytes)
+        )
+        for value in (*of_loss, *of_views):
             if value.size_bytes:
                 self.values.append(value)
                 self.value_nodes.append(None)  # type: ignore[arg-type]

@@ -43,9 +43,23 @@ _SHRUNK = {
 """Losses that are made element by element and then shrunk to one, their memory not. Fake tensors do not know that."""
 
 
+_COPIES = {
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+}
+"""What copies all the memory behind its first argument, of which that may be a part. Fake tensors know it only the
+first time that they are asked: what they remember of a call has no size of the memory."""
+
+
 def storage_bytes(operator: Any, read: Iterable[torch.Tensor], tensor: torch.Tensor) -> int:
     """Count the memory behind an output of an operator that reads some tensors: the kernel's, not the fake one."""
     traced_bytes = tensor.untyped_storage().nbytes()
+    read = list(read)
+    if operator in _COPIES and read:
+        return max(traced_bytes, read[0].untyped_storage().nbytes())
     if operator not in _SHRUNK:
         return traced_bytes
     return max(traced_bytes, max(t.numel() for t in read) * tensor.element_size())

@@ -80,7 +80,8 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--pipeline-stages needs --micro-batches M: how many one training step has")
     refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
                "--operations": args.operations, "--html": args.html, "--tree": args.tree,
-               "--memory-viz": args.memory_viz, "--runtime": args.runtime != "auto"}  # fmt: skip
+               "--memory-viz": args.memory_viz, "--timings": args.timings,
+               "--runtime": args.runtime != "auto"}  # fmt: skip
     if given := [option for option, value in refused.items() if value]:
         raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
     schedule = args.schedule or "1f1b"
@@ -123,9 +124,15 @@ def solving_options() -> Parser:
         "--deterministic", action="store_true", help="count work instead of seconds: the same plan every time"
     )
     group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver (default 0)")
+    group.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
     group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
     group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
     return parser
+
+
+def timings_option(parser: argparse.ArgumentParser) -> None:
+    """Add what shows how long each stage took."""
+    parser.add_argument("--timings", action="store_true", help="show how long each stage of planning took")
 
 
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from planner import solution_cache, timings
 from planner.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.baselines import baseline_rows
+from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.floor import minimum_peak
 from planner.graph import OperationCost, TrainingGraph
@@ -122,18 +124,34 @@ def make_plan(
         solution = (
             propose(problem)
             if propose is not None
-            else solve(
+            else _solved(
                 problem,
                 solver,
-                time_limit_seconds=time_limit_seconds,
-                deterministic=deterministic,
-                seed=seed,
-                progress=progress,
+                Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed),
+                progress,
             )
         )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, solver, origin) from error
     return plan_from_solution(problem, solution, origin=origin, surroundings=surroundings, compare=compare)
+
+
+def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | None) -> Solution:
+    """Give the solution that was found before, or search for one and keep it."""
+    with timings.stage("solving"):
+        key = solution_cache.key_of(problem, solver, effort)
+        found = solution_cache.find(problem, key)
+        if found is None:
+            found = solve(
+                problem,
+                solver,
+                time_limit_seconds=effort.time_limit_seconds,
+                deterministic=effort.deterministic,
+                seed=effort.seed,
+                progress=progress,
+            )
+            solution_cache.keep(key, found)
+    return found
 
 
 def make_problem(
@@ -191,17 +209,21 @@ def plan_from_solution(
     """
     origin, surroundings = origin or PlanOrigin(), surroundings or Surroundings()
     graph, costs, schedule = problem.graph, problem.costs, solution.schedule
-    evaluation = confirm(problem, solution)
+    with timings.stage("simulation"):
+        evaluation = confirm(problem, solution)
     static_bytes = graph.total_static_bytes
     layers = find_layers(graph)
     anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
     minimum_peak_bytes = evaluation.peak_bytes
     reserved = reserved_by_cuda(problem, schedule, surroundings)
     details = None
+    baselines: tuple[BaselineRow, ...] = ()
     if compare:
-        more = one_more_gib(problem, evaluation.recompute_seconds)
-        details = step_details(problem, schedule, evaluation, more)
-        minimum_peak_bytes = min(minimum_peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
+        with timings.stage("baselines"):
+            more = one_more_gib(problem, evaluation.recompute_seconds)
+            details = step_details(problem, schedule, evaluation, more)
+            minimum_peak_bytes = min(minimum_peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
+            baselines = tuple(baseline_rows(problem, solution, layers))
     return Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),
@@ -227,7 +249,7 @@ def plan_from_solution(
         runtime=origin.runtime,
         anatomy=anatomy,
         placement=placement(graph, costs, schedule, layers),
-        baselines=baseline_rows(problem, solution, layers) if compare else (),
+        baselines=baselines,
         recomputations={
             graph.operations[index].key: tuple(graph.operations[again].key for again in before)
             for index, before in schedule.recomputations().items()

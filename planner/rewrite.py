@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner import timings
 from planner.joint import is_batch_norm, is_random, is_tangent
 from planner.lowering import LoweredGraph
 from planner.schedule import Schedule
@@ -25,6 +26,7 @@ _BATCH_NORM_OUTPUTS = 3
 """Output, mean and inverse deviation: what BatchNorm gives without running statistics."""
 
 
+@timings.stage("rewriting")
 def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graph modules of a schedule.
 

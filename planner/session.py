@@ -18,7 +18,7 @@ from torch import nn
 
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile
-from planner import devices, workspace
+from planner import devices, timings, workspace
 from planner.capture import is_fake
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.cuda_attention import Attention, attention_on
@@ -158,6 +158,7 @@ class LoweredStep:
     """By storage, what the device has of parameters that several devices share."""
 
 
+@timings.stage("lowering")
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
     spec = device_spec(model, options.device)
@@ -302,6 +303,7 @@ def _problems_of(model: nn.Module, graph: TrainingGraph, options: Options) -> It
     return (finding for finding in found if finding.is_problem)
 
 
+@timings.stage("costing")
 def cost(
     model: nn.Module,
     lowered: LoweredGraph,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-STAGES = ("capture", "lowering", "costing", "solving", "simulation", "rewriting", "measuring")
+STAGES = ("capture", "lowering", "costing", "solving", "simulation", "baselines", "rewriting", "real steps")
 """In the order in which they are reported."""
 
 _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=None)

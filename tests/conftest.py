@@ -9,6 +9,9 @@ import sys
 import hypothesis
 import pytest
 
+# Nobody's own cache: a test that wants one names its folder.
+os.environ["CHECKPOINT_PLANNER_CACHE"] = "off"
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Torch reads this when it is first imported, and so do processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

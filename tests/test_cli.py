@@ -128,6 +128,24 @@ def test_operations(run: Any) -> None:
     assert "Operations, " in run(*PLAN, "--budget", "65%", "--operations").out
 
 
+def test_timings(run: Any) -> None:
+    shown = run(*PLAN, "--budget", "65%", "--timings").out
+    assert "Where the time went" in shown and "solving" in shown and "simulation" in shown
+    assert "Where the time went" not in run(*PLAN, "--budget", "65%").out
+    seconds = json.loads(run(*PLAN, "--budget", "65%", "--timings", "--json", "-").out)["timings_seconds"]
+    assert {"solving", "simulation", "baselines"} <= seconds.keys() and min(seconds.values()) >= 0.0
+
+
+def test_a_second_search_is_left_out_unless_asked_for(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+    again = "(from the cache)"
+    assert again not in run(*PLAN, "--budget", "65%").out
+    assert again in run(*PLAN, "--budget", "65%").out.replace("\n", " ")
+    assert again not in run(*PLAN, "--budget", "65%", "--no-cache").out.replace("\n", " ")
+
+
 def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     found = run(*PLAN, "--budget", "35MiB", "--save", str(saved), "--json", str(tmp_path / "report.json"))

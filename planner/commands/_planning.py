@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from planner import timings
 from planner.commands import _asked
 from planner.errors import CaptureError, PlannerError
 from planner.terminal import quiet, reporting, show, write_json
@@ -37,7 +38,7 @@ def report_plan(
     from planner.planning import NoPlanFitsError
 
     try:
-        with quiet(args.debug), reporting(args.debug) as progress:
+        with quiet(args.debug), reporting(args.debug) as progress, timings.collected() as seconds:
             plan = _make(args, progress, verify=verify, plan_file=plan_file)
     except NoPlanFitsError as error:
         report = error.report
@@ -49,11 +50,14 @@ def report_plan(
         raise
     if write:
         write(plan)
-    write_json(plan.report(operations=args.operations), args.json)
+    report = plan.report(operations=args.operations)
+    write_json({**report, "timings_seconds": seconds} if args.timings else report, args.json)
     if args.json != "-":
-        from planner.report import render
+        from planner.report import render, render_timings
 
         show(lambda console: render(plan, console, show_operations=args.operations, show_tree=show_tree))
+        if args.timings:
+            show(lambda console: render_timings(seconds, console))
     _hold_to_measured(plan)
     return 0
 
@@ -91,9 +95,10 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
     if not verify:
         return plan
     progress("running real steps")
-    verification = api.verify(
-        loaded.model, loaded.example_args, plan, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn
-    )
+    with timings.stage("real steps"):
+        verification = api.verify(
+            loaded.model, loaded.example_args, plan, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn
+        )
     return dataclasses.replace(plan, verification=verification)
 
 

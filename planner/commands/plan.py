@@ -15,6 +15,7 @@ from planner.options import (
     pipeline_of,
     pipeline_options,
     solving_options,
+    timings_option,
     training_options,
 )
 from planner.terminal import quiet, reporting, show, write_json
@@ -39,6 +40,7 @@ class _Plan:
             "--memory-viz", metavar="FILE.pickle", help="write the predicted allocations for pytorch.org/memory_viz"
         )
         parser.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
+        timings_option(parser)
         pipeline_options(parser)
 
     def run(self, args: argparse.Namespace) -> int:

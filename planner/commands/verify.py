@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from planner.commands import _planning
 from planner.errors import UsageError
-from planner.options import Parser, budget_options, model_options, solving_options, training_options
+from planner.options import (
+    Parser,
+    budget_options,
+    model_options,
+    solving_options,
+    timings_option,
+    training_options,
+)
 
 
 class _Verify:
@@ -18,6 +25,7 @@ class _Verify:
         return model_options(), training_options(), solving_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
+        timings_option(parser)
         budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
 
     def run(self, args: argparse.Namespace) -> int:

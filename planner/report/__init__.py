@@ -28,6 +28,7 @@ from planner.report.explain import render as render_explanation
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
 from planner.report.profile import render as render_profile
+from planner.report.timings import render as render_timings
 from planner.report.what_if import render as render_what_if
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "render_infeasible_pipeline",
     "render_pipeline",
     "render_profile",
+    "render_timings",
     "render_what_if",
 ]
 

@@ -4,6 +4,8 @@ A block reads ``x``, ``tokens``, ``mask`` and ``kept`` (a list of earlier stream
 Names in braces are filled in by ``source.py``: sizes, and a draw from ``PICKS`` for each occurrence.
 """
 
+# ruff: noqa: E501
+
 from __future__ import annotations
 
 Block = tuple[str, str]
@@ -94,7 +96,10 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
             "self.a{i} = nn.Parameter(torch.randn({C}, 3) / 4)",
             "y = torch.einsum('btc,cr,dr->btd', x, self.a{i}, self.a{i})\n{mix}",
         ),
-        ("self.pair{i} = nn.Bilinear({C}, {C}, {C})", "y = self.pair{i}(x[:, :4], x[:, :4]).mean(1, keepdim=True)\n{mix}"),
+        (
+            "self.pair{i} = nn.Bilinear({C}, {C}, {C})",
+            "y = self.pair{i}(x[:, :4], x[:, :4]).mean(1, keepdim=True)\n{mix}",
+        ),
     ),
     "attention": (
         (
@@ -167,7 +172,10 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
             "y = self.rise{i}(F.max_pool2d(image, 3, 1, 1)[:, :, ::2, ::2]).flatten(2).transpose(1, 2)\n"
             "y = y + self.rise{i}(self.fall{i}(image)).flatten(2).transpose(1, 2)\n{mix}",
         ),
-        ("self.conv{i} = nn.Conv1d({C}, {C}, 3, {pad})", "y = {act}(self.conv{i}(x.transpose(1, 2))).transpose(1, 2)\n{mix}"),
+        (
+            "self.conv{i} = nn.Conv1d({C}, {C}, 3, {pad})",
+            "y = {act}(self.conv{i}(x.transpose(1, 2))).transpose(1, 2)\n{mix}",
+        ),
         (
             "",
             "image = x.transpose(1, 2).reshape({B}, {C}, {H}, {W})\n"
@@ -237,10 +245,16 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ("", "y = x.diagonal(0, 1, 2).mean(-1)[:, None, None] + x\n{mix}"),
         ("", "y = x.repeat(1, 2, 1)[:, ::2]\n{mix}"),
         ("", "y = x.mT.contiguous().mT.reshape({B}, -1).view(x.shape).squeeze().unsqueeze(0)[0]\n{mix}"),
-        ("", "y = torch.view_as_real(torch.view_as_complex(x.float().reshape({B}, {T}, -1, 2)) * 1j).flatten(2).to(x.dtype)\n{mix}"),
+        (
+            "",
+            "y = torch.view_as_real(torch.view_as_complex(x.float().reshape({B}, {T}, -1, 2)) * 1j).flatten(2).to(x.dtype)\n{mix}",
+        ),
     ),
     "in place": (
-        ("self.up{i} = nn.Linear({C}, {C})", "y = self.up{i}(x)\ny[:, :, :4] *= 0.5\ny.add_(1.0)\ny = {act_}(y)\n{mix}"),
+        (
+            "self.up{i} = nn.Linear({C}, {C})",
+            "y = self.up{i}(x)\ny[:, :, :4] *= 0.5\ny.add_(1.0)\ny = {act_}(y)\n{mix}",
+        ),
         ("", "y = x.clone()\ny[:, ::2] += 1.0\ny[..., 0] = 0.0\n{mix}"),
         ("", "y = x * 1.5\ny.transpose(1, 2)[:, :3].mul_(2.0)\n{mix}"),
         ("", "y = x.tanh()\ny.masked_fill_(~mask[..., None], 0.0)\n{mix}"),
@@ -250,7 +264,10 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ("", "y = x + 0.0\nview = y.view(-1)\nview[:8].zero_()\ny = y.exp().clamp(max=2.0)\n{mix}"),
         ("", "x = x.clone()\nx += kept[{i} % len(kept)]\nx *= 0.5"),
         ("", "y = x.mul(2.0)\ny.scatter_add_(1, tokens[..., None].expand(-1, -1, {C}) % {T}, x)\n{mix}"),
-        ("", "y = torch.zeros_like(x)\nfor t in range(0, {T}, {T} // 4):\n    y[:, t] = {act}(x[:, t]) + y[:, t - 1]\n{mix}"),
+        (
+            "",
+            "y = torch.zeros_like(x)\nfor t in range(0, {T}, {T} // 4):\n    y[:, t] = {act}(x[:, t]) + y[:, t - 1]\n{mix}",
+        ),
         ("", "y = F.dropout(x * 1.0, {p}, self.training, inplace=True)\n{mix}"),
         ("", "y = x + 1.0\nz = y.sum(-1, keepdim=True)\ny.div_(z.square() + 1.0)\n{mix}"),
     ),
@@ -259,8 +276,14 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ("", "for _ in range(2):\n    y = {act}(self.shared(x))\n    {mix}"),
         ("", "w = self.shared.weight / self.shared.weight.norm()\ny = x @ w.t() + x @ w\n{mix}"),
         ("", "y = x * self.scale + self.scale.sum()\n{mix}"),
-        ("", "y = x.to(self.table.weight.dtype) @ self.table.weight[:{C}].t()\ny = F.pad(y, (0, {C} - y.shape[-1]))\n{mix}"),
-        ("self.tied{i} = nn.Linear({C}, {C})\nself.tied{i}.weight = self.shared.weight", "y = {act}(self.tied{i}(x))\n{mix}"),
+        (
+            "",
+            "y = x.to(self.table.weight.dtype) @ self.table.weight[:{C}].t()\ny = F.pad(y, (0, {C} - y.shape[-1]))\n{mix}",
+        ),
+        (
+            "self.tied{i} = nn.Linear({C}, {C})\nself.tied{i}.weight = self.shared.weight",
+            "y = {act}(self.tied{i}(x))\n{mix}",
+        ),
         ("", "y = self.shared_norm(self.shared_norm(x) + kept[0])\n{mix}"),
     ),
     "branch": (
@@ -298,7 +321,7 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ),
         (
             "self.register_buffer('factor{i}', torch.ones({C}))",
-            "y = x * self.factor{i}\nself.factor{i}.mul_(0.9)\n{mix}",
+            "y = x * self.factor{i}.clone()\nself.factor{i}.mul_(0.9)\n{mix}",
         ),
         (
             "self.register_buffer('seen{i}', torch.zeros(32))",
@@ -327,7 +350,10 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ("", "y = x * torch.empty_like(x).uniform_(0.5, 1.5)\n{mix}"),
         ("", "y = x + torch.normal(0.0, 0.1, x.shape).to(x.dtype)\n{mix}"),
         ("", "y = torch.randint(0, 3, x.shape) * {act}(x)\n{mix}"),
-        ("", "y = x * torch.multinomial(x.detach().float().softmax(-1).flatten(0, 1), 1).view({B}, {T}, 1).to(x.dtype) / {C}\n{mix}"),
+        (
+            "",
+            "y = x * torch.multinomial(x.detach().float().softmax(-1).flatten(0, 1), 1).view({B}, {T}, 1).to(x.dtype) / {C}\n{mix}",
+        ),
         ("", "with torch.no_grad():\n    noise = torch.rand_like(x).exponential_()\ny = {act}(x * noise)\n{mix}"),
         ("", "for p in (0.1, 0.2, 0.3):\n    x = x + F.dropout({act}(x), p, self.training)"),
     ),
@@ -378,9 +404,18 @@ BLOCKS: dict[str, tuple[Block, ...]] = {
         ("", "y = (x.float().softmax(-1) @ x.float().mT).to(x.dtype) @ x\n{mix}"),
     ),
     "recurrent": (
-        ("self.lstm{i} = nn.LSTM({C}, {C}, batch_first=True)", "y = self.lstm{i}(x[:, :8])[0].repeat(1, {T} // 8, 1)\n{mix}"),
-        ("self.gru{i} = nn.GRU({C}, {C}, batch_first=True)", "y = self.gru{i}(x[:, :4])[0].repeat(1, {T} // 4, 1)\n{mix}"),
-        ("self.cell{i} = nn.GRUCell({C}, {C})", "h = x[:, 0]\nfor t in range(3):\n    h = self.cell{i}(x[:, t], h)\ny = x + h[:, None]\n{mix}"),
+        (
+            "self.lstm{i} = nn.LSTM({C}, {C}, batch_first=True)",
+            "y = self.lstm{i}(x[:, :8])[0].repeat(1, {T} // 8, 1)\n{mix}",
+        ),
+        (
+            "self.gru{i} = nn.GRU({C}, {C}, batch_first=True)",
+            "y = self.gru{i}(x[:, :4])[0].repeat(1, {T} // 4, 1)\n{mix}",
+        ),
+        (
+            "self.cell{i} = nn.GRUCell({C}, {C})",
+            "h = x[:, 0]\nfor t in range(3):\n    h = self.cell{i}(x[:, t], h)\ny = x + h[:, None]\n{mix}",
+        ),
     ),
 }
 
@@ -406,11 +441,20 @@ ENDS: tuple[Block, ...] = (
         "self.head = nn.Linear({C}, 32)",
         "logits = self.head(x)\nreturn F.cross_entropy(logits[:, :-1].reshape(-1, 32).float(), tokens[:, 1:].reshape(-1), ignore_index=0)",
     ),
-    ("self.head = nn.Linear({C}, 32)", "return F.nll_loss(self.head(x).float().log_softmax(-1).mT, tokens), tokens, x.argmax(-1)"),
+    (
+        "self.head = nn.Linear({C}, 32)",
+        "return F.nll_loss(self.head(x).float().log_softmax(-1).mT, tokens), tokens, x.argmax(-1)",
+    ),
     ("", "return x"),
     ("", "return x, x.transpose(1, 2), None, 3"),
-    ("self.left, self.right = nn.Linear({C}, 4), nn.Linear({C}, 8)", "return {{'left': self.left(x), 'right': self.right(x), 'x': x0}}"),
-    ("self.left, self.right = nn.Linear({C}, 4), nn.Linear({C}, 8)", "return self.left(x).square().mean(), self.right(x).abs().mean()"),
+    (
+        "self.left, self.right = nn.Linear({C}, 4), nn.Linear({C}, 8)",
+        "return {{'left': self.left(x), 'right': self.right(x), 'x': x0.detach()}}",
+    ),
+    (
+        "self.left, self.right = nn.Linear({C}, 4), nn.Linear({C}, 8)",
+        "return self.left(x).square().mean(), self.right(x).abs().mean()",
+    ),
     ("", "loss = x.square().mean()\nreturn loss, loss, loss.detach()"),
     ("", "return x.square().mean(), x[:, 0], kept[-1]"),
     ("", "return [x[:, 0], x[:, 1].exp()]"),

@@ -29,7 +29,8 @@ SECONDS = 0.5
 ALIGNMENT_BYTES = 64
 """Of an allocation on a CPU: each is predicted rounded up to it, and seen as it is."""
 
-SOLVERS = ("auto", "auto", "ilp", "search", "sqrt", "chain-dp")
+SOLVERS = ("ilp", "ilp", "sqrt", "chain-dp")
+"""Those that need no compiler: what is tested here is what runs, not how it was found."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Outcome:
     blocks: tuple[int, ...]
     failures: list[Failure] = field(default_factory=list)
     refusal: str = ""
+    invalid: str = ""
     plans: int = 0
     recomputing: int = 0
 
@@ -77,17 +79,19 @@ def check(seed: int, blocks: Sequence[int] | None = None) -> Outcome:
 class _Trial:
     def __init__(self, make: Callable[[], Any], rng: random.Random, outcome: Outcome) -> None:
         self.make, self.rng, self.outcome = make, rng, outcome
+        self.bound_only = False
+        """Whether predictions are upper bounds: for a loss outside, and for outputs that share memory."""
         self.study: Study | None = None
 
     def failures(self) -> Iterator[Failure]:
         try:
             eager, _ = self.steps(None)
-        except Exception:
-            yield Failure("generator", traceback.format_exc(limit=-3))
+        except Exception as error:  # autograd refuses some in-place changes, for one
+            self.outcome.invalid = f"{type(error).__name__}: {error}"
             return
         whole = self.plan(budget="100%")
         unplanned, peak_bytes = self.steps(whole)
-        yield from self.of_peak(whole, peak_bytes, exact=True)
+        yield from self.of_peak(whole, peak_bytes)
         if torch.equal(eager.random_states[0], _Trial.before):  # captured steps may draw otherwise than eager ones
             for line in compare(eager, unplanned, tolerance=1e-4):
                 yield Failure("unlike eager", line)
@@ -99,12 +103,12 @@ class _Trial:
             try:
                 plan = self.plan(budget=budget_bytes, solver=solver)
             except InfeasibleBudgetError:  # a heuristic may not find what is known to be there
-                if solver in ("auto", "search"):
+                if solver == "auto":
                     yield Failure("feasible budget refused", f"{budget_bytes} by {solver}, {smallest_bytes} is enough")
                 continue
             self.outcome.recomputing += bool(plan.recomputations)
             planned, peak_bytes = self.steps(plan)
-            yield from self.of_peak(plan, peak_bytes, exact=True)
+            yield from self.of_peak(plan, peak_bytes)
             for line in compare(unplanned, planned):
                 yield Failure("bits", f"{line} (budget {budget_bytes}, {solver})")
         yield from self.too_small(sum(whole.static_bytes.values()))
@@ -116,21 +120,20 @@ class _Trial:
             return
         yield Failure("infeasible budget accepted", f"{resident_bytes + 64}")
 
-    def plan(self, **options: Any) -> Plan:
+    def plan(self, *, solver: str = "ilp", **options: Any) -> Plan:
         """Plan with one capture for all budgets where the runtime allows it."""
         self.outcome.plans += 1
         if self.outcome.runtime == "graph":
             if self.study is None:
                 model, inputs, loss_fn = self.make()
                 self.study = planner.study(model, inputs, loss_fn=loss_fn)
-            return self.study.plan(time_limit_seconds=SECONDS, **options)
+            return self.study.plan(solver=solver, time_limit_seconds=SECONDS, **options)
         model, inputs, loss_fn = self.make()
         runtime = self.outcome.runtime
         return planner.plan(model, inputs, loss_fn=loss_fn, runtime=runtime, time_limit_seconds=SECONDS, **options)
 
     def steps(self, plan: Plan | None) -> tuple[StepResult, int]:
         """Take a step to get ready and one that is looked at, each from the same state."""
-        results, peak_bytes = [], 0
         model, inputs, loss_fn = self.make()
         if plan is not None:
             planner.auto_wrap(model, plan=plan, loss_fn=loss_fn, runtime=plan.runtime)
@@ -142,7 +145,7 @@ class _Trial:
 
         fresh, *_ = self.make()
         state = {name: buffer.clone() for name, buffer in fresh.named_buffers()}
-        for _ in range(2):
+        for number in range(2):
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     buffer.copy_(state[name])
@@ -150,31 +153,41 @@ class _Trial:
                 tensor.grad = None
             torch.manual_seed(self.outcome.seed)
             _Trial.before = torch.get_rng_state()
-            peak_bytes, outputs = measure_peak(step, torch.device("cpu"))
-            results.append(_result(model, inputs, outputs))
-            del outputs
-        return results[-1], peak_bytes
+            if number == 0:
+                step()
+        peak_bytes, outputs = measure_peak(step, torch.device("cpu"))
+        self.bound_only = self.bound_only or loss_fn is not None or _share_memory(outputs)
+        return _result(model, inputs, outputs), peak_bytes
 
     before: torch.Tensor
 
-    def of_peak(self, plan: Plan, measured_bytes: int, *, exact: bool) -> Iterator[Failure]:
+    def of_peak(self, plan: Plan, measured_bytes: int) -> Iterator[Failure]:
         predicted_bytes = plan.peak_bytes - sum(plan.static_bytes.values())
         seen = f"{measured_bytes} bytes measured, {predicted_bytes} predicted, solver {plan.solver}"
         if plan.peak_bytes > plan.budget_bytes:
             yield Failure("plan over budget", seen)
         if measured_bytes > predicted_bytes:
             yield Failure("peak above prediction", seen)
-        if exact and measured_bytes < predicted_bytes - self.rounding_bytes(plan, predicted_bytes):
+        if not self.bound_only and measured_bytes < predicted_bytes - self.rounding_bytes(plan, predicted_bytes):
             yield Failure("peak below prediction", seen)
 
     def rounding_bytes(self, plan: Plan, predicted_bytes: int) -> int:
-        """How much of a predicted peak can be due to rounding sizes up: a little for each copy that is there."""
+        """How much too high a prediction may be: sizes are rounded up; ``planner.costing`` tells of random states."""
         if self.study is None:
             return predicted_bytes // 1000 + 64 * ALIGNMENT_BYTES
         schedule = plan.schedule_for(self.study.graph)
         position = simulate(self.study.graph, self.study.costs, schedule).peak_position
         there = sum(copy.born <= position <= copy.died for copy in lifetimes(self.study.graph, schedule))
-        return there * (ALIGNMENT_BYTES - 1)
+        states = [operation.state_bytes for operation in self.study.graph.operations]
+        return there * (ALIGNMENT_BYTES - 1) + max(states)  # a first run counts the state that only a second one needs
+
+
+def _share_memory(outputs: Any) -> bool:
+    """Whether some outputs are views of something larger, or of each other."""
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    storages = [t.untyped_storage() for t in tensors]
+    partly = any(s.nbytes() > t.numel() * t.element_size() for s, t in zip(storages, tensors, strict=True))
+    return partly or len({s.data_ptr() for s in storages}) < len(storages)
 
 
 def _result(model: torch.nn.Module, inputs: Sequence[Any], outputs: Any) -> StepResult:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-MODELS_PER_PROCESS = 60
+MODELS_PER_PROCESS = 250
 """Dynamo keeps what it compiled: a process makes room after so many."""
 
 
@@ -43,7 +43,7 @@ def main() -> int:
         if len(outcomes) % 20 == 0:
             print(f"{len(outcomes)} models, {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     summary = _summary(outcomes, chosen.seed, time.monotonic() - begun)
-    print(json.dumps({key: value for key, value in summary.items() if key != "failures"}, indent=2))
+    print(json.dumps({key: value for key, value in summary.items() if key not in ("failures", "refusals")}, indent=2))
     if chosen.json:
         with open(chosen.json, "w", encoding="utf-8") as stream:
             json.dump(summary, stream, indent=2)
@@ -74,7 +74,7 @@ def _check(task: tuple[int, float]) -> tuple[dict[str, Any], str]:
     outcome = check(seed)
     if not outcome.failures:
         return dataclasses.asdict(outcome), ""
-    least = smaller(outcome)
+    least = smaller(outcome) if any(f.kind != "peak below prediction" for f in outcome.failures) else outcome
     lines = [f"seed {seed}, blocks {least.blocks} of {outcome.blocks}, runtime {least.runtime}"]
     lines += [f"{failure.kind}: {failure.detail}" for failure in least.failures]
     return dataclasses.asdict(least), "\n".join(["", *lines, source.write(seed, least.blocks)])
@@ -96,10 +96,10 @@ def _summary(outcomes: list[dict[str, Any]], first: int, seconds: float) -> dict
         "seconds": round(seconds, 1),
         "plans": sum(outcome["plans"] for outcome in done),
         "plans_that_recompute": sum(outcome["recomputing"] for outcome in done),
+        "invalid": sum(bool(outcome["invalid"]) for outcome in done),
         "refused": dict(refused),
         "refusals": {outcome["seed"]: outcome["refusal"] for outcome in done if outcome["refusal"]},
         "failed": len(failed),
         "kinds": dict(Counter(kind for o in failed for kind in {f["kind"] for f in o["failures"]})),
         "failures": failed,
     }
-

@@ -91,15 +91,19 @@ def write(seed: int, blocks: Sequence[int] | None = None) -> str:
     end_init, end = (_fill(text, rng, sizes) for text in rng.choice(ENDS))
     loss = _fill(rng.choice(LOSSES), rng, sizes) if end.startswith("LOSS ") else "None"
     lines.append((end_init, end.removeprefix("LOSS ")))
-    return _IMPORTS.lstrip() + "\n" + _MODEL.format(
-        **sizes,
-        seed=seed,
-        dtype=dtype,
-        gradient=gradient,
-        settings=settings,
-        loss=loss,
-        init=_indented(init for init, _ in lines),
-        forward=_indented(forward for _, forward in lines),
+    return (
+        _IMPORTS.lstrip()
+        + "\n"
+        + _MODEL.format(
+            **sizes,
+            seed=seed,
+            dtype=dtype,
+            gradient=gradient,
+            settings=settings,
+            loss=loss,
+            init=_indented(init for init, _ in lines),
+            forward=_indented(forward for _, forward in lines),
+        )
     )
 
 
