@@ -21,6 +21,7 @@ from planner.errors import CaptureError
 from planner.failures import explain_forward
 from planner.inputs import Inputs, check_capturable
 from planner.joint import JointGraph
+from planner.layouts import correct_layouts
 from planner.masks import Assumption, simplify_masks
 from planner.recurrent import keep_recurrent
 from planner.torch_internals import (
@@ -184,9 +185,11 @@ class Backend:
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             graph = eliminate_common_subexpressions(joint.graph)
+            functional = self.compiler is not aot_backend
+            if not functional:  # Inductor lays out what it makes by what is recorded
+                correct_layouts(graph)
             tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
             assumes = assumption.names if assumption else ()
-            functional = self.compiler is not aot_backend
             outside_bytes = gradients_outside(narrowed, differentiable)
             return self.partition(
                 JointGraph(joint, graph, num_fwd_outputs, tensors, assumes, functional, outside_bytes)

@@ -39,6 +39,7 @@ TOUCHES_TORCH = {
     "planner.inductor_internals",
     "planner.inputs",
     "planner.joint",
+    "planner.layouts",
     "planner.local_graph",
     "planner.loss",
     "planner.lowering",

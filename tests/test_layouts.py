@@ -1,0 +1,50 @@
+"""Where fake tensors trace another layout than kernels give, the peak is still that of the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.capture import capture
+from planner.inputs import Inputs
+from planner.joint import tensors_of
+
+
+class Transposed(nn.Module):
+    """A convolution over a transposed sequence; the backward of what follows gives a transposed gradient."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.function = nn.Conv1d(64, 64, 3, padding=1), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = getattr(F, self.function)(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        return ((x + y) ** 2).sum()
+
+
+@pytest.mark.parametrize("function", ["celu", "gelu", "softplus", "logsigmoid"])
+def test_what_follows_a_transposed_gradient_is_counted(function: str) -> None:
+    model, x = Transposed(function), torch.randn(4, 64, 64, requires_grad=True)
+    plan = planner.plan(model, x, budget="100%", compare=False)
+    measured = planner.verify(model, x, plan, timed_steps=1)
+    assert measured.exact
+    assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+
+
+def test_recorded_layouts_are_those_of_kernels() -> None:
+    model, x = Transposed("celu"), torch.randn(4, 64, 64, requires_grad=True)
+    joint = capture(model, Inputs((x,), {}))
+    (node,) = (n for n in joint.graph.nodes if "elu_backward" in str(n.target))
+    arguments = [_real(a) for a in node.args]
+    assert tensors_of(node)[0].stride() == node.target(*arguments).stride()
+
+
+def _real(argument: object) -> object:
+    if not isinstance(argument, torch.fx.Node):
+        return argument
+    value = argument.meta["val"]
+    return torch.zeros(value.untyped_storage().nbytes() // 4).as_strided(value.shape, value.stride())
