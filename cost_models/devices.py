@@ -51,7 +51,7 @@ class DeviceSpec:
     alignment_bytes : int
         What PyTorch's allocator rounds sizes up to.
     host_link_bytes_per_second : float
-        Bandwidth to the host's memory, one direction.
+        Bandwidth to the host's memory, one direction; 0 where there is none, or none is known.
     source : str
         Where the figures come from.
     compute_efficiency, bandwidth_efficiency : float

@@ -10,7 +10,7 @@ from planner.graph import OperationCost, Phase, TrainingGraph
 from planner.layers import number_ranges
 from planner.plan_details import AliveTensors, Allocation
 from planner.schedule import Schedule
-from planner.simulate import lifetimes
+from planner.simulate import FetchedCopy, lifetimes
 
 _OWN_KINDS = {
     "gradient": "gradients",
@@ -50,7 +50,9 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
     for copy in lifetimes(graph, schedule):
         value = graph.values[copy.value]
         producer = graph.producer[copy.value]
-        if copy.value in made:
+        if isinstance(copy, FetchedCopy):
+            kind = "fetched values"
+        elif copy.value in made:
             kind = "recomputed values"
         elif value.kind in _OWN_KINDS:
             kind = _OWN_KINDS[value.kind]

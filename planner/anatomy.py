@@ -26,7 +26,8 @@ def anatomy_of_peak(
         Adds up to the peak on the whole device exactly. Kinds: those of ``graph.static_bytes``;
         ``gradients``, ``outputs``, ``tangents``, ``autocast weight copies`` and ``other micro-batches``;
         ``saved activations`` (the forward's copies that the backward waits for), ``forward temporaries`` (its
-        others), ``recomputed values``, ``gradient temporaries``, ``workspace`` and ``random state``.
+        others), ``recomputed values``, ``fetched values``, ``gradient temporaries``, ``workspace`` and
+        ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
     for made in allocations_of(graph, costs, schedule):
@@ -87,6 +88,9 @@ def placement(
     """
     before = saved_bytes_by_layer(graph, layers, Schedule.keep_all(graph))
     after = saved_bytes_by_layer(graph, layers, schedule)
+    offloaded: Counter[str] = Counter()
+    for offload in schedule.offloads:
+        offloaded[layers.of[graph.producer[offload.value]]] += graph.values[offload.value].size_bytes
     targets: defaultdict[str, Counter[str]] = defaultdict(Counter)
     seconds: defaultdict[str, float] = defaultdict(float)
     forward_seconds: defaultdict[str, float] = defaultdict(float)
@@ -110,6 +114,7 @@ def placement(
             added_seconds=seconds[name],
             forward_seconds=forward_seconds[name],
             targets=dict(sorted(targets[name].items())),
+            offloaded_bytes=offloaded[name],
         )
         for name in dict.fromkeys(layers.of)
         if name in blocks or before[name] or after[name] or targets[name]

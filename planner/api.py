@@ -12,7 +12,8 @@ from torch import nn
 from cost_models.measured import MeasuredCosts, Profile
 from planner import loss, runtimes
 from planner.capture import capture, is_fake
-from planner.errors import UsageError
+from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
@@ -25,6 +26,8 @@ from planner.verification import LossFunction
 from planner.verification import verify as _verify
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+ONLY_GRAPH_OFFLOADS = "only the runtime 'graph' copies values to the host and back"
 
 
 def plan(
@@ -50,6 +53,9 @@ def plan(
     ranks: int = 1,
     tensor_parallel: int = 1,
     reserve: Size = 0,
+    offload: bool = False,
+    host_budget: Size | None = None,
+    offload_at_least: Size = LEAST_BYTES,
     name: str = "",
     compare: bool = True,
     progress: Progress | None = None,
@@ -100,6 +106,12 @@ def plan(
         How many devices share each layer. The plan is for one of them, and cannot be run.
     reserve : int, float or str
         What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
+    offload : bool
+        Whether values may also wait in the host's memory between forward and backward.
+    host_budget : int, float or str, optional
+        What they may take of it: bytes, ``"64GiB"`` or ``"60%"``; by default half of what this machine has.
+    offload_at_least : int, float or str
+        Values below this size stay on the device.
     name : str
         Name of the model in the report.
     compare : bool
@@ -131,7 +143,9 @@ def plan(
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
     if tensor_parallel > 1:
-        runtime = _whole_graph(runtime)
+        runtime = _whole_graph(runtime, "tensor parallelism is planned on the whole graph")
+    if offload:
+        runtime = _whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -152,6 +166,9 @@ def plan(
             tensor_parallel=tensor_parallel,
             reserve=reserve,
         ),
+        offload=offload,
+        host_budget=host_budget,
+        offload_at_least=offload_at_least,
         name=name,
         compare=compare,
         progress=progress,
@@ -234,6 +251,9 @@ def auto_wrap(
     data_parallel: str = "none",
     ranks: int = 1,
     reserve: Size = 0,
+    offload: bool = False,
+    host_budget: Size | None = None,
+    offload_at_least: Size = LEAST_BYTES,
     maximum_shapes: int = 64,
     progress: Progress | None = None,
 ) -> ModelT:
@@ -255,6 +275,8 @@ def auto_wrap(
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
         See :func:`plan`.
+    offload, host_budget, offload_at_least
+        See :func:`plan`. With ``plan`` they are the plan's.
     maximum_shapes : int
         How many sets of input sizes may have graphs; the next one is refused with an error.
     progress : callable, optional
@@ -293,6 +315,10 @@ def auto_wrap(
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if plan is not None and budget is None and activation_budget is None:
         budget = plan.budget_bytes
+    if plan is not None and plan.offloading is not None:
+        offload, host_budget = True, plan.offloading.host_budget_bytes
+    if offload:
+        runtime = _whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -316,6 +342,9 @@ def auto_wrap(
         compare=False,
         progress=progress,
         maximum_shapes=maximum_shapes,
+        offload=offload,
+        host_budget=host_budget,
+        offload_at_least=offload_at_least,
     )
     _check_budget(options)
     way = runtimes.get(runtime)
@@ -392,14 +421,16 @@ def _running(model: nn.Module) -> Running | None:
     return running if isinstance(running, Running) else None
 
 
-def _whole_graph(runtime: str) -> str:
-    """Give the runtime that a step shared by several devices is planned for."""
+def _whole_graph(runtime: str, why: str) -> str:
+    """Give the runtime for what is planned on the whole graph."""
     if runtime not in ("auto", "graph"):
-        raise UsageError(f"tensor parallelism is planned on the whole graph: leave out runtime={runtime!r}")
+        raise UsageError(f"{why}: leave out runtime={runtime!r}")
     return "graph"
 
 
 def _check_can_run(plan: Plan) -> None:
+    if plan.offloading is not None and plan.runtime != "graph":
+        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {ONLY_GRAPH_OFFLOADS}")
     if TENSOR_PARALLEL in plan.fingerprint:
         raise UsageError(
             f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 
 from planner.checkpoints import schedule_of
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
@@ -13,7 +14,6 @@ from planner.module_regions import region_of
 from planner.plan_parts import BaselineRow
 from planner.problem import Problem, Solution
 from planner.schedule import Schedule
-from planner.simulate import simulate
 from planner.units import format_bytes
 
 _SECONDS_EACH = 2.0
@@ -93,12 +93,12 @@ def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = 
 
 
 def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
-    evaluation = simulate(problem.graph, problem.costs, schedule)
+    evaluation = problem.evaluate(schedule)
     step_seconds = problem.baseline.seconds
     return BaselineRow(
         name=name,
         peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
-        overhead=evaluation.recompute_seconds / step_seconds if step_seconds > 0 else 0.0,
+        overhead=evaluation.added_seconds / step_seconds if step_seconds > 0 else 0.0,
         seconds=seconds,
         fits=evaluation.peak_bytes <= problem.budget_bytes,
     )
@@ -117,7 +117,7 @@ def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:
     from planner.solvers import solve
 
     try:
-        found = solve(problem, solver, time_limit_seconds=_SECONDS_EACH, deterministic=True)
+        found = solve(replace(problem, host=None), solver, time_limit_seconds=_SECONDS_EACH, deterministic=True)
     except InfeasibleBudgetError as error:
         lowest = format_bytes(error.minimum_feasible_peak_bytes)
         return BaselineRow(name=name, reason=f"no plan of this kind keeps the budget; one for {lowest} is known")

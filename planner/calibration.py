@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -107,10 +108,12 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _link_bytes_per_second(device: torch.device) -> float:
+    """Copy pinned memory both ways, and take the slower."""
     elements = 1 << 26
     host = torch.empty(elements, dtype=torch.float32, pin_memory=True)
     there = torch.empty(elements, dtype=torch.float32, device=device)
-    return 4 * elements / _seconds(lambda: there.copy_(host, non_blocking=True), device)
+    ways = ((there, host), (host, there))
+    return 4 * elements / max(_seconds(partial(to.copy_, of, non_blocking=True), device) for to, of in ways)
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:

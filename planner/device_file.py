@@ -86,6 +86,10 @@ def _spec(root: Node) -> DeviceSpec:
             raise PlanFileError(f"{key} must be above zero")
         return value
 
+    def link() -> float:  # 0 says that there is none
+        key = "host_link_bytes_per_second"
+        return root[key].number() if root.has(key) else defaults.host_link_bytes_per_second
+
     def whole(key: str, default: int) -> int:
         return root[key].integer() if root.has(key) else default
 
@@ -103,7 +107,7 @@ def _spec(root: Node) -> DeviceSpec:
         flops_per_second=rates,
         launch_seconds=number("launch_seconds", defaults.launch_seconds),
         alignment_bytes=max(1, whole("alignment_bytes", defaults.alignment_bytes)),
-        host_link_bytes_per_second=number("host_link_bytes_per_second", defaults.host_link_bytes_per_second),
+        host_link_bytes_per_second=link(),
         source=root["source"].text() if root.has("source") else "a device file",
         compute_efficiency=number("compute_efficiency", defaults.compute_efficiency),
         bandwidth_efficiency=number("bandwidth_efficiency", defaults.bandwidth_efficiency),

@@ -72,6 +72,27 @@ class InfeasibleBudgetError(PlannerError):
         self.lower_bound_seconds = lower_bound_seconds
 
 
+class HostBudgetError(InfeasibleBudgetError):
+    """No plan keeps the budget with so little of the host's memory.
+
+    Attributes
+    ----------
+    host_budget_bytes : int
+        Smallest budget of the host for which a plan is known.
+    """
+
+    def __init__(
+        self, message: str, *, host_budget_bytes: int, minimum_feasible_peak_bytes: int, operation: str, is_proven: bool
+    ) -> None:
+        super().__init__(
+            message,
+            minimum_feasible_peak_bytes=minimum_feasible_peak_bytes,
+            operation=operation,
+            is_proven=is_proven,
+        )
+        self.host_budget_bytes = host_budget_bytes
+
+
 class CaptureError(PlannerError):
     """The model cannot be captured as one forward and backward graph."""
 

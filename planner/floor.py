@@ -10,6 +10,7 @@ from planner.graph import OperationCost, TrainingGraph
 from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers._asif import AsIf
 from planner.solvers._repair import lower_peak
 from planner.solvers.sqrt import segmentations
 
@@ -107,6 +108,13 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
         found_peak_bytes=evaluation.peak_bytes,
         found_operation=names[schedule.order[evaluation.peak_position]] if schedule.order else "",
     )
+
+
+def lowest_peak(problem: Problem) -> MinimumPeak:
+    """Bound the smallest possible peak of a problem's plans, those with offload among them if there is a host."""
+    if problem.host is not None:
+        problem = AsIf(problem, problem.host.movable(problem.graph)).problem
+    return minimum_peak(problem.graph, problem.costs)
 
 
 def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:

@@ -81,7 +81,8 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
     refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
                "--operations": args.operations, "--html": args.html, "--tree": args.tree,
                "--memory-viz": args.memory_viz, "--timings": args.timings,
-               "--runtime": args.runtime != "auto"}  # fmt: skip
+               "--runtime": args.runtime != "auto",
+               "--offload": args.offload}  # fmt: skip
     if given := [option for option, value in refused.items() if value]:
         raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
     schedule = args.schedule or "1f1b"
@@ -116,6 +117,11 @@ def solving_options() -> Parser:
     )
     group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded, here or on another machine")
     group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
+    group.add_argument("--offload", action="store_true", help="let values wait in the host's memory too")
+    group.add_argument(
+        "--host-budget", metavar="SIZE", help="what they may take of it: 64GiB, 60%% (default 50%% of this machine's)"
+    )
+    group.add_argument("--offload-at-least", metavar="SIZE", default="1MiB", help="smaller values stay (default 1MiB)")
     group.add_argument("--solver", metavar="NAME", default="auto")
     group.add_argument(
         "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"

@@ -17,6 +17,7 @@ from planner.details_file import details_data, hold_to_plan, read_details
 from planner.errors import PlanFileError
 from planner.findings import Finding, Severity
 from planner.plan_node import Node, parse
+from planner.plan_offload import OffloadedValue, Offloading, Place
 from planner.plan_parts import (
     SCHEMA,
     BaselineRow,
@@ -61,6 +62,8 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
         "baselines": [asdict(row) for row in plan.baselines],
         "warnings": [asdict(warning) for warning in plan.warnings],
     }
+    if plan.offloading is not None:
+        data["offload"] = asdict(plan.offloading)
     if plan.reserved is not None:
         data["predicted"]["cuda_allocator"] = asdict(plan.reserved)
     if plan.details is not None:
@@ -154,6 +157,7 @@ def from_json(text: str) -> Plan:
         optimizer_step_bytes=root["optimizer_step"]["temporary_bytes"].integer(),
         optimizer_peak_bytes=root["optimizer_step"]["peak_bytes"].integer(),
         runtime=root["runtime"].text(),
+        offloading=_offloading(root["offload"]) if root.has("offload") else None,
         reserved=_reserved(root["predicted"]["cuda_allocator"]) if root["predicted"].has("cuda_allocator") else None,
         details=read_details(root["details"]) if root.has("details") else None,
         values=_values(root["values"]) if root.has("values") else None,
@@ -178,7 +182,7 @@ def _hold_together(plan: Plan) -> None:
     alive_bytes = sum(plan.anatomy.values())
     if alive_bytes != plan.peak_bytes:
         raise PlanFileError(f"predicted.anatomy_bytes adds up to {alive_bytes}, not to the peak of {plan.peak_bytes}")
-    if not (math.isfinite(plan.overhead) and plan.lower_bound_seconds <= plan.recompute_seconds):
+    if not (math.isfinite(plan.overhead) and plan.lower_bound_seconds <= plan.added_seconds):
         raise PlanFileError("predicted.recompute_seconds, lower_bound and baseline.step_seconds contradict each other")
     if plan.peak_bytes > plan.budget_bytes:
         raise PlanFileError(f"predicted.peak_bytes is {plan.peak_bytes}, above the budget of {plan.budget_bytes}")
@@ -204,6 +208,31 @@ def _reserved(node: Node) -> ReservedMemory:
     )
 
 
+def _offloading(node: Node) -> Offloading:
+    return Offloading(
+        values=tuple(_offloaded(value) for value in node["values"].items()),
+        host_bytes=node["host_bytes"].integer(),
+        host_budget_bytes=node["host_budget_bytes"].integer(),
+        bytes_per_second=node["bytes_per_second"].number(),
+        transfer_seconds=node["transfer_seconds"].number(),
+        stall_seconds=node["stall_seconds"].number(),
+    )
+
+
+def _offloaded(node: Node) -> OffloadedValue:
+    return OffloadedValue(
+        operation=node["operation"].text(),
+        output=node["output"].integer(),
+        size_bytes=node["size_bytes"].integer(),
+        leaves=_place(node["leaves"]),
+        returns=tuple(_place(place) for place in node["returns"].items()),
+    )
+
+
+def _place(node: Node) -> Place:
+    return Place(before=node["before"].text(), runs=node["runs"].integer())
+
+
 def _layer(node: Node) -> LayerPlacement:
     return LayerPlacement(
         module=node["module"].text(),
@@ -213,6 +242,7 @@ def _layer(node: Node) -> LayerPlacement:
         recomputed=node["recomputed"].integer(),
         added_seconds=node["added_seconds"].number(),
         forward_seconds=node["forward_seconds"].number(),
+        offloaded_bytes=node["offloaded_bytes"].integer() if node.has("offloaded_bytes") else 0,
         targets={key: count.integer() for key, count in node["targets"].fields()},
     )
 

@@ -63,6 +63,8 @@ class LayerPlacement:
         Time of its forward: what recomputing all of it would add.
     targets : dict of str to int
         These runs by operator.
+    offloaded_bytes : int
+        Activations that it makes in the forward and that wait in the host's memory for the backward.
     """
 
     module: str
@@ -73,6 +75,7 @@ class LayerPlacement:
     added_seconds: float
     forward_seconds: float
     targets: dict[str, int] = field(default_factory=dict)
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings import Finding
 from planner.graph import TrainingGraph
 from planner.plan_details import StepDetails
+from planner.plan_offload import Offloading, with_offloads
 from planner.plan_parts import (
     BaselineRow,
     LayerPlacement,
@@ -30,7 +31,7 @@ __all__ = ["NoPlanFitsError", "Plan", "Verification"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to keep and what to recompute, what that costs, and how good it provably is.
+    """What to keep, what to recompute and what to offload, what that costs, and how good it provably is.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ class Plan:
     recompute_seconds : float
         Predicted time of all recomputations.
     lower_bound_seconds : float
-        Proven: no plan within the budget, in this base order, recomputes for less time.
+        Proven: no plan within the budget, in this base order, adds less time.
     minimum_feasible_peak_bytes : int
         Smallest peak for which a plan is known.
     optimizer_step_bytes : int
@@ -81,6 +82,8 @@ class Plan:
         The step over time, and what fills its peak.
     values : ValueTable, optional
         What it does with each value that the backward waits for; made where a plan is compared with other ways.
+    offloading : Offloading, optional
+        What is offloaded, if that was allowed.
     operations : tuple of OperationRow
         Every operation with its cost. Not part of a plan file, nor of comparisons.
     """
@@ -115,12 +118,18 @@ class Plan:
     runtime: str = "graph"
     details: StepDetails | None = None
     values: ValueTable | None = None
+    offloading: Offloading | None = None
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def overhead(self) -> float:
-        """Predicted recompute time over the step without recompute."""
-        return self.relative(self.recompute_seconds)
+        """Predicted time of recompute, and of waiting for transfers, over the step without them."""
+        return self.relative(self.added_seconds)
+
+    @property
+    def added_seconds(self) -> float:
+        """Predicted time of all recomputations, and of waiting for transfers."""
+        return self.recompute_seconds + (self.offloading.stall_seconds if self.offloading else 0.0)
 
     @property
     def lower_bound_overhead(self) -> float:
@@ -170,7 +179,7 @@ class Plan:
                     f"the plan runs {graph.operations[late[0]].key} again before {graph.operations[index].key}, "
                     "which comes first in this model; make a new plan for this model and these shapes"
                 )
-        return Schedule.with_recomputations(graph, before)
+        return with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
 
     def report(self, operations: bool = False) -> dict[str, Any]:
         """Give the report as plain data, with the JSON keys of schema 1.

@@ -25,14 +25,14 @@ def plan_warnings(problem: Problem, evaluation: Evaluation, solution: Solution) 
         Simulation of the solution's schedule.
     solution : Solution
     """
-    if evaluation.recompute_seconds <= 0:
+    if evaluation.added_seconds <= 0:
         return ()
     step = Step(problem=problem, schedule=solution.schedule, evaluation=evaluation)
     return (*examine(Subject(step=step), BOTTLENECKS), *_unproven(problem, evaluation, solution))
 
 
 def _unproven(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:
-    gap = (evaluation.recompute_seconds - solution.lower_bound_seconds) / max(problem.baseline.seconds, 1e-12)
+    gap = (evaluation.added_seconds - solution.lower_bound_seconds) / max(problem.baseline.seconds, 1e-12)
     if gap >= _WORTH_MORE_SEARCH and solution.lower_bound_seconds > 0:
         yield Finding(
             rule="gap-to-bound",

@@ -8,11 +8,13 @@ from planner import solution_cache, timings
 from planner.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.baselines import baseline_rows
 from planner.effort import Effort
-from planner.errors import InfeasibleBudgetError, UsageError
-from planner.floor import minimum_peak
+from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
+from planner.floor import lowest_peak
 from planner.graph import OperationCost, TrainingGraph
+from planner.host import Host
 from planner.layers import find_layers
 from planner.plan_infeasible import infeasible_message, infeasible_report
+from planner.plan_offload import offloading_of
 from planner.plan_parts import (
     BaselineRow,
     LayerPlacement,
@@ -64,6 +66,7 @@ def make_plan(
     seed: int = 0,
     origin: PlanOrigin | None = None,
     surroundings: Surroundings | None = None,
+    host: Host | None = None,
     progress: Progress | None = None,
     compare: bool = True,
     propose: Callable[[Problem], Solution] | None = None,
@@ -92,6 +95,8 @@ def make_plan(
         What the graph and its costs come from.
     surroundings : Surroundings, optional
         The optimizer's step, which must fit too, and how the device hands out memory.
+    host : Host, optional
+        Where values may be offloaded to; without it none is.
     progress : callable, optional
         Told in short lines how it stands.
     compare : bool
@@ -111,7 +116,7 @@ def make_plan(
         If the budget or the solver is not understood.
     """
     problem = make_problem(
-        graph, costs, budget=budget, activation_budget=activation_budget, at_least_bytes=at_least_bytes
+        graph, costs, budget=budget, activation_budget=activation_budget, at_least_bytes=at_least_bytes, host=host
     )
     origin = origin or PlanOrigin()
     surroundings = surroundings or Surroundings()
@@ -139,8 +144,9 @@ def make_plan(
 def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | None) -> Solution:
     """Give the solution that was found before, or search for one and keep it."""
     with timings.stage("solving"):
+        may_keep = problem.host is None  # what is offloaded is not written there
         key = solution_cache.key_of(problem, solver, effort)
-        found = solution_cache.find(problem, key)
+        found = solution_cache.find(problem, key) if may_keep else None
         if found is None:
             found = solve(
                 problem,
@@ -150,7 +156,8 @@ def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | 
                 seed=effort.seed,
                 progress=progress,
             )
-            solution_cache.keep(key, found)
+            if may_keep:
+                solution_cache.keep(key, found)
     return found
 
 
@@ -161,6 +168,7 @@ def make_problem(
     budget: Size | None = None,
     activation_budget: Size | None = None,
     at_least_bytes: int = 0,
+    host: Host | None = None,
 ) -> Problem:
     """Give the problem that a budget poses: what is resident is subtracted here, and only here.
 
@@ -178,7 +186,8 @@ def make_problem(
     else:
         assert activation_budget is not None
         limit_bytes = parse_size(activation_budget, whole_bytes=step_bytes)
-    return Problem(graph=graph, costs=tuple(costs), budget_bytes=max(limit_bytes, at_least_bytes - static_bytes))
+    limit_bytes = max(limit_bytes, at_least_bytes - static_bytes)
+    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host)
 
 
 def plan_from_solution(
@@ -220,9 +229,9 @@ def plan_from_solution(
     baselines: tuple[BaselineRow, ...] = ()
     if compare:
         with timings.stage("baselines"):
-            more = one_more_gib(problem, evaluation.recompute_seconds)
+            more = one_more_gib(problem, evaluation.recompute_seconds) if problem.host is None else None
             details = step_details(problem, schedule, evaluation, more)
-            minimum_peak_bytes = min(minimum_peak_bytes, minimum_peak(graph, costs).found_peak_bytes)
+            minimum_peak_bytes = min(minimum_peak_bytes, lowest_peak(problem).found_peak_bytes)
             baselines = tuple(baseline_rows(problem, solution, layers))
     return Plan(
         model=graph.name,
@@ -235,7 +244,7 @@ def plan_from_solution(
         peak_bytes=evaluation.peak_bytes + static_bytes,
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
-        lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.recompute_seconds),
+        lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
         minimum_feasible_peak_bytes=max(minimum_peak_bytes + static_bytes, optimizer_peak_bytes(graph, surroundings)),
         optimizer_step_bytes=surroundings.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_peak_bytes(graph, surroundings),
@@ -260,13 +269,14 @@ def plan_from_solution(
             *origin.warnings,
         ),
         details=details,
-        values=value_table(problem, schedule) if compare else None,
+        values=value_table(problem, schedule) if compare and not schedule.offloads else None,
+        offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
 
 
 def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBudgetError:
-    floor = minimum_peak(problem.graph, problem.costs)
+    floor = lowest_peak(problem)
     before_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
     return InfeasibleBudgetError(
         "the optimizer's step breaks the budget",
@@ -277,7 +287,7 @@ def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBud
 
 
 def _nothing_left(problem: Problem) -> InfeasibleBudgetError:
-    floor = minimum_peak(problem.graph, problem.costs)
+    floor = lowest_peak(problem)
     return InfeasibleBudgetError(
         "what is resident alone breaks the budget",
         minimum_feasible_peak_bytes=floor.found_peak_bytes + problem.graph.total_static_bytes,
@@ -288,7 +298,7 @@ def _nothing_left(problem: Problem) -> InfeasibleBudgetError:
 def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do and what stands in the way of a smaller one."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    floor = minimum_peak(graph, problem.costs)
+    floor = lowest_peak(problem)
     smallest_bytes = error.minimum_feasible_peak_bytes
     proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0)
     where = locate_operation(graph, error.operation)
@@ -299,9 +309,7 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
         where=where,
         origin=origin,
     )
-    message = (
-        f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error.operation)}"
-    )
+    message = f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error)}"
     return NoPlanFitsError(
         message,
         minimum_feasible_peak_bytes=smallest_bytes,
@@ -312,8 +320,13 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
     )
 
 
-def _way_out(problem: Problem, smallest_bytes: int, solver: str, operation: str) -> str:
-    static_bytes = problem.graph.total_static_bytes
+def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: InfeasibleBudgetError) -> str:
+    static_bytes, operation = problem.graph.total_static_bytes, error.operation
+    if isinstance(error, HostBudgetError):
+        return (
+            f"a plan is known that offloads {format_bytes(error.host_budget_bytes)} ({error.host_budget_bytes} bytes): "
+            "give that much as host_budget (--host-budget)"
+        )
     if operation == OPTIMIZER_STEP:
         return "gradients, state and its temporaries are there at once: foreach=False, or fused=True, needs less"
     if smallest_bytes <= problem.budget_bytes + static_bytes:

@@ -2,7 +2,8 @@
 
 Nodes are emitted in the schedule's order. A view is made again from the current copy of its
 storage where it is first read, so it never holds a copy longer than the simulator says. What
-crosses from forward to backward is saved: one tensor for each storage.
+crosses from forward to backward is saved: one tensor for each storage. Of an offloaded value that is
+its place in the host's memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner import timings
+from planner import host_copies, timings
 from planner.joint import is_batch_norm, is_random, is_tangent
 from planner.lowering import LoweredGraph
 from planner.schedule import Schedule
@@ -53,33 +54,37 @@ def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx
     forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
     replayed = _replayed(lowered, schedule)
 
-    forward = _Emitter(lowered, replayed, already_run=set())
+    forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
     forward.take(node for node in placeholders if not is_tangent(node))
-    forward.run(schedule.order[:boundary])
+    forward.run(range(boundary))
+    forward.move(boundary)
 
-    backward = _Emitter(lowered, replayed, already_run=forward.already_run)
+    backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
     backward.take(tangents)
-    backward.run(schedule.order[boundary + 1 :])
+    backward.run(range(boundary + 1, len(schedule.order)))
     backward_results = tuple(backward.resolve_output(node) for node in backward_outputs)
 
     saved = [node for node in backward.taken if not is_tangent(node)]
     states = list(backward.taken_states)
+    places = list(backward.taken_places)
     forward.graph.output(
         (
             *(forward.resolve_output(node) for node in forward_outputs),
             *(forward.resolve(node) for node in saved),
             *(forward.states[index] for index in states),
+            *(forward.places[value] for value in places),
         )
     )
     forward.graph.output_node().meta["desc"] = [
         *forward_descriptors,
-        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + len(states))),
+        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + len(states) + len(places))),
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
     backward.order_placeholders(
         [backward.taken[n] for n in saved]
         + [backward.taken_states[index] for index in states]
+        + [backward.taken_places[value] for value in places]
         + [backward.taken[n] for n in tangents]
     )
     root = lowered.joint.module
@@ -101,8 +106,11 @@ def _replayed(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
 class _Emitter:
     """Writes one of the two graphs, keeping for each joint node its current copy."""
 
-    def __init__(self, lowered: LoweredGraph, replayed: set[int], already_run: set[int]) -> None:
+    def __init__(
+        self, lowered: LoweredGraph, schedule: Schedule, replayed: set[int], already_run: set[int], arriving: set[int]
+    ) -> None:
         self.lowered = lowered
+        self.order = schedule.order
         self.replayed = replayed
         self.already_run = set(already_run)
         self.graph = fx.Graph()
@@ -111,6 +119,18 @@ class _Emitter:
         """Joint node to the placeholder that brings it in."""
         self.states: dict[int, fx.Node] = {}
         self.taken_states: dict[int, fx.Node] = {}
+        self.places: dict[int, fx.Node] = {}
+        """Offloaded value to its place in the host's memory."""
+        self.taken_places: dict[int, fx.Node] = {}
+        self.arriving = set(arriving)
+        """Values that are being fetched, and that nobody has read yet."""
+        self._sends = {offload.value for offload in schedule.offloads}
+        self._leaving: dict[int, list[int]] = {}
+        self._returning: dict[int, list[int]] = {}
+        for offload in schedule.offloads:
+            self._leaving.setdefault(offload.leaves, []).append(offload.value)
+            for position in offload.returns:
+                self._returning.setdefault(position, []).append(offload.value)
         self._views: dict[int, list[fx.Node]] = {}
         self._elements = _elements(lowered)
 
@@ -118,9 +138,56 @@ class _Emitter:
         for node in nodes:
             self._take(node)
 
-    def run(self, order: Sequence[int]) -> None:
-        for index in order:
-            self._run(index)
+    def run(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            self.move(position)
+            self._run(self.order[position])
+
+    def move(self, position: int) -> None:
+        """Let offloaded values leave and return that do so right before a run."""
+        for value in self._leaving.get(position, ()):
+            node = self.lowered.value_nodes[value]
+            self.places[value] = self._call(host_copies.sent, self._place(value), self.resolve(node))
+            self.places[value].meta = self._meta_of_place(value)
+            self.current.pop(node)
+            self._forget_views(value)
+        for value in self._returning.get(position, ()):
+            node = self.lowered.value_nodes[value]
+            self._forget_views(value)
+            self.current[node] = self._call(host_copies.fetch, self._place(value), like=node)
+            self.arriving.add(value)
+
+    def _send(self, value: int) -> None:
+        node = self.lowered.value_nodes[value]
+        self.places[value] = self._call(host_copies.send, self.current[node])
+        self.places[value].meta = self._meta_of_place(value)
+
+    def _arrive(self, value: int) -> None:
+        node = self.lowered.value_nodes[value]
+        self.arriving.remove(value)
+        self.current[node] = self._call(host_copies.arrived, self.resolve(node), self._place(value), like=node)
+
+    def _place(self, value: int) -> fx.Node:
+        """Give the place of an offloaded value; in the backward it is one of the inputs."""
+        if value not in self.places:
+            name = f"place_of_{self.lowered.value_nodes[value].name}"
+            self.places[value] = self.taken_places[value] = self._placeholder(name, self._meta_of_place(value))
+        return self.places[value]
+
+    def _meta_of_place(self, value: int) -> dict[str, Any]:
+        val = self.lowered.value_nodes[value].meta["val"]
+        with val.fake_mode:
+            return {"val": torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8)}
+
+    def _call(self, function: Any, *arguments: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        node = self.graph.call_function(function, arguments)
+        if like is not None:
+            node.meta = dict(like.meta)
+        return node
+
+    def _forget_views(self, value: int) -> None:
+        for view in self._views.pop(value, ()):
+            self.current.pop(view, None)
 
     def resolve_output(self, node: Any) -> Any:
         return self.resolve(node) if isinstance(node, fx.Node) else node
@@ -169,6 +236,8 @@ class _Emitter:
         node = self.lowered.operation_nodes[index]
         if node is None:
             return  # autograd runs it, not the graph
+        for value in self.arriving.intersection(self.lowered.graph.operations[index].inputs):
+            self._arrive(value)
         again = index in self.already_run
         self.already_run.add(index)
         if again and is_batch_norm(node):
@@ -178,14 +247,16 @@ class _Emitter:
         else:
             new = self.graph.node_copy(node, self.resolve)
         self._adopt(index, node, new, again)
+        if not again:
+            for value in self._sends.intersection(self.lowered.graph.operations[index].outputs):
+                self._send(value)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
         operation, values = self.lowered.graph.operations[index], self.lowered.graph.values
         renewed = {v for v in operation.outputs if not (again and values[v].retained)}
         new.meta = dict(node.meta)
         for value in renewed:
-            for view in self._views.pop(value, ()):
-                self.current.pop(view, None)
+            self._forget_views(value)
         elements = [user for user in node.users if user in self._elements]
         if not elements and (renewed or not operation.outputs):
             self.current[node] = new

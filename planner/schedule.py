@@ -3,6 +3,10 @@
 The order alone fixes all lifetimes, because a value is freed right after the last run that
 reads it, as boxed generated code does. Running an operation again makes a new copy of its
 outputs; runs after it read the new copy, so the old one dies at its last use before.
+
+A value may also be offloaded: sent to the host's memory when it is first made, let go, and fetched
+before it is read again. Where in the order it leaves and returns is part of the schedule, so that
+bytes do not depend on how long a transfer takes; what depends on it is how long a run waits.
 """
 
 from __future__ import annotations
@@ -15,10 +19,31 @@ from planner.graph import TrainingGraph
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """A value that waits in the host's memory between two uses.
+
+    Parameters
+    ----------
+    value : int
+        Sent right after the run that first makes it.
+    leaves : int
+        Position in the order: right before that run its first copy is freed, which waits for the sending to end.
+    returns : tuple of int
+        Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run
+        that reads the copy waits for that to end.
+    """
+
+    value: int
+    leaves: int
+    returns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operation indices in the order of their runs; the first runs are in base order."""
+    """Operation indices in the order of their runs, the first runs in base order; and what is offloaded meanwhile."""
 
     order: tuple[int, ...]
+    offloads: tuple[Offload, ...] = ()
 
     @classmethod
     def keep_all(cls, graph: TrainingGraph) -> Schedule:

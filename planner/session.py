@@ -31,18 +31,18 @@ from planner.errors import PlanMismatchError
 from planner.findings import Finding, Severity
 from planner.gradient_sums import sum_in_place
 from planner.graph import OperationCost, TrainingGraph
+from planner.host import LEAST_BYTES
 from planner.joint import JointGraph
 from planner.local_graph import local_step
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.plan_match import assumes_the_same, check_match
-from planner.planning import Plan, PlanOrigin, Size, make_problem, plan_from_solution
-from planner.problem import Progress, Solution
-from planner.reservation import optimizer_peak_bytes
+from planner.planning import Plan, PlanOrigin, Size, make_problem
+from planner.problem import Progress
 from planner.resident import surroundings
 from planner.schedule import Schedule
-from planner.simulate import simulate
 from planner.study_types import Study
 from planner.surroundings import SHARDS, TENSOR_PARALLEL, LossMemory, Surroundings, as_planned
+from planner.taking_over import take_over
 from planner.torch_internals import outside_tracing
 from planner.training import Training
 from planner.units import is_share
@@ -88,6 +88,12 @@ class Options:
         What the whole device may hold even if the budget comes to less; see :meth:`after`.
     maximum_shapes : int
         How many sets of input sizes a runtime may have graphs for.
+    offload : bool
+        Whether values may wait in the host's memory.
+    host_budget : int, float or str, optional
+        What they may take of it; by default half of what this machine has.
+    offload_at_least : int, float or str
+        Values below this size stay on the device.
     """
 
     budget: Size | None = None
@@ -109,6 +115,9 @@ class Options:
     progress: Progress | None = None
     at_least_bytes: int = 0
     maximum_shapes: int = 64
+    offload: bool = False
+    host_budget: Size | None = None
+    offload_at_least: Size = LEAST_BYTES
 
     def after(self, plan: Plan) -> Options:
         """Give the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
@@ -129,6 +138,8 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         runtime=plan.runtime,
         name=plan.model,
         compare=False,
+        offload=plan.offloading is not None,
+        host_budget=plan.offloading.host_budget_bytes if plan.offloading else None,
     )
     return replace(made, **changes)
 
@@ -247,7 +258,13 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
             *_problems_of(model, step.lowered.graph, options),
         ),
     )
-    return Study(graph=step.lowered.graph, costs=costing.costs, origin=origin, surroundings=step.surroundings)
+    return Study(
+        graph=step.lowered.graph,
+        costs=costing.costs,
+        origin=origin,
+        surroundings=step.surroundings,
+        device=step.spec,
+    )
 
 
 def plan_lowered(
@@ -255,13 +272,21 @@ def plan_lowered(
 ) -> PlannedStep:
     """Plan a lowered step; see :func:`plan_step`."""
     study = study_lowered(model, step, options)
-    lowered, costs, origin, around = step.lowered, study.costs, study.origin, step.surroundings
+    lowered, costs, origin = step.lowered, study.costs, study.origin
     if reuse is not None:
         if must_match:
             check_match(reuse, origin)
-        taken_over = _take_over(lowered, costs, options, origin, around, reuse, asked_for=must_match)
+        problem = make_problem(
+            lowered.graph,
+            costs,
+            budget=options.budget,
+            activation_budget=options.activation_budget,
+            at_least_bytes=options.at_least_bytes,
+            host=study.host(options.host_budget, options.offload_at_least) if options.offload else None,
+        )
+        taken_over = take_over(study, problem, reuse, compare=options.compare, asked_for=must_match)
         if taken_over is not None:
-            return taken_over
+            return PlannedStep(lowered, costs, taken_over, taken_over.schedule_for(lowered.graph))
         if must_match and assumes_the_same(reuse, origin):
             raise PlanMismatchError(
                 "the plan's decisions break the budget on this graph: plan again, or pass replan=True"
@@ -274,6 +299,9 @@ def plan_lowered(
         time_limit_seconds=options.time_limit_seconds,
         deterministic=options.deterministic,
         seed=options.seed,
+        offload=options.offload,
+        host_budget=options.host_budget,
+        offload_at_least=options.offload_at_least,
         compare=options.compare,
         progress=options.progress,
     )
@@ -366,57 +394,3 @@ def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: Join
         "operations": len(graph.operations),
         "graph": digest.hexdigest()[:16],
     }
-
-
-def _take_over(
-    lowered: LoweredGraph,
-    costs: tuple[OperationCost, ...],
-    options: Options,
-    origin: PlanOrigin,
-    around: Surroundings,
-    plan: Plan,
-    *,
-    asked_for: bool,
-) -> PlannedStep | None:
-    """Carry a plan over to a graph whose operations have the same keys, if it keeps the budget there.
-
-    One that recomputes what the budget leaves room for is not, unless it is of this very graph and asked for: its
-    budget may have been kept by compiled code, which can need more than the graph.
-    """
-    try:
-        schedule = plan.schedule_for(lowered.graph)
-    except PlanMismatchError:
-        return None
-    problem = make_problem(
-        lowered.graph,
-        costs,
-        budget=options.budget,
-        activation_budget=options.activation_budget,
-        at_least_bytes=options.at_least_bytes,
-    )
-    evaluation = simulate(lowered.graph, costs, schedule)
-    same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
-    unneeded = evaluation.recompute_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
-    unneeded = unneeded and not (asked_for and same_graph)
-    after_bytes = optimizer_peak_bytes(lowered.graph, around) - lowered.graph.total_static_bytes
-    if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
-        return None
-    solution = Solution(
-        solver=plan.solver if same_graph else f"{plan.solver.removesuffix(' (reused)')} (reused)",
-        schedule=schedule,
-        peak_bytes=evaluation.peak_bytes,
-        recompute_seconds=evaluation.recompute_seconds,
-        lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same_graph else 0.0,
-    )
-    taken = plan_from_solution(problem, solution, origin=origin, surroundings=around, compare=options.compare)
-    if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
-        taken = replace(
-            taken,
-            cost_model=plan.cost_model,
-            baseline_step_seconds=plan.baseline_step_seconds,
-            recompute_seconds=plan.recompute_seconds,
-            lower_bound_seconds=plan.lower_bound_seconds,
-            status=plan.status,
-            details=plan.details or taken.details,
-        )
-    return PlannedStep(lowered, costs, taken, schedule)

@@ -2,7 +2,8 @@
 
 It follows what the generated code does. While an operation runs, its inputs, its outputs, its
 workspace and every copy that a later run reads are there; a copy nobody reads again goes right
-after the run that made or last read it; retained values stay to the end, in their first copy.
+after the run that made or last read it; retained values stay to the end, in their first copy. An
+offloaded value is away from where the schedule lets it go to where it has it fetched.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from dataclasses import dataclass
 
 from planner.errors import ScheduleError
 from planner.graph import OperationCost, TrainingGraph
+from planner.host import Host
 from planner.schedule import Schedule
+from planner.transfers import transfer_times
+
+_AWAY = -2
+"""In place of the current copy of a value that has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +32,17 @@ class Evaluation:
     peak_position : int
         Position in the schedule's order where the peak first stands.
     seconds : float
-        Time of all runs.
+        Time of all runs, and of waiting for transfers.
     recompute_seconds : float
         Time of the runs after each operation's first.
     timeline_bytes : tuple of int
         Bytes while each run of the order is under way.
+    stall_seconds : float
+        Time that runs wait for transfers: what does not hide behind them.
+    transfer_seconds : float
+        Time of all transfers, hidden or not.
+    host_bytes : int
+        Bytes of all offloaded values: each has a place of its own in the host's memory for the whole step.
     """
 
     peak_bytes: int
@@ -38,6 +50,14 @@ class Evaluation:
     seconds: float
     recompute_seconds: float
     timeline_bytes: tuple[int, ...]
+    stall_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    host_bytes: int = 0
+
+    @property
+    def added_seconds(self) -> float:
+        """What the schedule takes beyond the step without it: recompute, and waiting for transfers."""
+        return self.recompute_seconds + self.stall_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +69,19 @@ class Copy:
     died: int
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedCopy(Copy):
+    """A copy that is fetched from the host, right before the run at ``born``."""
+
+
 def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     """Give every copy of every value that a schedule makes, with its lifetime in positions.
 
     Raises
     ------
     ScheduleError
-        If an operation reads a value that has not been made, if one never runs, or if one that
-        is not recomputable runs twice.
+        If an operation reads a value that has not been made or is away, if one never runs, or if one
+        that is not recomputable runs twice.
 
     Notes
     -----
@@ -69,14 +94,33 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     value_of: list[int] = []
     born: list[int] = []
     died: list[int] = []
+    fetched: set[int] = set()
+    leaving, returning = _moves(graph, schedule)
+    moving = leaving.keys() | returning.keys()
     for position, index in enumerate(order):
         operation = operations[index]
+        if moving and position in moving:
+            for value in leaving.get(position, ()):
+                if current[value] < 0:
+                    raise ScheduleError(f"{values[value].name} leaves before it is made")
+                copy = value_of.index(value)
+                if current[value] != copy:
+                    raise ScheduleError(f"{values[value].name} is made again before it leaves")
+                died[copy] = max(died[copy], position - 1)
+                current[value] = _AWAY
+            for value in returning.get(position, ()):
+                fetched.add(len(born))
+                current[value] = len(born)
+                value_of.append(value)
+                born.append(position)
+                died.append(position)
         if ran[index] and not operation.recomputable:
             raise ScheduleError(f"{operation.name} is not recomputable and runs twice")
         for value in operation.inputs:
             copy = current[value]
             if copy < 0:
-                raise ScheduleError(f"{operation.name} reads {values[value].name}, which has not been made")
+                gone = "is away" if copy == _AWAY else "has not been made"
+                raise ScheduleError(f"{operation.name} reads {values[value].name}, which {gone}")
             if died[copy] < position:
                 died[copy] = position
         for value in operation.outputs:
@@ -90,10 +134,36 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
         ran[index] = True
     if not all(ran):
         raise ScheduleError(f"{operations[ran.index(False)].name} never runs")
-    return [Copy(v, b, d) for v, b, d in zip(value_of, born, died, strict=True)]
+    copies = [Copy(v, b, d) for v, b, d in zip(value_of, born, died, strict=True)]
+    for copy in fetched:
+        copies[copy] = FetchedCopy(value_of[copy], born[copy], died[copy])
+    return copies
 
 
-def simulate(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> Evaluation:
+def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Give the values that leave, and those that return, by position."""
+    leaving: dict[int, list[int]] = {}
+    returning: dict[int, list[int]] = {}
+    moved: set[int] = set()
+    for offload in schedule.offloads:
+        name = graph.values[offload.value].name
+        places = (offload.leaves, *offload.returns)
+        if graph.values[offload.value].retained or offload.value in moved:
+            raise ScheduleError(f"{name} is offloaded, and is {'twice' if offload.value in moved else 'retained'}")
+        if not offload.returns or list(places[1:]) != sorted(set(places[1:])) or places[0] > places[1]:
+            raise ScheduleError(f"{name} leaves at {places[0]} and returns at {list(places[1:])}, out of order")
+        if places[-1] >= len(schedule.order):
+            raise ScheduleError(f"{name} returns after the end of the step")
+        moved.add(offload.value)
+        leaving.setdefault(offload.leaves, []).append(offload.value)
+        for position in offload.returns:
+            returning.setdefault(position, []).append(offload.value)
+    return leaving, returning
+
+
+def simulate(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None = None
+) -> Evaluation:
     """Run a schedule on paper.
 
     Parameters
@@ -102,6 +172,8 @@ def simulate(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Sch
     costs : sequence of OperationCost
         One for each operation.
     schedule : Schedule
+    host : Host, optional
+        Where values are offloaded to; a schedule without offloads needs none.
 
     Returns
     -------
@@ -139,10 +211,17 @@ def simulate(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Sch
         live += change[position]
         timeline.append(live + costs[index].workspace_bytes)
     peak = max(timeline, default=0)
+    stall_seconds = transfer_seconds = 0.0
+    if schedule.offloads:
+        times = transfer_times(graph, costs, schedule, host)
+        stall_seconds, transfer_seconds = times.stall_seconds, times.transfer_seconds
     return Evaluation(
         peak_bytes=peak,
         peak_position=timeline.index(peak) if timeline else 0,
-        seconds=seconds,
+        seconds=seconds + stall_seconds,
         recompute_seconds=recompute_seconds,
         timeline_bytes=tuple(timeline),
+        stall_seconds=stall_seconds,
+        transfer_seconds=transfer_seconds,
+        host_bytes=sum(values[offload.value].size_bytes for offload in schedule.offloads),
     )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cost_models.devices import DeviceSpec
 from planner.checkpoint_choice import Chooser
 from planner.checkpoints import Region
 from planner.effort import Effort
+from planner.errors import UsageError
 from planner.graph import OperationCost, TrainingGraph
+from planner.host import LEAST_BYTES, Host, host_of
 from planner.plan_parts import PlanOrigin
 from planner.plan_types import Plan
 from planner.planning import Size, make_plan, make_problem
@@ -30,12 +33,15 @@ class Study:
         Where both come from.
     surroundings : Surroundings
         The optimizer's own step, and how the device hands out memory.
+    device : DeviceSpec, optional
+        Figures of the device: its link to the host's memory is what offload needs.
     """
 
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     origin: PlanOrigin
     surroundings: Surroundings
+    device: DeviceSpec | None = None
 
     def problem(self, budget: Size = "100%") -> Problem:
         """Give the problem that a budget for the whole device poses.
@@ -47,6 +53,12 @@ class Study:
         """
         return make_problem(self.graph, self.costs, budget=budget)
 
+    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES) -> Host:
+        """Give the host memory that values may be offloaded to; see :func:`planner.host.host_of`."""
+        if self.device is None:
+            raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
+        return host_of(self.device, budget, at_least=at_least)
+
     def plan(
         self,
         *,
@@ -57,10 +69,13 @@ class Study:
         time_limit_seconds: float = 10.0,
         deterministic: bool = False,
         seed: int = 0,
+        offload: bool = False,
+        host_budget: Size | None = None,
+        offload_at_least: Size = LEAST_BYTES,
         compare: bool = True,
         progress: Progress | None = None,
     ) -> Plan:
-        """Plan the step; see :func:`planner.planning.make_plan`."""
+        """Plan the step; see :func:`planner.plan` for ``offload``, :func:`planner.planning.make_plan` for the rest."""
         return make_plan(
             self.graph,
             self.costs,
@@ -73,6 +88,7 @@ class Study:
             seed=seed,
             origin=self.origin,
             surroundings=self.surroundings,
+            host=self.host(host_budget, offload_at_least) if offload else None,
             compare=compare,
             progress=progress,
         )
@@ -97,10 +113,19 @@ class EagerStudy(Study):
         activation_budget: Size | None = None,
         time_limit_seconds: float = 10.0,
         deterministic: bool = False,
+        offload: bool = False,
         progress: Progress | None = None,
         **_: Any,
     ) -> Plan:
-        """Plan which modules are checkpointed, by an integer programme; there is no choice of solvers."""
+        """Plan which modules are checkpointed, by an integer programme; there is no choice of solvers, and no offload.
+
+        Raises
+        ------
+        UsageError
+            If values are to be offloaded.
+        """
+        if offload:
+            raise UsageError("the runtime 'modules' cannot offload: study the step for runtime 'graph'")
         clock = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic).clock()
         return make_plan(
             self.graph,

@@ -35,6 +35,7 @@ TOUCHES_TORCH = {
     "planner.eager_trace",
     "planner.failures",
     "planner.gradient_sums",
+    "planner.host_copies",
     "planner.hugging_face",
     "planner.inductor_internals",
     "planner.inputs",

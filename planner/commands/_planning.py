@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from planner import timings
 from planner.commands import _asked
-from planner.errors import CaptureError, PlannerError
+from planner.errors import CaptureError, PlannerError, UsageError
 from planner.terminal import quiet, reporting, show, write_json
 
 if TYPE_CHECKING:
@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
+    from planner import device_file
+    from planner.host import host_of
     from planner.units import parse_size
 
     _asked.check_solving(args)
     if budget := args.budget or args.activation_budget:
         parse_size(budget, whole_bytes=2**60)
+    if args.host_budget and not args.offload:
+        raise UsageError("--host-budget is for what is offloaded: give --offload too")
+    if args.offload and args.device:
+        host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least)
 
 
 def report_plan(
@@ -81,6 +87,9 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
             budget=args.budget,
             activation_budget=args.activation_budget,
             runtime=args.runtime,
+            offload=args.offload,
+            host_budget=args.host_budget,
+            offload_at_least=args.offload_at_least,
             **_asked.how(args, loaded, progress),
         )
 

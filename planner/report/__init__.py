@@ -10,6 +10,7 @@ from planner.plan_types import Plan
 from planner.report import (
     anatomy,
     baselines,
+    offloading,
     operations,
     origin,
     placement,
@@ -67,6 +68,7 @@ def render(plan: Plan, console: Console, *, show_operations: bool = False, show_
         tree.render(plan) if show_tree else None,
         timeline.render(plan),
         room.render(plan),
+        offloading.render(plan),
         warnings.render(plan),
         verification.render(plan),
         origin.render(plan),

@@ -120,8 +120,10 @@ def _signatures(layers: Sequence[LayerPlacement]) -> list[object]:
 def _row(label: str, positions: Sequence[int], layers: Sequence[LayerPlacement], largest_bytes: int) -> Row:
     saved_bytes = sum(layer.saved_bytes for layer in layers)
     freed_bytes = sum(layer.freed_bytes for layer in layers)
+    offloaded_bytes = sum(layer.offloaded_bytes for layer in layers)
     added_seconds = sum(layer.added_seconds for layer in layers)
-    is_paid = added_seconds > 0 and freed_bytes > 0
+    on_host = [f"{format_bytes(offloaded_bytes)} on the host"] if offloaded_bytes else []
+    is_paid = added_seconds > 0 and freed_bytes > offloaded_bytes
     return Row(
         label=label,
         positions=tuple(positions),
@@ -130,9 +132,9 @@ def _row(label: str, positions: Sequence[int], layers: Sequence[LayerPlacement],
             in_unit_of(freed_bytes, largest_bytes),
             str(sum(layer.recomputed for layer in layers)),
             format_seconds(added_seconds) if added_seconds else "-",
-            format_bytes(freed_bytes / added_seconds / 1000) if is_paid else "-",
+            format_bytes((freed_bytes - offloaded_bytes) / added_seconds / 1000) if is_paid else "-",
         ),
-        why=_why(layers, saved_bytes, freed_bytes),
+        why="; ".join([*on_host, _why(layers, saved_bytes, freed_bytes - offloaded_bytes)]),
     )
 
 

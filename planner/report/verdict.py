@@ -17,19 +17,20 @@ def verdict(plan: Plan) -> str:
     """Give the verdict on a plan as one line."""
     budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
     peak = in_unit_of(plan.whole_step_peak_bytes, plan.budget_bytes, digits=1).split()[0]
-    return f"FITS {peak} of {budget} · {_cost(plan)} · {layers(plan)}"
+    away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
+    return f"FITS {peak} of {budget} · {_cost(plan)} · {layers(plan)}{away}"
 
 
 def _cost(plan: Plan) -> str:
     cost = f"{signed_percent(plan.overhead)} step time"
-    if plan.recompute_seconds <= 0:
+    if plan.added_seconds <= 0:
         return cost
     return f"{cost} ({bound(plan)})"
 
 
 def bound(plan: Plan) -> str:
     """Say what is proven of all plans within the budget."""
-    if plan.lower_bound_seconds <= 0 < plan.recompute_seconds:
+    if plan.lower_bound_seconds <= 0 < plan.added_seconds:
         return "no lower bound proven"
     return f"no plan can pay less than {at_least_percent(plan.lower_bound_overhead)}"
 

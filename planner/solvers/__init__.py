@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 
 from planner.confine import confined
 from planner.effort import Effort
-from planner.errors import InfeasibleBudgetError, UsageError
+from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.problem import Problem, Progress, Solution, confirm
 
 DEFAULT_TIME_LIMIT_SECONDS = 30.0
@@ -34,11 +34,14 @@ class Solver(Protocol):
         One line on what it does.
     proves_bound : bool
         Whether ``lower_bound_seconds`` of its solutions can be above 0.
+    offloads : bool
+        Whether it can offload values where the problem has a host.
     """
 
     name: str
     summary: str
     proves_bound: bool
+    offloads: bool
 
     def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Propose a schedule within the budget.
@@ -124,7 +127,7 @@ def solve(
     ClaimMismatchError
         If the solver has a bug.
     UsageError
-        If there is no such solver, or the time limit is not positive.
+        If there is no such solver, it cannot do what the problem asks, or the time limit is not positive.
 
     Examples
     --------
@@ -153,9 +156,14 @@ def solve(
     """
     effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     chosen = get(solver)
+    if problem.host is not None and not chosen.offloads:
+        able = ", ".join(repr(name) for name in names() if get(name).offloads)
+        raise UsageError(f"solver {solver!r} does not offload; those that do are {able}")
     started = time.perf_counter()
     try:
         solution = confined(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
+    except HostBudgetError:
+        raise
     except InfeasibleBudgetError as error:
         raise _with_known_minimum(problem, error) from None
     solution = replace(solution, solve_seconds=time.perf_counter() - started)

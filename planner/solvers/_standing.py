@@ -7,7 +7,6 @@ from threading import Lock
 from planner.errors import InfeasibleBudgetError
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
-from planner.simulate import simulate
 
 _WORTH_TELLING = 1e-3
 """Change of plan or bound, as a share of the step, that people are told of."""
@@ -29,7 +28,7 @@ class Standing:
     solver : str
         Who found it.
     recompute_seconds : float
-        What it costs; infinite if there is none.
+        What it costs, waiting for transfers included; infinite if there is none.
     peak_bytes : int
         Its peak.
     lower_bound_seconds : float
@@ -56,12 +55,12 @@ class Standing:
     def offer(self, schedule: Schedule, solver: str) -> bool:
         """Simulate a plan, take it as the best if it is, and say whether it keeps the budget."""
         problem = self.problem
-        evaluation = simulate(problem.graph, problem.costs, schedule)
+        evaluation = problem.evaluate(schedule)
         fits = evaluation.peak_bytes <= problem.budget_bytes
         with self._lock:
             if evaluation.peak_bytes < self.lowest_peak_bytes:
                 self.lowest, self.lowest_peak_bytes = schedule, evaluation.peak_bytes
-            claim = (evaluation.recompute_seconds, evaluation.peak_bytes)
+            claim = (evaluation.added_seconds, evaluation.peak_bytes)
             if fits and claim < (self.recompute_seconds, self.peak_bytes):
                 self.schedule, self.solver = schedule, solver
                 self.recompute_seconds, self.peak_bytes = claim
@@ -106,7 +105,7 @@ class Standing:
     def infeasible(self, *, what: str = "", proven: bool = False) -> InfeasibleBudgetError:
         """Give the error that says that no plan keeps the budget, or that none was found."""
         problem, graph = self.problem, self.problem.graph
-        evaluation = simulate(graph, problem.costs, self.lowest)
+        evaluation = problem.evaluate(self.lowest)
         operation = graph.operations[self.lowest.order[evaluation.peak_position]].name
         static = graph.total_static_bytes
         how = what or ("no plan keeps" if proven else "found no plan that keeps")

@@ -69,13 +69,17 @@ class AutoSolver:
     name = "auto"
     summary = "keep everything if it fits, else the best of the other solvers"
     proves_bound = True
+    offloads = True
 
     quick = "sqrt"
     prover = "ilp"
     improver = "search"
+    offloading = "mixed"
 
     def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
+        if problem.host is not None:
+            return solvers.get(self.offloading).solve(problem, effort=effort, progress=progress)
         tell = progress or (lambda line: None)
         standing = Standing(problem, lambda line: tell(f"auto: {line}"))
         self.improve(standing, effort=effort, progress=tell)

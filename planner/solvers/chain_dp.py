@@ -55,6 +55,7 @@ class ChainDpSolver:
     name = "chain-dp"
     summary = "dynamic programme over the chain of stages, nested recompute (rotor, Beaumont et al. 2019); seconds"
     proves_bound = False
+    offloads = False
 
     def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Solve the chain of the graph's cut points, and give its cheapest plan that simulates within the budget.

@@ -51,6 +51,7 @@ class IlpSolver:
     name = "ilp"
     summary = "step-cut integer programme: near-optimal, with a proven bound on any plan"
     proves_bound = True
+    offloads = False
 
     def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Find a schedule within the budget and a proven bound.

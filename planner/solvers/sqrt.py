@@ -27,6 +27,7 @@ class SqrtSolver:
     name = "sqrt"
     summary = "segments of the forward with kept boundaries (Chen et al. 2016); instant"
     proves_bound = False
+    offloads = False
 
     def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Try several numbers of segments and give the cheapest schedule within the budget.

@@ -1,0 +1,154 @@
+"""What a plan offloads, as plain data that survives another capture: by the keys of operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import PlanMismatchError
+from planner.graph import TrainingGraph
+from planner.problem import Problem
+from planner.schedule import Offload, Schedule
+from planner.simulate import Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A position in a schedule: so many runs before the first run of an operation."""
+
+    before: str
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadedValue:
+    """A value that waits in the host's memory.
+
+    Parameters
+    ----------
+    operation : str
+        Key of the operation that makes it.
+    output : int
+        Which of its outputs it is.
+    size_bytes : int
+    leaves : Place
+        Right before this run it is freed on the device.
+    returns : tuple of Place
+        Right before each of these runs it is taken there again.
+    """
+
+    operation: str
+    output: int
+    size_bytes: int
+    leaves: Place
+    returns: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloading:
+    """What a plan offloads, and what that takes.
+
+    Parameters
+    ----------
+    values : tuple of OffloadedValue
+    host_bytes, host_budget_bytes : int
+        What they take of the host's memory, and what they may.
+    bytes_per_second : float
+        Rate of the link to the host, each way, that times stand on.
+    transfer_seconds, stall_seconds : float
+        Time of all transfers, and what of it does not hide behind computing.
+    """
+
+    values: tuple[OffloadedValue, ...]
+    host_bytes: int
+    host_budget_bytes: int
+    bytes_per_second: float
+    transfer_seconds: float
+    stall_seconds: float
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Time of transfers that hides behind computing, or behind other transfers."""
+        return self.transfer_seconds - self.stall_seconds
+
+
+def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:
+    """Write out what a schedule offloads; None where nothing could be."""
+    host, graph = problem.host, problem.graph
+    if host is None:
+        return None
+    places = _places(graph, schedule)
+    values = []
+    for offload in schedule.offloads:
+        operation = graph.operations[graph.producer[offload.value]]
+        values.append(
+            OffloadedValue(
+                operation=operation.key,
+                output=operation.outputs.index(offload.value),
+                size_bytes=graph.values[offload.value].size_bytes,
+                leaves=places[offload.leaves],
+                returns=tuple(places[position] for position in offload.returns),
+            )
+        )
+    return Offloading(
+        values=tuple(values),
+        host_bytes=evaluation.host_bytes,
+        host_budget_bytes=host.budget_bytes,
+        bytes_per_second=host.bytes_per_second,
+        transfer_seconds=evaluation.transfer_seconds,
+        stall_seconds=evaluation.stall_seconds,
+    )
+
+
+def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloading | None) -> Schedule:
+    """Add what a plan offloads to the schedule of its recomputations.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the graph lacks what is offloaded, or a position.
+    """
+    if offloading is None or not offloading.values:
+        return schedule
+    index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
+    first: dict[int, int] = {}
+    for position, index in enumerate(schedule.order):
+        first.setdefault(index, position)
+
+    def position_of(place: Place) -> int:
+        position = first[index_of[place.before]] - place.runs
+        if position < 0:
+            raise IndexError(place.runs)
+        return position
+
+    offloads = []
+    for value in offloading.values:
+        try:
+            offloads.append(
+                Offload(
+                    graph.operations[index_of[value.operation]].outputs[value.output],
+                    position_of(value.leaves),
+                    tuple(map(position_of, value.returns)),
+                )
+            )
+        except (KeyError, IndexError) as error:
+            raise PlanMismatchError(
+                f"the plan offloads output {value.output} of {value.operation}, and {graph.name or 'this model'} lacks "
+                "it, or the operation before which it leaves or returns; make a new plan for this model and these "
+                "shapes"
+            ) from error
+    return Schedule(schedule.order, tuple(sorted(offloads, key=lambda offload: offload.value)))
+
+
+def _places(graph: TrainingGraph, schedule: Schedule) -> list[Place]:
+    """Give each position as a place."""
+    places: list[Place] = []
+    ran: set[int] = set()
+    begin = 0
+    for position, index in enumerate(schedule.order):
+        if index in ran:
+            continue
+        ran.add(index)
+        key = graph.operations[index].key
+        places += [Place(before=key, runs=position - early) for early in range(begin, position + 1)]
+        begin = position + 1
+    return places

@@ -1,0 +1,27 @@
+"""What waits in the host's memory, and how much of its way there and back shows."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from planner.plan_types import Plan
+from planner.units import format_bytes, format_seconds
+
+
+def render(plan: Plan) -> Text | None:
+    """Say what is offloaded and what that takes; nothing where it was not allowed."""
+    offloading = plan.offloading
+    if offloading is None:
+        return None
+    link = f"{offloading.bytes_per_second / 1e9:,.1f} GB/s each way"
+    if not offloading.values:
+        return Text(f"Nothing is offloaded; the host's memory is reached with {link}.")
+    count = len(offloading.values)
+    here = " On a CPU that is the same memory, so all this shows is what would move." if plan.device == "cpu" else ""
+    return Text(
+        f"{count} {'value waits' if count == 1 else 'values wait'} in the host's memory: "
+        f"{format_bytes(offloading.host_bytes)} ({offloading.host_bytes:,} bytes) of the "
+        f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
+        f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(offloading.hidden_seconds)} of it "
+        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest.{here}"
+    )

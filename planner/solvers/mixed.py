@@ -1,0 +1,234 @@
+"""Keep, recompute or offload: a mixed plan, with a bound on all of them.
+
+Which values to offload comes from the programme of :mod:`planner.solvers._offload_bound`, whose optimum is
+the bound. What is recomputed beside them is then found by the solvers of recompute, for which
+fetching poses as a recompute of no cost (:mod:`planner.solvers._asif`); last, transfers get time to hide
+(:mod:`planner.solvers._windows`). Starting from there, single values are offloaded or no longer, as long
+as that helps. Only the simulator says what helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from planner import solvers
+from planner.effort import Clock, Effort
+from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
+from planner.floor import lowest_schedule
+from planner.host import Host
+from planner.problem import Problem, Progress, Solution
+from planner.schedule import Schedule
+from planner.solvers._asif import AsIf
+from planner.solvers._offload_bound import build
+from planner.solvers._pulp import Library
+from planner.solvers._standing import Standing
+from planner.solvers._windows import widened, without_unneeded
+
+_CUT_SHARE, _CUT_GAP = 0.1, 1e-4
+"""Share of the time for the programme of one cut, and how near to its optimum to come, as a share of the step."""
+
+_TURN_SECONDS_PER_ROW = 2e-6
+"""About what HiGHS takes between two questions whether to stop, where work is counted."""
+
+_TRIAL_SHARE = 0.25
+"""Share of the time that is left for one choice of values."""
+
+
+class MixedSolver:
+    """Recompute and offload, decided together."""
+
+    name = "mixed"
+    summary = "keep, recompute or offload each value, with a bound on all such plans"
+    proves_bound = True
+    offloads = True
+
+    recompute = "auto"
+
+    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+        """Find a schedule within the budgets of device and host; without a host, one that only recomputes.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If none was found.
+        HostBudgetError
+            If one would be found with more of the host's memory.
+        """
+        if problem.host is None:
+            return solvers.get(self.recompute).solve(problem, effort=effort, progress=progress)
+        tell = progress or (lambda line: None)
+        standing = Standing(problem, lambda line: tell(f"mixed: {line}"))
+        if not standing.offer(Schedule.keep_all(problem.graph), self.name):
+            _Mix(standing, effort).run()
+        if standing.schedule is None:
+            raise _infeasible(standing, problem.host)
+        return standing.solution()
+
+
+class _Mix:
+    """One solve."""
+
+    def __init__(self, standing: Standing, effort: Effort) -> None:
+        assert standing.problem.host is not None
+        self.standing, self.problem, self.effort = standing, standing.problem, effort
+        self.host = standing.problem.host
+        self.clock: Clock = effort.clock()
+        self.movable = ranked(self.problem)
+        self.tried: set[tuple[frozenset[int], int, float]] = set()
+        self.best: frozenset[int] = frozenset()
+        """The values that the best plan offloads."""
+
+    def run(self) -> None:
+        problem, graph = self.problem, self.problem.graph
+        cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
+        chosen = [frozenset(self.choose(step)) for step in cuts]
+        everything = frozenset(_first_within(self.problem, self.movable, self.host.budget_bytes))
+        for values in dict.fromkeys((*chosen, everything, frozenset[int]())):
+            self.attempt(values)
+        if self.standing.schedule is None:
+            self.offer(lowest_offloading(problem, everything))
+            self.best = chosen[0]
+        else:
+            self.make_room()
+        while not self.is_over() and self.flip():
+            pass
+
+    def is_over(self) -> bool:
+        return self.clock.left() < 0 or self.standing.is_closed(0.0)
+
+    def choose(self, step: int) -> list[int]:
+        """Solve the programme of a cut, keep its bound, and give the values that are away in its solution.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If it has none: that is proven then.
+        """
+        cut = build(self.problem, step)
+        if cut is None:
+            raise self.standing.infeasible(proven=True)
+        try:
+            library = Library(lambda line: None)
+        except SolverUnavailableError:
+            return []
+        gap = _CUT_GAP * self.problem.baseline.seconds / cut.scale
+        seconds = max(_CUT_SHARE * self.clock.limit_seconds, 0.05)
+        if self.clock.counts_work:
+            turns = 1 + int(seconds / (len(cut.model.rows) * _TURN_SECONDS_PER_ROW + 1e-6))
+            answer = library.minimise(cut.model, turns=turns, gap=gap)
+            self.clock.work(answer.turns * len(cut.model.rows) * _TURN_SECONDS_PER_ROW)
+        else:
+            answer = library.minimise(cut.model, seconds=seconds, gap=gap)
+        if answer.infeasible:
+            raise _infeasible(self.standing, self.host, proven=True)
+        self.standing.prove(answer.bound * cut.scale)
+        return [] if answer.columns is None else [u for u, c in cut.away.items() if answer.columns[c] > 0.5]
+
+    def attempt(self, values: frozenset[int], *, spare_bytes: int = 0, price: float = 1e-3) -> bool:
+        """Plan the recompute around some values that can be fetched, and say whether that betters the plan."""
+        trial = (values, spare_bytes, price)
+        asked = AsIf(self.problem, values, spare_bytes=spare_bytes, price=price)
+        if trial in self.tried or asked.problem.budget_bytes <= 0 or self.clock.left() < 0:
+            return False
+        self.tried.add(trial)
+        share_seconds = max(_TRIAL_SHARE * self.clock.left(), 0.1)
+        try:
+            found = solvers.get(MixedSolver.recompute).solve(
+                asked.problem, effort=replace(self.effort, time_limit_seconds=share_seconds)
+            )
+        except InfeasibleBudgetError:
+            return False
+        finally:
+            self.clock.work(share_seconds)
+        before = (self.standing.recompute_seconds, self.standing.peak_bytes)
+        wide = widened(self.problem, asked.real_schedule(found.schedule))
+        self.offer(wide)
+        self.offer(without_unneeded(self.problem, wide))
+        better = (self.standing.recompute_seconds, self.standing.peak_bytes) < before
+        if better and self.standing.schedule is not None:
+            self.best = frozenset(offload.value for offload in self.standing.schedule.offloads)
+        return better
+
+    def offer(self, schedule: Schedule) -> None:
+        """Offer a schedule that keeps the host's budget."""
+        if self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
+            self.standing.offer(schedule, MixedSolver.name)
+
+    def make_room(self) -> None:
+        """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
+        largest = max((self.problem.graph.values[u].size_bytes for u in self.best), default=0)
+        for spare_bytes, price in ((largest, 1e-3), (2 * largest, 1e-3), (4 * largest, 1e-3), (0, 0.3), (0, 1.0)):
+            assert self.standing.schedule is not None
+            if self.best and self.problem.evaluate(self.standing.schedule).stall_seconds > 0 and not self.is_over():
+                self.attempt(self.best, spare_bytes=spare_bytes, price=price)
+
+    def flip(self) -> bool:
+        """Offload one value more or less, each in turn, and say whether any of it helped."""
+        helped = False
+        for u in self.movable:
+            if self.is_over():
+                return False
+            helped = self.attempt(self.best ^ {u}) or helped
+        return helped
+
+
+def ranked(problem: Problem) -> list[int]:
+    """Give the values that may be offloaded, those first that take longest to make for their size."""
+    assert problem.host is not None
+    graph, costs = problem.graph, problem.costs
+
+    def density(u: int) -> float:
+        maker = graph.producer[u]
+        if not graph.operations[maker].recomputable:
+            return float("inf")
+        return costs[maker].seconds / graph.values[u].size_bytes
+
+    return sorted(problem.host.movable(graph), key=lambda u: (-density(u), u))
+
+
+def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
+    """Give the schedule of the lowest peak that quick methods find if some values can be fetched."""
+    asked = AsIf(problem, frozenset(values))
+    found = lowest_schedule(asked.problem.graph, asked.problem.costs, target_bytes=asked.problem.budget_bytes)
+    return asked.real_schedule(found)
+
+
+def _first_within(problem: Problem, values: Iterable[int], most_bytes: int) -> list[int]:
+    """Give the first values that fit in so much together."""
+    chosen: list[int] = []
+    for u in values:
+        if problem.graph.values[u].size_bytes <= most_bytes:
+            most_bytes -= problem.graph.values[u].size_bytes
+            chosen.append(u)
+    return chosen
+
+
+def _infeasible(standing: Standing, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:
+    """Give the error that says which budget is too small: the host's, if more of it would do."""
+    problem = standing.problem
+    values = ranked(problem)
+    smallest: int | None = None
+    low, high = 0, len(values)
+    while low <= high:
+        count = (low + high) // 2
+        schedule = lowest_offloading(problem, values[:count])
+        evaluation = problem.evaluate(schedule)
+        if evaluation.peak_bytes <= problem.budget_bytes:
+            smallest = evaluation.host_bytes if smallest is None else min(smallest, evaluation.host_bytes)
+            high = count - 1
+        else:
+            low = count + 1
+    error = standing.infeasible(proven=proven)
+    if smallest is None or smallest <= host.budget_bytes:
+        return error
+    return HostBudgetError(
+        f"no plan was found within {host.budget_bytes} bytes of the host's memory; one is known for {smallest}",
+        host_budget_bytes=smallest,
+        minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes,
+        operation=error.operation,
+        is_proven=proven,
+    )
+
+
+SOLVER = MixedSolver()

@@ -1,0 +1,152 @@
+"""The cheapest of all plans that keep, recompute or offload, for tiny graphs: what the mixed solver is held against."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+from planner.problem import Problem
+
+
+@dataclass(frozen=True)
+class _State:
+    """How far a step is; times are what is left of each transfer."""
+
+    done: int = 0
+    held: frozenset[int] = frozenset()
+    states: frozenset[int] = frozenset()
+    first_here: frozenset[int] = frozenset()
+    """Offloaded values whose first copy is still on the device."""
+    on_host: frozenset[int] = frozenset()
+    sending: tuple[tuple[int, float], ...] = ()
+    fetching: tuple[tuple[int, float], ...] = ()
+    engine_out: float = 0.0
+    engine_in: float = 0.0
+
+    def after(self, seconds: float) -> _State:
+        return replace(
+            self,
+            sending=tuple((u, max(left - seconds, 0.0)) for u, left in self.sending),
+            fetching=tuple((u, max(left - seconds, 0.0)) for u, left in self.fetching),
+            engine_out=max(self.engine_out - seconds, 0.0),
+            engine_in=max(self.engine_in - seconds, 0.0),
+        )
+
+
+@dataclass(order=True)
+class _Entry:
+    added: float
+    tick: int
+    state: _State = field(compare=False)
+
+
+def cheapest_offloading(problem: Problem) -> float | None:
+    """Find the least time that a plan within both budgets adds, by Dijkstra over memory contents and transfers.
+
+    Any sequence of runs, reruns, departures and returns is a path. Shares no code with the simulator or a solver.
+    """
+    assert problem.host is not None
+    values = problem.graph.values
+    phase_of = {u: operation.phase for operation in problem.graph.operations for u in operation.outputs}
+    read = {u for operation in problem.graph.operations for u in operation.inputs}
+    able = [
+        u
+        for u, value in enumerate(values)
+        if phase_of[u] == "forward"
+        and value.size_bytes >= problem.host.least_bytes
+        and u in read
+        and not value.retained
+    ]
+    found = [
+        added
+        for count in range(len(able) + 1)
+        for offloaded in combinations(able, count)
+        if sum(values[u].size_bytes for u in offloaded) <= problem.host.budget_bytes
+        if (added := _cheapest(problem, frozenset(offloaded))) is not None
+    ]
+    return min(found, default=None)
+
+
+def _cheapest(problem: Problem, offloaded: frozenset[int]) -> float | None:
+    start = _State()
+    best = {start: 0.0}
+    queue = [_Entry(0.0, 0, start)]
+    tick = 0
+    while queue:
+        entry = heapq.heappop(queue)
+        if entry.added > best[entry.state]:
+            continue
+        if entry.state.done == len(problem.graph.operations):
+            return entry.added
+        for more, state in _following(problem, offloaded, entry.state):
+            if entry.added + more < best.get(state, float("inf")):
+                best[state] = entry.added + more
+                tick += 1
+                heapq.heappush(queue, _Entry(entry.added + more, tick, state))
+    return None
+
+
+def _following(problem: Problem, offloaded: frozenset[int], state: _State) -> list[tuple[float, _State]]:
+    graph, host = problem.graph, problem.host
+    assert host is not None
+    operations, values = graph.operations, graph.values
+    arriving = {u for u, _ in state.fetching}
+    found: list[tuple[float, _State]] = []
+    for u in state.held - arriving:
+        if values[u].retained:
+            continue
+        gone = replace(state, held=state.held - {u})
+        if u not in state.first_here:
+            found.append((0.0, gone))
+            continue
+        wait = dict(state.sending)[u]
+        gone = replace(
+            gone.after(wait),
+            first_here=state.first_here - {u},
+            on_host=state.on_host | {u},
+            sending=tuple((v, max(left - wait, 0.0)) for v, left in state.sending if v != u),
+        )
+        found.append((wait, gone))
+    for o in state.states:
+        found.append((0.0, replace(state, states=state.states - {o})))
+    for u in state.on_host - state.held:
+        until = state.engine_in + values[u].size_bytes / host.bytes_per_second
+        fetching = tuple(sorted([*state.fetching, (u, until)]))
+        found.append((0.0, replace(state, held=state.held | {u}, fetching=fetching, engine_in=until)))
+    for o in range(min(state.done + 1, len(operations))):
+        operation, first = operations[o], o == state.done
+        if not state.held.issuperset(operation.inputs) or arriving.intersection(operation.outputs):
+            continue
+        if not first and not (operation.recomputable and (o in state.states or not operation.state_bytes)):
+            continue
+        wait = max((left for u, left in state.fetching if u in operation.inputs), default=0.0)
+        now = state.held | set(operation.outputs)
+        twice = sum(
+            values[u].size_bytes
+            for u in operation.outputs
+            if not first and (values[u].retained or u in state.first_here)
+        )
+        sent = [u for u in operation.outputs if u in offloaded and first]
+        may_keep = first and operation.state_bytes and operation.recomputable
+        for kept in [state.states, state.states | {o}] if may_keep else [state.states]:
+            held_bytes = sum(values[u].size_bytes for u in now) + sum(operations[s].state_bytes for s in kept)
+            if held_bytes + twice + problem.costs[o].workspace_bytes > problem.budget_bytes:
+                continue
+            after = state.after(wait).after(problem.costs[o].seconds)
+            until, sending = after.engine_out, list(after.sending)
+            for u in sent:
+                until += values[u].size_bytes / host.bytes_per_second
+                sending.append((u, until))
+            after = replace(
+                after,
+                done=state.done + first,
+                held=now,
+                states=kept,
+                first_here=state.first_here | set(sent),
+                sending=tuple(sorted(sending)),
+                engine_out=until,
+                fetching=tuple((u, left) for u, left in after.fetching if u not in operation.inputs),
+            )
+            found.append((wait + (0.0 if first else problem.costs[o].seconds), after))
+    return found
