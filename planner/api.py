@@ -14,10 +14,12 @@ from planner import loss, runtimes
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
 from planner.inputs import Inputs, check_model
+from planner.parallel import has_several_ranks
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes import Running
 from planner.session import Options, cost, lower_step
+from planner.slices import OFF, Chunk, check_chunk
 from planner.surroundings import SHARDS, TENSOR_PARALLEL
 from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.training import Training
@@ -36,6 +38,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     runtime: str = "auto",
+    chunk: Chunk = OFF,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -73,6 +76,9 @@ def plan(
         From the model's output to a scalar, if the model does not return its loss.
     runtime : str
         Name of what is to run the plan, which decides what can be planned; ``"auto"`` picks.
+    chunk : int or str
+        In how many slices to compute what makes the peak (``"auto"`` tries several, where that makes a plan feasible
+        or cheaper), or ``"off"``. The last digits of loss and gradients are then others; needs whole graphs.
     solver : str
         Name of a solver; ``"auto"`` picks.
     time_limit_seconds : float
@@ -130,8 +136,11 @@ def plan(
     """
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
+    chunk = check_chunk(chunk)
     if tensor_parallel > 1:
-        runtime = _whole_graph(runtime)
+        runtime = _whole_graph(runtime, "tensor parallelism is")
+    if chunk != 1:
+        runtime = _sliced_graph(runtime, tensor_parallel)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -155,6 +164,7 @@ def plan(
         name=name,
         compare=compare,
         progress=progress,
+        chunk=chunk,
     )
     _check_budget(options)
     way = runtimes.get(runtime)
@@ -222,6 +232,7 @@ def auto_wrap(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     runtime: str = "auto",
+    chunk: Chunk = OFF,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -251,7 +262,7 @@ def auto_wrap(
         call, or replaced if ``replan``.
     replan : bool
         Whether a plan that does not match may be replaced.
-    example_kwargs, loss_fn, runtime, solver, time_limit_seconds, deterministic, seed
+    example_kwargs, loss_fn, runtime, chunk, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
         See :func:`plan`.
@@ -290,6 +301,9 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         _check_can_run(plan)
+    chunk = check_chunk(chunk)
+    if chunk != 1:
+        runtime = _sliced_graph(runtime)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if plan is not None and budget is None and activation_budget is None:
         budget = plan.budget_bytes
@@ -316,6 +330,7 @@ def auto_wrap(
         compare=False,
         progress=progress,
         maximum_shapes=maximum_shapes,
+        chunk=chunk,
     )
     _check_budget(options)
     way = runtimes.get(runtime)
@@ -392,11 +407,18 @@ def _running(model: nn.Module) -> Running | None:
     return running if isinstance(running, Running) else None
 
 
-def _whole_graph(runtime: str) -> str:
-    """Give the runtime that a step shared by several devices is planned for."""
+def _whole_graph(runtime: str, what: str) -> str:
+    """Give the runtime that something is planned for which needs the whole graph."""
     if runtime not in ("auto", "graph"):
-        raise UsageError(f"tensor parallelism is planned on the whole graph: leave out runtime={runtime!r}")
+        raise UsageError(f"{what} planned on the whole graph: leave out runtime={runtime!r}")
     return "graph"
+
+
+def _sliced_graph(runtime: str, tensor_parallel: int = 1) -> str:
+    """Give the runtime that a step in slices is planned for."""
+    if tensor_parallel > 1 or has_several_ranks():
+        raise UsageError("a step in slices is planned for one device: leave out chunk")
+    return _whole_graph(runtime, "a step in slices is")
 
 
 def _check_can_run(plan: Plan) -> None:

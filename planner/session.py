@@ -41,6 +41,7 @@ from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.slices import Chunk, slices_of
 from planner.study_types import Study
 from planner.surroundings import SHARDS, TENSOR_PARALLEL, LossMemory, Surroundings, as_planned
 from planner.torch_internals import outside_tracing
@@ -88,6 +89,8 @@ class Options:
         What the whole device may hold even if the budget comes to less; see :meth:`after`.
     maximum_shapes : int
         How many sets of input sizes a runtime may have graphs for.
+    chunk : int or str
+        In how many slices to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
     """
 
     budget: Size | None = None
@@ -109,6 +112,7 @@ class Options:
     progress: Progress | None = None
     at_least_bytes: int = 0
     maximum_shapes: int = 64
+    chunk: Chunk = 1
 
     def after(self, plan: Plan) -> Options:
         """Give the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
@@ -129,6 +133,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         runtime=plan.runtime,
         name=plan.model,
         compare=False,
+        chunk=slices_of(plan.fingerprint),
     )
     return replace(made, **changes)
 
@@ -204,31 +209,6 @@ def attention_for(model: nn.Module, options: Options) -> Attention | None:
     return attention_on(spec) if spec.kind == "cuda" and devices.of_model(model).type != "cuda" else None
 
 
-def plan_step(
-    model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> PlannedStep:
-    """Plan a captured step.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-    joint : JointGraph
-    options : Options
-    reuse : Plan, optional
-        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget.
-    must_match : bool
-        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
-
-    Raises
-    ------
-    PlanMismatchError
-        If ``must_match`` and the plan does not match, with what differs.
-    InfeasibleBudgetError
-        If no plan fits.
-    """
-    return plan_lowered(model, lower_as_run(model, joint, options), options, reuse=reuse, must_match=must_match)
-
-
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
     """Cost a lowered step, and say where it comes from."""
     begun = time.perf_counter()
@@ -253,7 +233,25 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
 def plan_lowered(
     model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> PlannedStep:
-    """Plan a lowered step; see :func:`plan_step`."""
+    """Plan a lowered step.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    step : LoweredStep
+    options : Options
+    reuse : Plan, optional
+        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget.
+    must_match : bool
+        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
+
+    Raises
+    ------
+    PlanMismatchError
+        If ``must_match`` and the plan does not match, with what differs.
+    InfeasibleBudgetError
+        If no plan fits.
+    """
     study = study_lowered(model, step, options)
     lowered, costs, origin, around = step.lowered, study.costs, study.origin, step.surroundings
     if reuse is not None:

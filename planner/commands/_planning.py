@@ -81,6 +81,7 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
             budget=args.budget,
             activation_budget=args.activation_budget,
             runtime=args.runtime,
+            chunk=args.chunk,
             **_asked.how(args, loaded, progress),
         )
 
