@@ -157,6 +157,7 @@ def _formulas() -> dict[Any, Callable[..., int]]:
         getattr(aten, overridable): formulas[getattr(aten, flash)],
         getattr(aten, f"{overridable}_backward"): formulas[getattr(aten, f"{flash}_backward")],
         aten._addmm_activation: formulas[aten.addmm],
+        aten.addmm_: formulas[aten.addmm],
         aten._grouped_mm: _rows_by_columns,
         aten._scaled_grouped_mm: _rows_by_columns,
         aten.linear: lambda a, weight, *_, **__: 2 * a.numel() * weight.shape[0],

@@ -33,7 +33,7 @@ def plan_together(
     prepare : callable
         Captures and lowers the step of this rank.
     options, reuse, must_match
-        See :func:`planner.session.plan_step`.
+        See :func:`planner.step_planning.plan_step`.
 
     Raises
     ------

@@ -12,22 +12,22 @@ from torch import nn
 from cost_models.measured import MeasuredCosts, Profile
 from planner import loss, runtimes
 from planner.capture import capture, is_fake
-from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.errors import UsageError
+from planner.going_together import ONLY_GRAPH_OFFLOADS, check_can_run, check_one_budget, sliced_graph, whole_graph
 from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.runtimes import Running
 from planner.session import Options, cost, lower_step
-from planner.surroundings import SHARDS, TENSOR_PARALLEL
+from planner.slices import OFF, Chunk, check_chunk
+from planner.surroundings import SHARDS
 from planner.torch_internals import install_call, installed_call, uninstall_call
 from planner.training import Training
 from planner.verification import LossFunction
 from planner.verification import verify as _verify
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-
-ONLY_GRAPH_OFFLOADS = "only the runtime 'graph' copies values to the host and back"
 
 
 def plan(
@@ -39,6 +39,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     runtime: str = "auto",
+    chunk: Chunk = OFF,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -79,6 +80,9 @@ def plan(
         From the model's output to a scalar, if the model does not return its loss.
     runtime : str
         Name of what is to run the plan, which decides what can be planned; ``"auto"`` picks.
+    chunk : int or str
+        In how many slices to compute what makes the peak (``"auto"`` tries several, where that makes a plan feasible
+        or cheaper), or ``"off"``. The last digits of loss and gradients are then others; needs whole graphs.
     solver : str
         Name of a solver; ``"auto"`` picks.
     time_limit_seconds : float
@@ -142,10 +146,13 @@ def plan(
     """
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
+    chunk = check_chunk(chunk)
     if tensor_parallel > 1:
-        runtime = _whole_graph(runtime, "tensor parallelism is planned on the whole graph")
+        runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     if offload:
-        runtime = _whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
+        runtime = whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
+    if chunk != 1:
+        runtime = sliced_graph(runtime, tensor_parallel)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -172,8 +179,9 @@ def plan(
         name=name,
         compare=compare,
         progress=progress,
+        chunk=chunk,
     )
-    _check_budget(options)
+    check_one_budget(options.budget, options.activation_budget)
     way = runtimes.get(runtime)
     begun = time.perf_counter()
     options = _with_loss(model, options, loss_fn, inputs)
@@ -239,6 +247,7 @@ def auto_wrap(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     runtime: str = "auto",
+    chunk: Chunk = OFF,
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -271,7 +280,7 @@ def auto_wrap(
         call, or replaced if ``replan``.
     replan : bool
         Whether a plan that does not match may be replaced.
-    example_kwargs, loss_fn, runtime, solver, time_limit_seconds, deterministic, seed
+    example_kwargs, loss_fn, runtime, chunk, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
         See :func:`plan`.
@@ -311,14 +320,17 @@ def auto_wrap(
     if not maximum_shapes >= 1:
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
-        _check_can_run(plan)
+        check_can_run(plan)
+    chunk = check_chunk(chunk)
+    if chunk != 1:
+        runtime = sliced_graph(runtime)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if plan is not None and budget is None and activation_budget is None:
         budget = plan.budget_bytes
     if plan is not None and plan.offloading is not None:
         offload, host_budget = True, plan.offloading.host_budget_bytes
     if offload:
-        runtime = _whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
+        runtime = whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -345,8 +357,9 @@ def auto_wrap(
         offload=offload,
         host_budget=host_budget,
         offload_at_least=offload_at_least,
+        chunk=chunk,
     )
-    _check_budget(options)
+    check_one_budget(options.budget, options.activation_budget)
     way = runtimes.get(runtime)
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
@@ -399,7 +412,7 @@ def verify(
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
-    _check_can_run(plan)
+    check_can_run(plan)
     if SHARDS in plan.fingerprint:
         raise UsageError(
             f"the plan is for parameters spread over {plan.fingerprint[SHARDS]} ranks, and verify runs one process: "
@@ -419,25 +432,3 @@ def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None,
 def _running(model: nn.Module) -> Running | None:
     running = installed_call(model)
     return running if isinstance(running, Running) else None
-
-
-def _whole_graph(runtime: str, why: str) -> str:
-    """Give the runtime for what is planned on the whole graph."""
-    if runtime not in ("auto", "graph"):
-        raise UsageError(f"{why}: leave out runtime={runtime!r}")
-    return "graph"
-
-
-def _check_can_run(plan: Plan) -> None:
-    if plan.offloading is not None and plan.runtime != "graph":
-        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {ONLY_GRAPH_OFFLOADS}")
-    if TENSOR_PARALLEL in plan.fingerprint:
-        raise UsageError(
-            f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "
-            "tensor parallelism is planned for, not run"
-        )
-
-
-def _check_budget(options: Options) -> None:
-    if (options.budget is None) == (options.activation_budget is None):
-        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")

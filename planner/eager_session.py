@@ -38,7 +38,7 @@ from planner.surroundings import LossMemory, as_planned
 def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
-    """Plan one eager step; see :func:`planner.session.plan_step`."""
+    """Plan one eager step; see :func:`planner.step_planning.plan_step`."""
     return _recorded(model, inputs, options).plan(reuse, must_match)
 
 

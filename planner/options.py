@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from planner.errors import UsageError
 from planner.pipeline_schedules import PipelineSchedule
+from planner.slices import AUTO, OFF, Chunk
 
 DTYPES = {
     "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
@@ -81,8 +82,8 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
     refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
                "--operations": args.operations, "--html": args.html, "--tree": args.tree,
                "--memory-viz": args.memory_viz, "--timings": args.timings,
-               "--runtime": args.runtime != "auto",
-               "--offload": args.offload}  # fmt: skip
+               "--runtime": args.runtime != "auto", "--offload": args.offload,
+               "--chunk": args.chunk != OFF}  # fmt: skip
     if given := [option for option, value in refused.items() if value]:
         raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
     schedule = args.schedule or "1f1b"
@@ -147,6 +148,24 @@ def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusi
     group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
     group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
     return group
+
+
+def chunk_option(parser: argparse.ArgumentParser) -> None:
+    """Add in how many slices to compute what makes the peak."""
+    parser.add_argument(
+        "--chunk",
+        metavar="auto|off|N",
+        type=_chunk,
+        default=OFF,
+        help="compute what makes the peak in N slices; auto tries several (default off)",
+    )
+
+
+def _chunk(text: str) -> Chunk:
+    try:
+        return text if text in (AUTO, OFF) else count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of slices") from None
 
 
 def count(text: str) -> int:

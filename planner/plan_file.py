@@ -320,4 +320,5 @@ def _verification(node: Node) -> Verification:
         differences=tuple(line.text() for line in node["differences"].items()),
         steps=node["steps"].integer(),
         tolerance=node["tolerance"].number(),
+        from_one_piece=node["from_one_piece"].number() if node.has("from_one_piece") else 0.0,
     )

@@ -140,6 +140,9 @@ class Verification:
         Steps that were run each way.
     tolerance : float
         What the runtime allows; 0 means equal to the last bit.
+    from_one_piece : float
+        How far loss and gradients are from those of the step in one piece, if the plan's is in slices: the largest
+        difference as a share of the length, see :func:`planner.verification.distance`.
     """
 
     peak_bytes: int
@@ -151,6 +154,7 @@ class Verification:
     differences: tuple[str, ...] = ()
     steps: int = 1
     tolerance: float = 0.0
+    from_one_piece: float = 0.0
 
     @property
     def exact(self) -> bool:
@@ -160,7 +164,7 @@ class Verification:
     @property
     def agrees(self) -> bool:
         """Whether they agree as closely as the runtime promises."""
-        return self.exact or (self.tolerance > 0 and not self.differences)
+        return not self.differences and (self.exact or self.tolerance > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -336,7 +336,10 @@ def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: Infeasib
     retained_bytes = sum(value.size_bytes for value in problem.graph.values if value.retained)
     if retained_bytes > problem.budget_bytes:
         return f"{format_bytes(retained_bytes)} of gradients and outputs are left when the step ends"
-    return "raise the budget, or make the batch or the sequence smaller"
+    return (
+        "raise the budget, make the batch or the sequence smaller, or compute what is largest in slices "
+        "(--chunk auto, chunk='auto')"
+    )
 
 
 def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow, ...]:

@@ -40,6 +40,7 @@ from planner.planning import Plan, PlanOrigin, Size, make_problem
 from planner.problem import Progress
 from planner.resident import surroundings
 from planner.schedule import Schedule
+from planner.slices import Chunk, slices_of
 from planner.study_types import Study
 from planner.surroundings import SHARDS, TENSOR_PARALLEL, LossMemory, Surroundings, as_planned
 from planner.taking_over import take_over
@@ -94,6 +95,8 @@ class Options:
         What they may take of it; by default half of what this machine has.
     offload_at_least : int, float or str
         Values below this size stay on the device.
+    chunk : int or str
+        In how many slices to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
     """
 
     budget: Size | None = None
@@ -118,6 +121,7 @@ class Options:
     offload: bool = False
     host_budget: Size | None = None
     offload_at_least: Size = LEAST_BYTES
+    chunk: Chunk = 1
 
     def after(self, plan: Plan) -> Options:
         """Give the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
@@ -140,6 +144,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         compare=False,
         offload=plan.offloading is not None,
         host_budget=plan.offloading.host_budget_bytes if plan.offloading else None,
+        chunk=slices_of(plan.fingerprint),
     )
     return replace(made, **changes)
 
@@ -215,31 +220,6 @@ def attention_for(model: nn.Module, options: Options) -> Attention | None:
     return attention_on(spec) if spec.kind == "cuda" and devices.of_model(model).type != "cuda" else None
 
 
-def plan_step(
-    model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> PlannedStep:
-    """Plan a captured step.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-    joint : JointGraph
-    options : Options
-    reuse : Plan, optional
-        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget.
-    must_match : bool
-        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
-
-    Raises
-    ------
-    PlanMismatchError
-        If ``must_match`` and the plan does not match, with what differs.
-    InfeasibleBudgetError
-        If no plan fits.
-    """
-    return plan_lowered(model, lower_as_run(model, joint, options), options, reuse=reuse, must_match=must_match)
-
-
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
     """Cost a lowered step, and say where it comes from."""
     begun = time.perf_counter()
@@ -270,7 +250,25 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
 def plan_lowered(
     model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> PlannedStep:
-    """Plan a lowered step; see :func:`plan_step`."""
+    """Plan a lowered step.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    step : LoweredStep
+    options : Options
+    reuse : Plan, optional
+        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget.
+    must_match : bool
+        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
+
+    Raises
+    ------
+    PlanMismatchError
+        If ``must_match`` and the plan does not match, with what differs.
+    InfeasibleBudgetError
+        If no plan fits.
+    """
     study = study_lowered(model, step, options)
     lowered, costs, origin = step.lowered, study.costs, study.origin
     if reuse is not None:

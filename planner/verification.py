@@ -20,10 +20,14 @@ from planner.memory import measure_peak
 from planner.planning import Plan, Verification
 from planner.runtimes import Running
 from planner.session import options_of
+from planner.slices import TOLERANCE, slices_of
 from planner.surroundings import LossMemory
 from planner.torch_internals import install_call, installed_call, uninstall_call
 
 LossFunction = Callable[[Any], torch.Tensor]
+
+_ANY_BYTES = 2**60
+"""A budget that every step keeps."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,11 @@ def verify(
             "planned": way.start(model, options, plan=plan, replan=False),
             "baseline": way.start(model, replace(options, budget=unbounded_bytes)),
         }
+        timed = list(ways.items())
+        if slices_of(plan.fingerprint) > 1:
+            ways["in one piece"] = way.start(model, replace(options, budget=_ANY_BYTES, chunk=1))
         results, peaks = {}, {}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name, _ in timed}
         start = _ModelState(model)
         for name, runtime in ways.items():
             with _running(model, runtime):
@@ -94,8 +101,7 @@ def verify(
                 del kept
                 start.put_back(model)
         for number in range(timed_steps):
-            pair = list(ways.items())
-            for name, runtime in reversed(pair) if number % 2 else pair:  # neither always goes first
+            for name, runtime in reversed(timed) if number % 2 else timed:  # neither always goes first
                 with _running(model, runtime):
                     model.zero_grad(set_to_none=True)
                     begun = time.perf_counter()
@@ -105,6 +111,10 @@ def verify(
                     seconds[name].append(time.perf_counter() - begun)
     kinds = {line.split(" ", 1)[0] for line in compare(results["baseline"], results["planned"])}
     differences = compare(results["baseline"], results["planned"], tolerance=way.tolerance)
+    one_piece = results.get("in one piece")
+    if one_piece is not None:
+        far = compare(one_piece, results["planned"], tolerance=TOLERANCE)
+        differences += [f"{line}, held against the step in one piece" for line in far]
     ratios = [planned / baseline for planned, baseline in zip(seconds["planned"], seconds["baseline"], strict=True)]
     return Verification(
         peak_bytes=peaks["planned"],
@@ -116,6 +126,7 @@ def verify(
         differences=tuple(differences),
         steps=timed_steps,
         tolerance=way.tolerance,
+        from_one_piece=0.0 if one_piece is None else distance(one_piece, results["planned"]),
     )
 
 
@@ -130,8 +141,7 @@ def compare(expected: StepResult, actual: StepResult, *, tolerance: float = 0.0)
         for float32; as many roundings for other types. A gradient counts as no shorter than a hundredth
         of all gradients together: one that cancels out is nothing but rounding. 0 compares bits.
     """
-    gradients = [g for g in expected.gradients.values() if g is not None]
-    shortest = 0.01 * torch.stack([g.norm().double() for g in gradients]).norm().item() if gradients else 0.0
+    shortest = _shortest(expected)
     lines = []
     if len(expected.loss) != len(actual.loss) or not all(
         _close(a, b, tolerance) for a, b in zip(expected.loss, actual.loss, strict=True)
@@ -149,15 +159,38 @@ def compare(expected: StepResult, actual: StepResult, *, tolerance: float = 0.0)
     return lines
 
 
+def distance(expected: StepResult, actual: StepResult) -> float:
+    """Give the largest difference of loss and gradients, as :func:`compare` measures it: in roundings of float32."""
+    shortest = _shortest(expected)
+    pairs = [(a, b, 0.0) for a, b in zip(expected.loss, actual.loss, strict=True) if a.is_floating_point()]
+    for name, gradient in expected.gradients.items():
+        other = actual.gradients[name]
+        if gradient is not None and other is not None:
+            pairs.append((gradient, other, shortest))
+    return max((_apart(a, b, least) for a, b, least in pairs if not bitwise_equal(a, b)), default=0.0)
+
+
+def _shortest(expected: StepResult) -> float:
+    """Give the length that a gradient counts as at least."""
+    gradients = [g for g in expected.gradients.values() if g is not None]
+    return 0.01 * torch.stack([g.norm().double() for g in gradients]).norm().item() if gradients else 0.0
+
+
+def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float) -> float:
+    """Give the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
+    roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps
+    length = max(expected.double().norm().item(), shortest)
+    apart = (expected.double() - actual.double()).norm().item()
+    return apart / (roundings * length) if apart else 0.0
+
+
 def _close(expected: torch.Tensor, actual: torch.Tensor, tolerance: float, shortest: float = 0.0) -> bool:
     """Whether two tensors are equal to the last bit, or as near as the tolerance says."""
     if bitwise_equal(expected, actual):
         return True
     if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
         return False
-    roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps
-    length = max(expected.double().norm().item(), shortest)
-    return bool((expected.double() - actual.double()).norm().item() <= tolerance * roundings * length)
+    return _apart(expected, actual, shortest) <= tolerance
 
 
 def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks import capture, cases, common, exactness, partitioner, runtimes
+from benchmarks import capture, cases, common, exactness, levers, partitioner, runtimes
 from planner.errors import UsageError
 from planner.lowering import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
@@ -46,6 +46,22 @@ def test_exactness_runs_real_steps_and_resumes(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("planner.api.verify", never)
     assert exactness.main([*arguments, "--resume"]) == 0
     assert [row for row in _results(file)["rows"] if row["status"] != "infeasible"] == kept
+
+
+def test_levers_shows_what_slices_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "levers.json"
+    sizes = {"layers": 1, "width": 64, "heads": 4, "vocabulary": 4000, "batch_size": 2, "seq_len": 64}
+
+    def case(budget_bytes: int) -> levers.Case:
+        return levers.Case(levers.CASES["128k-vocabulary"].build, sizes, {"budget": budget_bytes})
+
+    monkeypatch.setitem(levers.CASES, "tiny", case(1000))
+    smallest_bytes = levers._row("tiny", "recompute", 0.5)["smallest_known_bytes"]
+    monkeypatch.setitem(levers.CASES, "tiny", case(smallest_bytes - 2**20))
+    assert levers.main(["--cases", "tiny", "--time-limit", "0.5", "--json", str(file)]) == 0
+    alone, sliced = _results(file)["rows"]
+    assert alone["status"] == "infeasible" and "chunk" in alone["why"]
+    assert sliced["slices"] > 1 and sliced["peak_bytes"] <= sliced["budget_bytes"] < smallest_bytes
 
 
 def test_exactness_fails_where_a_promise_is_broken() -> None:

@@ -90,6 +90,7 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
             offload=args.offload,
             host_budget=args.host_budget,
             offload_at_least=args.offload_at_least,
+            chunk=args.chunk,
             **_asked.how(args, loaded, progress),
         )
 

@@ -11,6 +11,7 @@ from planner.errors import UsageError
 from planner.options import (
     Parser,
     budget_options,
+    chunk_option,
     model_options,
     pipeline_of,
     pipeline_options,
@@ -33,6 +34,7 @@ class _Plan:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
+        chunk_option(parser)
         parser.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
         parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
         parser.add_argument("--tree", action="store_true", help="add the tree of all modules to the report")

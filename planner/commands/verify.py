@@ -10,6 +10,7 @@ from planner.errors import UsageError
 from planner.options import (
     Parser,
     budget_options,
+    chunk_option,
     model_options,
     solving_options,
     timings_option,
@@ -27,6 +28,7 @@ class _Verify:
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         timings_option(parser)
         budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
+        chunk_option(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         _planning.check(args)

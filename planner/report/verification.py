@@ -31,6 +31,8 @@ def render(plan: Plan) -> Group | None:
     if measured.tolerance:
         kept = "they stay within" if measured.agrees else "they DO NOT stay within"
         exact.append(f". This runtime promises no bits: {kept} {measured.tolerance:g} of each other")
+    if measured.from_one_piece:
+        exact.append(f". From the step in one piece they are {measured.from_one_piece:.1g} of their length away")
     return Group(shown, exact, *(Text(f"differs: {line}") for line in measured.differences))
 
 

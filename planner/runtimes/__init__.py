@@ -75,7 +75,7 @@ class Runtime(Protocol):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        """Plan one step, and run nothing; see :func:`planner.session.plan_step` for ``reuse`` and ``must_match``."""
+        """Plan one step, and run nothing; see :func:`planner.step_planning.plan_step` for the last two."""
         ...
 
     def start(

@@ -26,7 +26,8 @@ from planner.planning import Plan
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
-from planner.session import Options, PlannedStep, attention_for, input_elements, plan_step
+from planner.session import Options, PlannedStep, attention_for, input_elements
+from planner.step_planning import plan_step
 from planner.torch_internals import Compiler, aot_backend, call_implementation, dynamo_settings, without_dynamic_marks
 
 

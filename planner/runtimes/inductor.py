@@ -25,7 +25,8 @@ from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
 from planner.plan_types import NoPlanFitsError, Plan
 from planner.runtimes.graph import GraphRuntime
-from planner.session import PlannedStep, attention_for, lower_step, plan_step
+from planner.session import PlannedStep, attention_for, lower_step
+from planner.step_planning import plan_step
 from planner.surroundings import LossMemory
 from planner.torch_internals import PartitionFunction
 from planner.units import format_bytes

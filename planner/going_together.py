@@ -1,0 +1,42 @@
+"""Which options of a plan go together, and which plans can be run."""
+
+from __future__ import annotations
+
+from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.parallel import has_several_ranks
+from planner.plan_types import Plan
+from planner.planning import Size
+from planner.surroundings import TENSOR_PARALLEL
+
+ONLY_GRAPH_OFFLOADS = "only the runtime 'graph' copies values to the host and back"
+
+
+def check_one_budget(budget: Size | None, activation_budget: Size | None) -> None:
+    """Refuse two budgets, and none."""
+    if (budget is None) == (activation_budget is None):
+        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
+
+
+def whole_graph(runtime: str, why: str) -> str:
+    """Give the runtime for what is planned on the whole graph."""
+    if runtime not in ("auto", "graph"):
+        raise UsageError(f"{why}: leave out runtime={runtime!r}")
+    return "graph"
+
+
+def sliced_graph(runtime: str, tensor_parallel: int = 1) -> str:
+    """Give the runtime that a step in slices is planned for."""
+    if tensor_parallel > 1 or has_several_ranks():
+        raise UsageError("a step in slices is planned for one device: leave out chunk")
+    return whole_graph(runtime, "a step in slices is planned on the whole graph")
+
+
+def check_can_run(plan: Plan) -> None:
+    """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
+    if plan.offloading is not None and plan.runtime != "graph":
+        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {ONLY_GRAPH_OFFLOADS}")
+    if TENSOR_PARALLEL in plan.fingerprint:
+        raise UsageError(
+            f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "
+            "tensor parallelism is planned for, not run"
+        )
