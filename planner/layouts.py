@@ -95,7 +95,8 @@ def _goes_with(tensor: torch.Tensor, output: torch.Tensor) -> bool:
 
 def _order(tensor: torch.Tensor) -> list[int]:
     """Give the dimensions in the order of their strides, the largest first."""
-    return sorted(range(tensor.dim()), key=lambda d: -tensor.stride(d))
+    strides = list(tensor.stride())
+    return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
 def _dense(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
