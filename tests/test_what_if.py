@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
@@ -492,13 +493,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text(OWN, encoding="utf-8")
     curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "2"]
-    code = cli.main([*curve, "--batch-sizes", "64,96", "--csv", "curve.csv", "--json", "-"])
+    code = cli.main([*curve, "--batch-sizes", "64,96", "--csv", "curve.csv", "--html", "curve.html", "--json", "-"])
     output = capsys.readouterr()
     assert code == 0, output.err
     report = json.loads(output.out)
     assert len(report["points"]) == 4 and not report["interrupted"] and report["is_complete"]
     assert report["asked"]["budget_bytes"] == int(0.8 * report["baseline"]["peak_bytes"])
     assert len(Path("curve.csv").read_text(encoding="utf-8").splitlines()) == 5
+    page = Path("curve.html").read_text(encoding="utf-8")
+    assert [int(b) for b in re.findall(r'data-budget="(\d+)"', page)] == [p["budget_bytes"] for p in report["points"]]
+    assert "Other batch sizes" in page and "http" not in page
     rows = report["batch_sizes"]["rows"]
     assert rows[0]["size"] == 64 and report["batch_sizes"]["unit"] == "samples"
 

@@ -75,6 +75,7 @@ class _WhatIf:
         group.add_argument("--seed", type=whole, metavar="N", default=0)
         group.add_argument("--json", metavar="FILE", help="write all as JSON; '-' writes it to stdout, alone")
         group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
+        group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
         group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -124,7 +125,7 @@ def _check(args: argparse.Namespace) -> None:
     if sizes and not args.budget:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
     zoo.check_sizes(args.model or args.name, sizes)
-    _asked.check_writable(args.json, args.csv)
+    _asked.check_writable(args.json, args.csv, args.html)
     if args.plot:
         curve_picture.check(args.plot)
 
@@ -289,6 +290,10 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     write_json(answers.report(), args.json)
     if args.csv:
         write_text(args.csv, csv_text(answers.curve))
+    if args.html:
+        from planner.report.page.what_if import what_if_page
+
+        write_text(args.html, what_if_page(answers))
     if args.plot:
         curve_picture.write(args.plot, answers.curve, answers.ways)
     if args.json != "-":

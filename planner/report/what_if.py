@@ -21,7 +21,7 @@ from planner.units import format_bytes, format_seconds
 
 def render(answers: Answers, console: Console) -> None:
     """Print the answers."""
-    print_verdict(_verdict(answers.curve), console, style="bold green")
+    print_verdict(verdict(answers.curve), console, style="bold green")
     for part in _parts(answers, console.width):
         console.print()
         console.print(part)
@@ -31,6 +31,12 @@ def _parts(answers: Answers, width: int) -> Iterator[RenderableType]:
     curve = answers.curve
     yield _points(curve)
     yield terminal_plot.draw(curve, answers.ways, width=width)
+    yield from further(answers)
+
+
+def further(answers: Answers) -> Iterator[RenderableType]:
+    """Give what is shown beside the curve."""
+    curve = answers.curve
     if curve.asked is not None:
         yield Text(_asked(curve, curve.asked))
     for name, axis in (("batch sizes", answers.batch_sizes), ("sequence lengths", answers.seq_lens)):
@@ -45,7 +51,7 @@ def _parts(answers: Answers, width: int) -> Iterator[RenderableType]:
     yield Text(_origin(answers))
 
 
-def _verdict(curve: TradeOffCurve) -> str:
+def verdict(curve: TradeOffCurve) -> str:
     """Say in one line from where to where the curve goes, and where it bends."""
     ends = (
         f"from {format_bytes(curve.minimum_feasible_peak_bytes)}, the smallest feasible budget, "

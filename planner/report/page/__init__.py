@@ -33,6 +33,11 @@ def to_html(plan: Plan) -> str:
     str
         The whole page. Names in it come from the model, and are escaped.
     """
+    return fill("page.html.j2", _context(plan))
+
+
+def fill(template: str, context: dict[str, Any]) -> str:
+    """Write a page from a template of this package; everything that is put in is escaped, unless the template says."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)  # fmt: skip
     environment.filters["bytes"] = format_bytes
@@ -40,11 +45,11 @@ def to_html(plan: Plan) -> str:
     environment.filters["percent"] = format_percent
     environment.filters["signed"] = style.signed_percent
     environment.filters["short"] = placement.short_name
-    template = environment.from_string(_resource("page.html.j2"))
-    return template.render(_context(plan)) + "\n"
+    return environment.from_string(resource(template)).render(context) + "\n"
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Read a file of this package."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -52,8 +57,8 @@ def _context(plan: Plan) -> dict[str, Any]:
     details = plan.details
     return {
         "plan": plan,
-        "css": _resource("page.css"),
-        "js": _resource("page.js"),
+        "css": resource("page.css"),
+        "js": resource("page.js"),
         "verdict": verdict.verdict(plan),
         "bound": verdict.bound(plan),
         "layers_recomputed": verdict.layers(plan),

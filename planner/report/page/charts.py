@@ -38,7 +38,7 @@ def timeline(plan: Plan, details: StepDetails) -> dict[str, Any]:
         "resident": plan.total_static_bytes / top_bytes,
         "budget": budget if budget <= 1 else None,
         "top_bytes": top_bytes,
-        "ticks": _size_ticks(top_bytes),
+        "ticks": size_ticks(top_bytes),
         "backward": after.backward_seconds / end_seconds,
         "end": format_seconds(end_seconds),
     }
@@ -53,14 +53,14 @@ def _outline(line: Timeline, end_seconds: float, top_bytes: float) -> str:
     return "".join((*parts, f"V{HEIGHT}Z"))
 
 
-def _size_ticks(top_bytes: float) -> list[Tick]:
+def size_ticks(top_bytes: float) -> list[Tick]:
     """Give a few round sizes from zero up."""
     unit = next((factor for factor in (2**30, 2**20, 2**10) if top_bytes >= 2 * factor), 1)
-    sizes = [step * unit for step in _steps(top_bytes / unit)]
+    sizes = [step * unit for step in steps(top_bytes / unit)]
     return [Tick(size / top_bytes, in_unit_of(size, int(top_bytes), digits=0)) for size in sizes]
 
 
-def _steps(top: float) -> range:
+def steps(top: float) -> range:
     """Give whole numbers from zero up to a number, seven at most, in round steps."""
     step = next(step for step in _ROUND if top <= 6 * step)
     return range(0, int(top) + 1, step)
@@ -99,6 +99,6 @@ def trade_off(plan: Plan) -> dict[str, Any]:
         ],
         "budget": plan.budget_bytes / most_bytes,
         "bound": plan.lower_bound_overhead / highest,
-        "across": _size_ticks(most_bytes),
-        "up": [Tick(promille / 1000 / highest, signed_percent(promille / 1000)) for promille in _steps(1000 * highest)],
+        "across": size_ticks(most_bytes),
+        "up": [Tick(promille / 1000 / highest, signed_percent(promille / 1000)) for promille in steps(1000 * highest)],
     }  # fmt: skip
