@@ -9,7 +9,7 @@ from functools import cached_property
 from planner.checkpoints import Region, schedule_of
 from planner.errors import UsageError
 from planner.graph import OperationCost, Phase, TrainingGraph
-from planner.layers import Layers, find_layers
+from planner.layers import Layers, find_layers, forward_of_blocks
 from planner.module_regions import Saved, region_of
 from planner.schedule import Schedule
 
@@ -42,13 +42,9 @@ class Step:
         UsageError
             If there are none.
         """
-        inside: dict[str, list[int]] = {block: [] for block in self.layers.blocks}
-        for index, operation in enumerate(self.graph.operations):
-            if operation.phase is Phase.FORWARD and self.layers.of[index] in inside:
-                inside[self.layers.of[index]].append(index)
-        if not inside:
+        if not self.layers.blocks:
             raise self.cannot("has no repeated blocks")
-        return tuple(tuple(operations) for operations in inside.values())
+        return tuple(forward_of_blocks(self.graph, self.layers).values())
 
     def cannot(self, why: str) -> UsageError:
         """Give the error that says why a strategy does not apply to this step."""
