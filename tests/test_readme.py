@@ -112,6 +112,8 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
         elif arguments[0] == "what-if":
             assert re.match(r"(KNEE|TRADE-OFF) ", output.out) and Path("curve.svg").stat().st_size
+        elif arguments[0] == "strategies":
+            assert re.match(r"of \d+ established ways ", output.out)
         elif arguments[0] == "cache":
             assert output.out.startswith("the cache is off")
         elif arguments[0] == "calibrate":
