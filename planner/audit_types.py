@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from planner.baselines import every_nth_layer
+from planner import strategies
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
-from planner.graph import TrainingGraph
 from planner.plan_parts import SCHEMA
 from planner.plan_types import NoPlanFitsError, Plan
 from planner.planning import Size, plan_from_solution
@@ -20,11 +17,10 @@ from planner.problem import Progress, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, simulate
-from planner.solvers.sqrt import segmentations
 from planner.study_types import Study
 
-_EVERY_NTH = re.compile(r"every-([1-9][0-9]{0,3})")
-_NAMES = ("none", "every-layer", "every-2", "sqrt")
+_NONE = "none"
+_EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
 _SAME_MODEL = ("model", "parameters")
 """What of two fingerprints must agree for a plan file to be of this model."""
 
@@ -116,15 +112,15 @@ def read_current(current: str | Path | Plan) -> str | Plan:
     """
     if isinstance(current, Plan):
         return current
-    if isinstance(current, str) and (current in _NAMES or _EVERY_NTH.fullmatch(current)):
+    if isinstance(current, str) and (current == _NONE or strategies.find(current) is not None):
         return current
     if Path(current).exists():
         return Plan.load(current)
-    near = difflib.get_close_matches(str(current), _NAMES, n=1)
+    near = difflib.get_close_matches(str(current), (*_EXAMPLES, *strategies.known()), n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(
-        f"there is neither a set-up nor a plan file {str(current)!r}; {hint}give none, every-layer, every-2 (or "
-        "another number), sqrt, or a file that 'plan --save' wrote"
+        f"there is neither a set-up nor a plan file {str(current)!r}; {hint}give {', '.join(_EXAMPLES)}, another of "
+        f"the strategies ({', '.join(strategies.names())}), or a file that 'plan --save' wrote"
     )
 
 
@@ -221,25 +217,12 @@ def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, .
     """Give the schedule of a set-up, and what is assumed with it."""
     if isinstance(current, Plan):
         return _schedule_of_plan(study, current)
-    if current == "none":
+    if current == _NONE:
         return Schedule.keep_all(study.graph), ()
-    if current == "sqrt":
-        return _square_root(study.graph), ()
-    numbered = _EVERY_NTH.fullmatch(current)
-    schedule = every_nth_layer(study.graph, int(numbered[1]) if numbered else 1)
-    if schedule is None:
-        raise UsageError(f"{study.graph.name or 'the model'} has no repeated blocks, so nothing is {current!r} of it")
-    return schedule, ()
-
-
-def _square_root(graph: TrainingGraph) -> Schedule:
-    """Give Chen's schedule with about as many segments as the square root of the places to cut."""
-    segmented = list(islice(segmentations(graph), 1, 2))
-    if not segmented:
-        raise UsageError(
-            f"the forward of {graph.name or 'the model'} cannot be cut into segments: 'sqrt' is none of it"
-        )
-    return segmented[0]
+    try:
+        return strategies.schedule(current, study.graph, study.costs), ()
+    except UsageError as error:
+        raise UsageError(f"{error}, so nothing is {current!r} of it") from error
 
 
 def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ...]]:

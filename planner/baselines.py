@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from planner.checkpoints import schedule_of
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
-from planner.graph import Phase, TrainingGraph
-from planner.layers import Layers, find_layers
+from planner.graph import TrainingGraph
+from planner.layers import Layers, find_layers, forward_of_blocks
 from planner.module_regions import region_of
 from planner.plan_parts import BaselineRow
 from planner.problem import Problem, Solution
@@ -56,11 +56,8 @@ def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str], layers: Lay
     O(operations + values).
     """
     layers = layers or find_layers(graph)
-    inside: dict[str, list[int]] = {block: [] for block in blocks}
-    for index, operation in enumerate(graph.operations):
-        if operation.phase is Phase.FORWARD and layers.of[index] in inside:
-            inside[layers.of[index]].append(index)
-    regions = (region_of(graph, block, operations) for block, operations in inside.items())
+    inside = forward_of_blocks(graph, layers)
+    regions = (region_of(graph, block, inside[block]) for block in blocks)
     return schedule_of(graph, [region for region in regions if region is not None])
 
 

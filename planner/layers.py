@@ -59,6 +59,15 @@ def find_layers(graph: TrainingGraph) -> Layers:
     return Layers(tuple(layer_of[op.module] for op in graph.operations), tuple(blocks))
 
 
+def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[int, ...]]:
+    """Give the operations that each block has in the forward, by its path and in the order of the blocks."""
+    inside: dict[str, list[int]] = {block: [] for block in layers.blocks}
+    for index, operation in enumerate(graph.operations):
+        if operation.phase is Phase.FORWARD and layers.of[index] in inside:
+            inside[layers.of[index]].append(index)
+    return {block: tuple(operations) for block, operations in inside.items()}
+
+
 def _prefixes(module: str) -> list[str]:
     """Give the prefixes of a path, shortest first."""
     parts = module.split(".")

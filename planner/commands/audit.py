@@ -24,7 +24,7 @@ class _Audit:
             "--current",
             metavar="WAY",
             required=True,
-            help="what is done now: none, every-layer, every-2 (or another number), sqrt, or the file of a plan",
+            help="what is done now: none, every-layer, every-2, sqrt, another strategy, or the file of a plan",
         )
         group.add_argument("--budget", metavar="SIZE", help="also the best within what the device may hold: 8GiB, 60%%")
         group = parser.add_argument_group("solving and results")

@@ -58,7 +58,7 @@ class _WhatIf:
         axes.add_argument("--batch-sizes", metavar="RANGE", help="1..64 or 1,2,4: the largest that fits, samples/s")
         axes.add_argument("--seq-lens", metavar="RANGE", help="128..4096 or 512,1024: the longest that fits, tokens/s")
         axes.add_argument("--devices", metavar="NAMES", help="h100,a100-40: fits or not in the memory of each")
-        axes.add_argument("--solvers", metavar="NAMES", help="solvers, every-layer, every-2, pytorch: on the same axes")
+        axes.add_argument("--solvers", metavar="NAMES", help="solvers, strategies, pytorch: on the same axes")
         group = parser.add_argument_group("solving and results")
         group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
         group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")

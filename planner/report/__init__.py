@@ -25,6 +25,7 @@ from planner.report.audit import render as render_audit
 from planner.report.device import render as render_device
 from planner.report.diagnosis import render as render_diagnosis
 from planner.report.diff import render as render_difference
+from planner.report.established import render as render_established
 from planner.report.explain import render as render_explanation
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
@@ -38,6 +39,7 @@ __all__ = [
     "render_device",
     "render_diagnosis",
     "render_difference",
+    "render_established",
     "render_explanation",
     "render_infeasible",
     "render_infeasible_pipeline",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.trade_off.types import TradeOffCurve, TradeOffPoint
-from planner.trade_off.ways import EVERY_NTH, Way
+from planner.trade_off.ways import Way, is_strategy
 
 _CURVE, _BOUND = "hd", "."
 
@@ -41,7 +41,7 @@ def lines(curve: TradeOffCurve, ways: Sequence[Way] = ()) -> Iterator[Line]:
     yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)
     for place, way in enumerate(ways):
         if way.points and way.points != curve.points:
-            is_curve = way.name not in EVERY_NTH
+            is_curve = not is_strategy(way.name)
             marker = _WAYS[place % len(_WAYS)]
             yield _line(way.name, [(point, point.overhead) for point in way.points], marker, is_curve=is_curve)
     for name, point, marker in (("knee", curve.knee, "K"), ("your budget", curve.asked, "B")):

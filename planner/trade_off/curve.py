@@ -148,6 +148,10 @@ class Tracing:
         best = self._best(budget_bytes)
         return best.schedule if best else None
 
+    def bound_seconds(self, budget_bytes: int) -> float:
+        """Give the best bound that some point has proven for this budget or a larger one."""
+        return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
+
     def _find_lowest(self) -> int:
         """Give the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
         study = self.study
@@ -184,7 +188,7 @@ class Tracing:
         best = self._best(budget_bytes)
         if best is not None:
             standing.offer(best.schedule, best.solver)
-        standing.prove(self._bound_seconds(budget_bytes))
+        standing.prove(self.bound_seconds(budget_bytes))
         return standing
 
     def _better(self, standing: Standing, effort: Effort, progress: Progress | None) -> None:
@@ -227,16 +231,12 @@ class Tracing:
         fitting = [found for found in self.found if found.peak_bytes <= limit_bytes]
         return min(fitting, key=lambda found: (found.recompute_seconds, found.peak_bytes), default=None)
 
-    def _bound_seconds(self, budget_bytes: int) -> float:
-        """Give the best bound that some point has proven for this budget or a larger one."""
-        return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
-
     def _point(self, budget_bytes: int) -> TradeOffPoint:
         best = self._best(budget_bytes)
         if best is None:
             return TradeOffPoint(budget_bytes=budget_bytes)
         step_seconds = self.baseline.seconds or 1.0
-        bound_seconds = min(self._bound_seconds(budget_bytes), best.recompute_seconds)
+        bound_seconds = min(self.bound_seconds(budget_bytes), best.recompute_seconds)
         optimal = best.recompute_seconds - bound_seconds <= 1e-9 * best.recompute_seconds
         return TradeOffPoint(
             budget_bytes=budget_bytes,

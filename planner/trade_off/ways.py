@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from planner import solvers
-from planner.baselines import every_nth_layer
+from planner import solvers, strategies
 from planner.effort import Effort
 from planner.errors import PlannerError, UsageError
 from planner.problem import Progress
@@ -17,9 +16,6 @@ from planner.simulate import simulate
 from planner.study_types import Study
 from planner.trade_off.curve import Count, Tracing
 from planner.trade_off.types import TradeOffPoint
-
-EVERY_NTH = {"every-layer": 1, "every-2": 2}
-"""``torch.utils.checkpoint`` around every n-th block: each is one point, whatever the budget."""
 
 PYTORCH = "pytorch"
 """PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
@@ -54,12 +50,17 @@ def check(names: Sequence[str]) -> None:
     ------
     UsageError
     """
-    known = (*solvers.names(), *EVERY_NTH, PYTORCH)
+    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH)
     for name in names:
-        if name not in known:
+        if name not in known and not is_strategy(name):
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
+
+
+def is_strategy(name: str) -> bool:
+    """Whether a way is that of an established system: one point, whatever the budget."""
+    return name not in solvers.names() and strategies.find(name) is not None
 
 
 class WaySearch:
@@ -106,8 +107,8 @@ class WaySearch:
 
     def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Way]:
         """Give a way, and again each time that it has another point."""
-        if name in EVERY_NTH:
-            yield self._every_nth(name)
+        if is_strategy(name):
+            yield self._strategy(name)
         elif name == PYTORCH:
             yield from self._pytorch(tell)
         else:
@@ -121,11 +122,12 @@ class WaySearch:
         tracing.run(progress=tell, count=count)
         return Way(name=name, points=tracing.curve().points)
 
-    def _every_nth(self, name: str) -> Way:
+    def _strategy(self, name: str) -> Way:
         study = self.curve.study
-        schedule = every_nth_layer(study.graph, EVERY_NTH[name])
-        if schedule is None:
-            return Way(name=name, points=(), reason="the model has no repeated blocks")
+        try:
+            schedule = strategies.schedule(name, study.graph, study.costs)
+        except UsageError as error:
+            return Way(name=name, points=(), reason=str(error))
         return Way(name=name, points=(point_of(study, schedule, name),))
 
     def _pytorch(self, tell: Progress) -> Iterator[Way]:

@@ -1,0 +1,125 @@
+"""What established systems do, as schedules of a captured step: found by their files.
+
+Every public module of this package defines ``STRATEGIES``; dropping a file in is all it takes to add a family.
+A strategy knows no budget: it is simulated, and stands at the peak that it has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from planner.errors import UsageError
+from planner.graph import OperationCost, TrainingGraph
+from planner.schedule import Schedule
+from planner.strategies._step import Step, Strategy
+
+__all__ = ["ALIASES", "Chosen", "Step", "Strategy", "find", "get", "known", "names", "schedule"]
+
+ALIASES = {"every-layer": "pytorch-checkpoint"}
+"""Other names of strategies."""
+
+_LARGEST_DIGITS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A strategy with the number that was named, if any was."""
+
+    strategy: Strategy
+    number: int | None = None
+
+    def name_for(self, step: Step) -> str:
+        """Give its full name on a step: with the number that is taken there."""
+        number = self._number(step)
+        return f"{self.strategy.name}-{number}" if number else self.strategy.name
+
+    def schedule(self, step: Step) -> Schedule:
+        """Carry it out.
+
+        Raises
+        ------
+        UsageError
+            If the step lacks what the strategy is about.
+        """
+        return self.strategy.schedule(step, self._number(step))
+
+    def _number(self, step: Step) -> int:
+        if self.number is not None:
+            return self.number
+        return self.strategy.number(len(step.layers.blocks)) if self.strategy.number else 0
+
+
+@cache
+def known() -> dict[str, Strategy]:
+    """Give all strategies by their names, in the order of these."""
+    found: dict[str, Strategy] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name.startswith("_"):
+            continue
+        strategies = getattr(importlib.import_module(f"{__name__}.{module.name}"), "STRATEGIES", ())
+        if not strategies or not all(isinstance(strategy, Strategy) for strategy in strategies):
+            raise TypeError(f"planner/strategies/{module.name}.py defines no STRATEGIES")
+        for strategy in strategies:
+            if strategy.name in found:
+                raise TypeError(f"two strategies are called {strategy.name!r}")
+            found[strategy.name] = strategy
+    return dict(sorted(found.items()))
+
+
+def names() -> tuple[str, ...]:
+    """Give what can be typed: ``NAME-N`` where a strategy takes a number, which may be left out."""
+    return tuple(f"{name}-N" if strategy.number else name for name, strategy in known().items())
+
+
+def find(name: str) -> Chosen | None:
+    """Give a strategy by its name, with or without a number; None if there is none of that name."""
+    strategies = known()
+    name = ALIASES.get(name, name)
+    if name in strategies:
+        return Chosen(strategies[name])
+    stem, _, digits = name.rpartition("-")
+    strategy = strategies.get(stem)
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _LARGEST_DIGITS and digits[0] != "0"
+    if strategy is None or strategy.number is None or not is_number:
+        return None
+    return Chosen(strategy, int(digits))
+
+
+def get(name: str) -> Chosen:
+    """Give a strategy by its name.
+
+    Raises
+    ------
+    UsageError
+        If there is none of that name.
+    """
+    chosen = find(name)
+    if chosen is not None:
+        return chosen
+    near = difflib.get_close_matches(name, (*known(), *ALIASES), n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    raise UsageError(f"there is no strategy {name!r}; {hint}there are {', '.join(names())}")
+
+
+def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Schedule:
+    """Give what a strategy does with a step.
+
+    Parameters
+    ----------
+    name : str
+        See :func:`names`.
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+
+    Raises
+    ------
+    UsageError
+        If there is none of that name, or the step lacks what it is about.
+    """
+    return get(name).schedule(Step(graph, costs))

@@ -1,0 +1,74 @@
+"""Kinds of operators that the rules of several systems speak of."""
+
+from __future__ import annotations
+
+import re
+
+from planner.graph import Operation
+
+_UNBATCHED = {"mm", "addmm", "_scaled_mm", "linear"}
+_BATCHED = {"bmm", "baddbmm"}
+_ACTIVATION = {
+    "elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh",
+}  # fmt: skip
+_NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
+
+
+def operator(operation: Operation) -> str:
+    """Give an operator's own name: ``mm`` of ``aten.mm.default``."""
+    parts = operation.target.split(".")
+    return parts[1] if len(parts) > 1 else operation.target
+
+
+def is_linear(operation: Operation) -> bool:
+    """Whether it is a matrix product without batch dimensions, as of a linear layer."""
+    return operator(operation) in _UNBATCHED
+
+
+def is_batched_product(operation: Operation) -> bool:
+    """Whether it is a matrix product for each entry of a batch, as in attention that is not fused."""
+    return operator(operation) in _BATCHED
+
+
+def is_convolution(operation: Operation) -> bool:
+    """Whether it is a convolution."""
+    return "convolution" in operator(operation)
+
+
+def is_fused_attention(operation: Operation) -> bool:
+    """Whether it is an attention kernel that makes no matrix of scores."""
+    return "scaled_dot_product" in operator(operation) or "flex_attention" in operation.target
+
+
+def is_attention(operation: Operation) -> bool:
+    """Whether it is a fused attention kernel, or the softmax of one that is not."""
+    return is_fused_attention(operation) or is_softmax(operation)
+
+
+def is_product(operation: Operation) -> bool:
+    """Whether it is a matrix product or a convolution."""
+    return is_linear(operation) or is_batched_product(operation) or is_convolution(operation)
+
+
+def is_softmax(operation: Operation) -> bool:
+    """Whether it is a softmax, not its logarithm."""
+    return operator(operation) in ("_softmax", "_safe_softmax", "softmax")
+
+
+def is_batch_norm(operation: Operation) -> bool:
+    """Whether it is a batch norm."""
+    return "batch_norm" in operator(operation)
+
+
+def is_layer_norm(operation: Operation) -> bool:
+    """Whether it is a layer norm or an RMS norm, or a part of one: then its module is called so."""
+    name = operator(operation)
+    if "layer_norm" in name or "rms_norm" in name:
+        return True
+    module = operation.module.rpartition(".")[2]
+    return _NORM_MODULE.search(module) is not None and not is_product(operation) and not is_batch_norm(operation)
+
+
+def is_activation(operation: Operation) -> bool:
+    """Whether it is an activation function."""
+    return operator(operation) in _ACTIVATION

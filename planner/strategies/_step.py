@@ -1,0 +1,113 @@
+"""What strategies are given and what they are: a step, a name and a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.checkpoints import Region, schedule_of
+from planner.errors import UsageError
+from planner.graph import OperationCost, Phase, TrainingGraph
+from planner.layers import Layers, find_layers, forward_of_blocks
+from planner.module_regions import Saved, region_of
+from planner.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, as strategies see it.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+    """
+
+    graph: TrainingGraph
+    costs: Sequence[OperationCost]
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The layers of the graph."""
+        return find_layers(self.graph)
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[int, ...], ...]:
+        """The operations that each repeated block has in the forward, block by block.
+
+        Raises
+        ------
+        UsageError
+            If there are none.
+        """
+        if not self.layers.blocks:
+            raise self.cannot("has no repeated blocks")
+        return tuple(forward_of_blocks(self.graph, self.layers).values())
+
+    def cannot(self, why: str) -> UsageError:
+        """Give the error that says why a strategy does not apply to this step."""
+        return UsageError(f"{self.graph.name or 'the model'} {why}")
+
+    def checkpointed(
+        self, regions: Iterable[Collection[int]], *, saved: Saved | None = None, whole: bool = False
+    ) -> Schedule:
+        """Give the schedule in which regions of the forward run again, each at the first need of its backward.
+
+        Parameters
+        ----------
+        regions : iterable of collections of int
+            Operations of the forward; no two regions share one.
+        saved : callable, optional
+            What is kept inside of them.
+        whole : bool
+            Whether a region runs again whatever of it is needed, to its end, as where autograd is entered anew for
+            it; else only what the backward needs does.
+        """
+        found = (
+            self._whole(inside, saved) if whole else region_of(self.graph, "", inside, saved=saved)
+            for inside in regions
+        )
+        return schedule_of(self.graph, [region for region in found if region is not None])
+
+    def _whole(self, inside: Collection[int], saved: Saved | None) -> Region | None:
+        """Give a region that runs again before its own backward first reads what it made, or else begins."""
+        operations = self.graph.operations
+        modules = {operations[index].module for index in inside}
+        made = {value for index in inside for value in operations[index].outputs}
+        own = [i for i, op in enumerate(operations) if op.phase is Phase.BACKWARD and op.module in modules]
+        if not own:
+            return None
+        before = next((index for index in own if not made.isdisjoint(operations[index].inputs)), own[0])
+        needed = region_of(self.graph, "", inside, saved=saved)
+        if needed is not None:
+            before = min(before, needed.before)
+        again = tuple(
+            index
+            for index in sorted(inside)
+            if operations[index].recomputable and not (saved is not None and saved(operations[index]))
+        )
+        return Region(module="", hold=None, again=again, before=before, until=before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A rule by which an established system chooses what it recomputes.
+
+    Parameters
+    ----------
+    name : str
+        What people type; with a number behind it, ``NAME-4``, if it takes one.
+    summary : str
+        One line on what it does.
+    schedule : callable
+        Carries it out on a step, with the number (0 if it takes none). Raises UsageError where it does not apply.
+    number : callable, optional
+        The number to take for a model of so many blocks, where none is named.
+    """
+
+    name: str
+    summary: str
+    schedule: Callable[[Step, int], Schedule]
+    number: Callable[[int], int] | None = None

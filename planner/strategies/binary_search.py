@@ -1,0 +1,60 @@
+"""The search by halves for the number of blocks to checkpoint that keeps a budget, the first ones first.
+
+What scripts around ``--recompute-num-layers`` do: try half the layers, then half of what is left. It takes for
+granted that one block more never needs more memory. It may: when the last block runs again, the gradients of what
+comes after it are already there, which they were not when it first ran. The search then passes over a number
+that would have done, and finds a larger one, or none.
+"""
+
+from __future__ import annotations
+
+from planner.schedule import Schedule
+from planner.simulate import simulate
+from planner.strategies._step import Step, Strategy
+from planner.strategies.megatron import first_blocks
+
+
+def search(step: Step, budget_bytes: int) -> int | None:
+    """Give the number of blocks that halving comes to; None if it comes to none that keeps the budget.
+
+    Parameters
+    ----------
+    step : Step
+    budget_bytes : int
+        For the whole device.
+
+    Notes
+    -----
+    O(log(blocks) x runs).
+    """
+    low, high = 0, len(step.blocks) + 1
+    while low < high:
+        middle = (low + high) // 2
+        if peak_bytes(step, middle) <= budget_bytes:
+            high = middle
+        else:
+            low = middle + 1
+    return low if low <= len(step.blocks) else None
+
+
+def peak_bytes(step: Step, count: int) -> int:
+    """Give the peak on the device with so many blocks checkpointed."""
+    schedule = first_blocks(step, count)
+    return simulate(step.graph, step.costs, schedule).peak_bytes + step.graph.total_static_bytes
+
+
+def _of_the_peak(step: Step, percent: int) -> Schedule:
+    count = search(step, peak_bytes(step, 0) * percent // 100)
+    if count is None:
+        raise step.cannot(f"has no number of blocks to checkpoint that the search finds to keep {percent}% of the peak")
+    return first_blocks(step, count)
+
+
+STRATEGIES = (
+    Strategy(
+        name="binary-search",
+        summary="the number of blocks to checkpoint, searched by halves to keep N% of the peak without recompute",
+        schedule=_of_the_peak,
+        number=lambda blocks: 75,
+    ),
+)

@@ -1,0 +1,150 @@
+"""Megatron-Core's recomputation: whole layers, core attention, or the outputs of cheap operations.
+
+``--recompute-granularity full`` with ``--recompute-method uniform`` runs groups of ``--recompute-num-layers``
+layers again, with ``block`` the first so many of each pipeline stage, each by itself; here there is one stage.
+``selective`` with ``core_attn`` (the default) runs from the product of queries and keys to that with the values
+again. These enter autograd anew (``tensor_parallel.checkpoint``), so a region runs again to its end.
+
+``layernorm`` and ``moe_act`` discard outputs instead (``CheckpointWithoutOutput``): what a layer norm or an
+activation function makes is dropped once its reader has run, and made again when the gradient of that reader's
+output is there; their inputs are kept. Megatron-Core does so with the activation functions of experts; here it is
+done with those of every MLP, with the product by a gate.
+
+Sources: ``megatron/core/transformer/transformer_config.py`` (``recompute_modules``) and
+``megatron/core/tensor_parallel/random.py`` in NVIDIA/Megatron-LM; Megatron Core's developer guide, 0.20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.cut_points import turning_point
+from planner.graph import Phase
+from planner.schedule import Schedule, recompute_lazily
+from planner.strategies._operators import (
+    is_activation,
+    is_attention,
+    is_batched_product,
+    is_fused_attention,
+    is_layer_norm,
+    is_product,
+    is_softmax,
+)
+from planner.strategies._step import Step, Strategy
+from planner.strategies.pytorch import in_groups
+
+
+def _uniform(step: Step, number: int) -> Schedule:
+    return step.checkpointed(in_groups(step.blocks, number), whole=True)
+
+
+def first_blocks(step: Step, count: int) -> Schedule:
+    """Give the schedule in which each of the first so many blocks runs again."""
+    return step.checkpointed(step.blocks[:count], whole=True)
+
+
+def _core_attention(step: Step, number: int) -> Schedule:
+    operations = step.graph.operations
+    regions: list[set[int]] = []
+    for block in step.blocks:
+        inside = {index for index in block if is_fused_attention(operations[index])}
+        for index in block:
+            if is_softmax(operations[index]):
+                inside |= _between_products(step, index, block)
+        if inside:
+            regions.append(inside)
+    if not regions:
+        raise step.cannot("has no attention in its blocks")
+    return step.checkpointed(regions, whole=True)
+
+
+def _between_products(step: Step, softmax: int, block: tuple[int, ...]) -> set[int]:
+    """Give what runs from the batched product before a softmax to the one after it; nothing if there are no such."""
+    graph = step.graph
+
+    def before(index: int) -> list[int]:
+        return [graph.producer[value] for value in graph.operations[index].inputs]
+
+    def after(index: int) -> list[int]:
+        return [reader for value in graph.operations[index].outputs for reader in graph.readers[value]]
+
+    up, down = _up_to_products(step, softmax, block, before), _up_to_products(step, softmax, block, after)
+    ends = (any(is_batched_product(graph.operations[index]) for index in found) for found in (up, down))
+    return up | down if all(ends) else set()
+
+
+def _up_to_products(step: Step, start: int, block: tuple[int, ...], next_to: Callable[[int], list[int]]) -> set[int]:
+    """Go from an operation to its neighbours on one side as far as the first products, which are taken too."""
+    operations = step.graph.operations
+    inside, found, pending = set(block), {start}, [start]
+    while pending:
+        for index in next_to(pending.pop()):
+            if index in inside and index not in found and operations[index].phase is Phase.FORWARD:
+                if is_product(operations[index]) and not is_batched_product(operations[index]):
+                    continue
+                found.add(index)
+                if not is_product(operations[index]):
+                    pending.append(index)
+    return found
+
+
+def _output_discarding(step: Step, number: int) -> Schedule:
+    graph = step.graph
+    discarded = [
+        value
+        for block in step.blocks
+        for index in (*_norms(step, block), *_activations(step, block))
+        if graph.operations[index].recomputable
+        for value in graph.operations[index].outputs
+    ]
+    if not discarded:
+        raise step.cannot("has neither layer norms nor activation functions in its blocks")
+    return recompute_lazily(graph, {turning_point(graph): discarded})
+
+
+def _norms(step: Step, block: tuple[int, ...]) -> list[int]:
+    return [index for index in block if is_layer_norm(step.graph.operations[index])]
+
+
+def _activations(step: Step, block: tuple[int, ...]) -> list[int]:
+    """Give the activation functions, each with the rest of its module if that does little else: a gate, its parts."""
+    operations = [step.graph.operations[index] for index in block]
+    modules = {operation.module for operation in operations if is_activation(operation)}
+    modules -= {operation.module for operation in operations if is_product(operation) or is_attention(operation)}
+    modules.discard(step.layers.of[block[0]])
+    return [
+        index
+        for index, operation in zip(block, operations, strict=True)
+        if is_activation(operation) or operation.module in modules
+    ]
+
+
+def half(blocks: int) -> int:
+    """Give half of the blocks, at least one."""
+    return max(1, blocks // 2)
+
+
+STRATEGIES = (
+    Strategy(
+        name="megatron-uniform",
+        summary="Megatron-Core, full and uniform: all blocks, N at a time",
+        schedule=_uniform,
+        number=lambda blocks: 2,
+    ),
+    Strategy(
+        name="megatron-block",
+        summary="Megatron-Core, full and block: each of the first N blocks",
+        schedule=first_blocks,
+        number=half,
+    ),
+    Strategy(
+        name="megatron-selective",
+        summary="Megatron-Core, selective: core attention",
+        schedule=_core_attention,
+    ),
+    Strategy(
+        name="megatron-output-discarding",
+        summary="Megatron-Core, selective: outputs of layer norms and activation functions",
+        schedule=_output_discarding,
+    ),
+)

@@ -1,0 +1,80 @@
+"""What ``torch.utils.checkpoint`` is used for: whole blocks run again.
+
+Without reentrant autograd (``use_reentrant=False``, as PyTorch advises) a region runs again at the first need
+of anything in it, up to the last thing that is needed.
+
+Sources: ``torch/utils/checkpoint.py`` of PyTorch 2.13 (``checkpoint``, ``checkpoint_sequential``);
+``gradient_checkpointing_enable(every_n_layers=N)`` of huggingface/transformers (pull request 48200);
+Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, for segments of about the square root.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+
+from planner.schedule import Schedule
+from planner.strategies._step import Step, Strategy
+
+
+def _every_layer(step: Step, number: int) -> Schedule:
+    return step.checkpointed(step.blocks)
+
+
+def _every_nth(step: Step, number: int) -> Schedule:
+    return step.checkpointed(step.blocks[::number])
+
+
+def _chunked(step: Step, number: int) -> Schedule:
+    return step.checkpointed(in_groups(step.blocks, number))
+
+
+def _sequential(step: Step, number: int) -> Schedule:
+    """Leave the last segment, which takes what does not divide, as it is."""
+    size = len(step.blocks) // number
+    if not size:
+        raise step.cannot(f"has {len(step.blocks)} blocks, and not {number} to make as many segments of")
+    return step.checkpointed(in_groups(step.blocks[: size * (number - 1)], size))
+
+
+def in_groups(blocks: tuple[tuple[int, ...], ...], size: int) -> list[tuple[int, ...]]:
+    """Put so many blocks at a time together; the last group may be smaller.
+
+    Examples
+    --------
+    >>> in_groups(((0, 1), (2,), (3, 4)), 2)
+    [(0, 1, 2), (3, 4)]
+    """
+    return [tuple(chain.from_iterable(blocks[first : first + size])) for first in range(0, len(blocks), size)]
+
+
+def square_root(blocks: int) -> int:
+    """Give the whole number nearest to the square root, at least 2."""
+    return max(2, round(math.sqrt(blocks)))
+
+
+STRATEGIES = (
+    Strategy(
+        name="pytorch-checkpoint",
+        summary="torch.utils.checkpoint around every block",
+        schedule=_every_layer,
+    ),
+    Strategy(
+        name="every",
+        summary="torch.utils.checkpoint around every N-th block, from the first on",
+        schedule=_every_nth,
+        number=lambda blocks: 2,
+    ),
+    Strategy(
+        name="chunked",
+        summary="every N-th boundary between blocks is kept, the N blocks between run again together",
+        schedule=_chunked,
+        number=square_root,
+    ),
+    Strategy(
+        name="checkpoint-sequential",
+        summary="torch.utils.checkpoint.checkpoint_sequential: N segments, of which the last is left as it is",
+        schedule=_sequential,
+        number=square_root,
+    ),
+)

@@ -1,0 +1,49 @@
+"""Selective checkpointing: every block runs again but what a list of operators keeps.
+
+Whatever of a block is not kept runs again at once, at the block's first need in the backward, not at its own.
+
+Sources: ``create_selective_checkpoint_contexts`` in ``torch/utils/checkpoint.py`` of PyTorch 2.13, with the list
+that its users give, products and attention; ``torchtitan/distributed/activation_checkpoint.py`` in
+pytorch/torchtitan, whose policy keeps attention and of the products of linear layers every second one only.
+"""
+
+from __future__ import annotations
+
+from planner.graph import Operation
+from planner.schedule import Schedule
+from planner.strategies._operators import is_fused_attention, is_linear, is_product
+from planner.strategies._step import Step, Strategy
+
+
+def _selective(step: Step, number: int) -> Schedule:
+    return step.checkpointed(
+        step.blocks, saved=lambda operation: is_product(operation) or is_fused_attention(operation)
+    )
+
+
+def _torchtitan(step: Step, number: int) -> Schedule:
+    """Count the products anew in each block: the first is kept, the second is not, and so on."""
+    operations = step.graph.operations
+    kept: set[str] = set()
+    for block in step.blocks:
+        linear = [operations[index] for index in block if is_linear(operations[index])]
+        kept.update(operation.key for operation in linear[::2])
+
+    def saved(operation: Operation) -> bool:
+        return operation.key in kept or is_fused_attention(operation)
+
+    return step.checkpointed(step.blocks, saved=saved)
+
+
+STRATEGIES = (
+    Strategy(
+        name="selective",
+        summary="torch's selective checkpointing of every block: products and attention are kept",
+        schedule=_selective,
+    ),
+    Strategy(
+        name="torchtitan-selective",
+        summary="torchtitan's: attention and every second product of a block are kept",
+        schedule=_torchtitan,
+    ),
+)

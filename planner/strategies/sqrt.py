@@ -1,0 +1,29 @@
+"""Chen's segmentation of the forward, wherever it is narrow, whether or not the model has blocks.
+
+Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from planner.schedule import Schedule
+from planner.solvers.sqrt import segmentations
+from planner.strategies._step import Step, Strategy
+
+
+def _square_root(step: Step, number: int) -> Schedule:
+    """Take about as many segments as the square root of the places to cut."""
+    segmented = list(islice(segmentations(step.graph), 1, 2))
+    if not segmented:
+        raise step.cannot("has a forward that cannot be cut into segments")
+    return segmented[0]
+
+
+STRATEGIES = (
+    Strategy(
+        name="sqrt",
+        summary="segments of the forward, about as many as the square root of the places to cut (Chen et al. 2016)",
+        schedule=_square_root,
+    ),
+)
