@@ -502,7 +502,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert len(Path("curve.csv").read_text(encoding="utf-8").splitlines()) == 5
     page = Path("curve.html").read_text(encoding="utf-8")
     assert [int(b) for b in re.findall(r'data-budget="(\d+)"', page)] == [p["budget_bytes"] for p in report["points"]]
-    assert "Other batch sizes" in page and "http" not in page
+    assert "Other batch sizes" in page and "http:" not in page and "https:" not in page
     rows = report["batch_sizes"]["rows"]
     assert rows[0]["size"] == 64 and report["batch_sizes"]["unit"] == "samples"
 
