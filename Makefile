@@ -1,7 +1,7 @@
 # Short names for the commands of the README and of .ci/run.
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup test lint types ci
+.PHONY: setup test lint types docs ci
 
 setup:
 	python3.11 -m venv .venv
@@ -16,6 +16,11 @@ lint:
 
 types:
 	$(PYTHON) -m mypy
+
+# The API reference, from docstrings: open build/docs/index.html.
+docs:
+	$(PYTHON) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(PYTHON) docs/reference.py build/docs
 
 ci:
 	bash .ci/run

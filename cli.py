@@ -6,12 +6,13 @@ Results go to standard output, progress and errors to standard error.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
-from planner.commands import commands
+from planner.commands import Command, commands, examples
 from planner.errors import PlannerError
 from planner.options import Parser
 
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     debug = False
     try:
-        args = _parser().parse_args(arguments)
+        args = make_parser().parse_args(arguments)
         debug = args.debug
         if getattr(args, "no_cache", False):
             from planner import solution_cache
@@ -63,16 +64,29 @@ def _complain(message: str, debug: bool) -> None:
     print("error:", " ".join(message.split()), file=sys.stderr)
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Give the parser of all commands."""
     parser = Parser(prog="checkpoint-planner", description=(__doc__ or "").split("\n\n")[0])
     common = Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     chosen = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in commands():
-        added = chosen.add_parser(command.name, parents=[common, *command.parents()], help=command.summary)
+        added = chosen.add_parser(
+            command.name,
+            parents=[common, *command.parents()],
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=_examples(command, parser.prog),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_options(added)
         added.set_defaults(run=command.run)
     return parser
+
+
+def _examples(command: Command, program: str) -> str | None:
+    shown = examples(command)
+    return "\n".join(["examples:", *(f"  {program} {example}" for example in shown)]) if shown else None
 
 
 if __name__ == "__main__":

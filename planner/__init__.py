@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from planner.api import auto_wrap as auto_wrap
     from planner.api import plan as plan
-    from planner.api import plan_of as plan_of
     from planner.api import profile as profile
-    from planner.api import unwrap as unwrap
     from planner.api import verify as verify
     from planner.asking import what_if as what_if
     from planner.audit_types import Audit as Audit
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from planner.study_types import Study as Study
     from planner.studying import study as study
     from planner.trade_off.types import TradeOffCurve as TradeOffCurve
+    from planner.wrapped import plan_of as plan_of
+    from planner.wrapped import unwrap as unwrap
 
 __version__ = "0.1.0"
 
@@ -53,12 +53,12 @@ _HOME = {
     "export": "planner.exporters",
     "load_instance": "planner.instances",
     "plan": "planner.api",
-    "plan_of": "planner.api",
+    "plan_of": "planner.wrapped",
     "plan_pipeline": "planner.pipelining",
     "profile": "planner.api",
     "solve": "planner.solvers",
     "study": "planner.studying",
-    "unwrap": "planner.api",
+    "unwrap": "planner.wrapped",
     "verify": "planner.api",
     "what_if": "planner.asking",
 }

@@ -1,4 +1,4 @@
-"""What people call: :func:`plan`, :func:`auto_wrap`, :func:`verify`, :func:`plan_of`, :func:`unwrap`."""
+"""What people call: :func:`plan`, :func:`profile`, :func:`auto_wrap`, :func:`verify`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
-from planner.runtimes import Running
 from planner.session import Options, cost, lower_step
 from planner.slices import OFF, Chunk, check_chunk
 from planner.surroundings import SHARDS
-from planner.torch_internals import install_call, installed_call, uninstall_call
+from planner.torch_internals import install_call, installed_call
 from planner.training import Training
 from planner.verification import LossFunction
 from planner.verification import verify as _verify
+from planner.wrapped import running_on, unwrap
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -315,7 +315,7 @@ def auto_wrap(
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
-    if _running(model) is None and installed_call(model) is not None:
+    if running_on(model) is None and installed_call(model) is not None:
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
     if not maximum_shapes >= 1:
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
@@ -374,31 +374,6 @@ def auto_wrap(
     return model
 
 
-def plan_of(model: nn.Module) -> Plan:
-    """Give the plan in force: the one of the input sizes that ran last.
-
-    Raises
-    ------
-    UsageError
-        If the model is not wrapped, or has not been planned yet.
-    """
-    running = _running(model)
-    if running is None:
-        raise UsageError(f"{type(model).__name__} is not wrapped: call planner.auto_wrap(model, budget=...) first")
-    if running.plan is None:
-        raise UsageError(f"{type(model).__name__} is not planned yet: that happens at its first training call")
-    return running.plan
-
-
-def unwrap(model: ModelT) -> ModelT:
-    """Undo :func:`auto_wrap`; a model that is not wrapped is left as it is."""
-    running = _running(model)
-    if running is not None:
-        running.stop()
-        uninstall_call(model)
-    return model
-
-
 def verify(
     model: nn.Module,
     example_inputs: Any,
@@ -408,7 +383,33 @@ def verify(
     loss_fn: LossFunction | None = None,
     timed_steps: int = 5,
 ) -> Verification:
-    """Run real steps with and without a plan and say what differs; see :func:`planner.verification.verify`."""
+    """Run real steps with and without a plan, interleaved, and say what differs.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A real model; its parameters, buffers, gradients and the random state are put back afterwards.
+    example_inputs : tensor, tuple or dict
+        What the plan was made for.
+    plan : Plan
+    example_kwargs, loss_fn
+        See :func:`plan`.
+    timed_steps : int
+        Pairs of steps that are timed; the overhead is the median of their ratios.
+
+    Returns
+    -------
+    Verification
+        Measured peaks, of the whole device; the measured overhead; whether loss, gradients and buffers agree to the
+        last bit, and what does not.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong, or the plan cannot be run here.
+    PlanMismatchError
+        If the plan is of another model or of other shapes.
+    """
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: build it for real to verify a plan")
@@ -427,8 +428,3 @@ def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None,
     if loss_fn is None:
         return options
     return replace(options, loss=loss.memory_of(model, inputs, loss_fn))
-
-
-def _running(model: nn.Module) -> Running | None:
-    running = installed_call(model)
-    return running if isinstance(running, Running) else None

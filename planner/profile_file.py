@@ -19,7 +19,13 @@ _LARGEST_FILE_BYTES = 256 * 2**20
 
 
 def save(profile: Profile, path: str | Path) -> None:
-    """Write a profile, whole or not at all."""
+    """Write a profile, whole or not at all.
+
+    Parameters
+    ----------
+    profile : Profile
+    path : str or Path
+    """
     write_text(path, to_json(profile))
 
 
@@ -52,6 +58,14 @@ def to_json(profile: Profile) -> str:
 
 def load(path: str | Path) -> Profile:
     """Read a profile file.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    Profile
 
     Raises
     ------

@@ -73,6 +73,7 @@ TOUCHES_TORCH = {
     "planner.verification",
     "planner.whole_step",
     "planner.workspace",
+    "planner.wrapped",
     "planner.zoo",
     "planner.zoo_catalogue",
     "planner.zoo_inputs",

@@ -25,6 +25,8 @@ class Command(Protocol):
         What people type.
     summary : str
         One line on what it does.
+    examples : tuple of str, optional
+        What to type after the program's name; ``--help`` ends with them.
     """
 
     name: str
@@ -41,6 +43,11 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int:
         """Carry it out, and give the exit code."""
         ...
+
+
+def examples(command: Command) -> tuple[str, ...]:
+    """Give what a command shows as examples; it need not have any."""
+    return tuple(getattr(command, "examples", ()))
 
 
 def commands() -> list[Command]:

@@ -14,6 +14,7 @@ from planner.terminal import quiet, reporting, show
 class _Calibrate:
     name = "calibrate"
     summary = "measure how fast this machine is"
+    examples = ("calibrate --output this-machine.json",)
 
     def parents(self) -> Sequence[Parser]:
         return ()

@@ -15,6 +15,10 @@ from planner.terminal import quiet, reporting, show, write_json
 class _Check:
     name = "check"
     summary = "find what is wrong with how a model is trained"
+    examples = (
+        "check minigpt",
+        "check my_model.py:make --optimizer adamw --json findings.json",
+    )
 
     def parents(self) -> Sequence[Parser]:
         return model_options(), training_options()

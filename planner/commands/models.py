@@ -11,6 +11,7 @@ from planner.options import Parser
 class _Models:
     name = "models"
     summary = "list the models that can be named"
+    examples = ("models",)
 
     def parents(self) -> Sequence[Parser]:
         return ()

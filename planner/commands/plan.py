@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 class _Plan:
     name = "plan"
     summary = "plan a model; nothing is run"
+    examples = (
+        "plan gpt2 --budget 60%",
+        "plan my_model.py:make --budget 8GiB --optimizer adamw --save my.plan --verify",
+    )
 
     def parents(self) -> Sequence[Parser]:
         return model_options(), training_options(), solving_options()

@@ -13,6 +13,7 @@ from planner.terminal import quiet, reporting, show
 class _Profile:
     name = "profile"
     summary = "measure each operation on this machine"
+    examples = ("profile minigpt --batch-size 4 --output minigpt.profile",)
 
     def parents(self) -> Sequence[Parser]:
         return (model_options(),)

@@ -21,6 +21,10 @@ from planner.options import (
 class _Verify:
     name = "verify"
     summary = "plan, and run real steps"
+    examples = (
+        "verify minigpt --plan minigpt.plan",
+        "verify my_model.py:make --budget 70% --cost-model measured",
+    )
 
     def parents(self) -> Sequence[Parser]:
         return model_options(), training_options(), solving_options()

@@ -1,0 +1,46 @@
+"""Build the API reference from the docstrings: ``python docs/reference.py build/docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pdoc
+
+import planner
+
+MODULES = (
+    "planner",
+    "planner.errors",
+    "planner.capture",
+    "planner.memory",
+    "planner.training",
+    "planner.plan_types",
+    "planner.plan_parts",
+    "planner.pipeline_types",
+    "planner.study_types",
+    "planner.findings",
+    "planner.graph",
+    "planner.schedule",
+    "planner.simulate",
+    "planner.problem",
+    "planner.effort",
+    "planner.solvers",
+    "planner.runtimes",
+    "planner.commands",
+    "planner.report",
+    "cost_models",
+)
+"""What people call, what they get back, and what they write new parts against."""
+
+
+def main(folder: str) -> None:
+    """Write one page for each module."""
+    for name in planner.__all__:
+        setattr(planner, name, getattr(planner, name))  # found when first asked for, which pdoc does not do
+    pdoc.render.configure(docformat="numpy", show_source=False)
+    pdoc.pdoc(*MODULES, output_directory=Path(folder))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,54 @@
+"""The pages under docs/ lead somewhere, their pictures are of today, and what people call is described in full."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+import planner
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+PUBLIC = [name for name in planner.__all__ if callable(getattr(planner, name))]
+
+
+def parameters_of(docstring: str) -> list[str]:
+    """Give the names that the section ``Parameters`` describes."""
+    _, _, section = docstring.partition("\nParameters\n----------\n")
+    names = []
+    for line in section.split("\n\n")[0].splitlines():
+        if not line.startswith(" "):
+            names += [name.strip().lstrip("*") for name in line.split(":")[0].split(",")]
+    return names
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_people_call_is_described_in_full(name: str):
+    public = getattr(planner, name)
+    described = parameters_of(inspect.getdoc(public) or "")
+    assert sorted(described) == sorted(inspect.signature(public).parameters)
+    if not inspect.isclass(public):
+        returns = inspect.signature(public).return_annotation not in (None, "None")
+        assert ("\nReturns\n-------\n" in (inspect.getdoc(public) or "")) == returns
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index] == []
+
+
+def test_pictures_are_what_the_simulator_says_today():
+    drawn = runpy.run_path(str(ROOT / "docs" / "how_it_works.py"))["pictures"]()
+    assert drawn == {name: (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") for name in drawn}
+    assert {path.name for path in (ROOT / "docs" / "pictures").iterdir()} == set(drawn)
