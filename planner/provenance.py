@@ -95,7 +95,11 @@ def short_path(file: str) -> str:
     --------
     >>> short_path("anywhere/lib/site-packages/transformers/loss/loss_utils.py")
     'transformers/loss/loss_utils.py'
+    >>> short_path("somewhere/ipykernel_321/1612897602.py")
+    'notebook cell'
     """
+    if os.path.basename(os.path.dirname(file)).startswith("ipykernel_"):
+        return "notebook cell"  # of which Jupyter makes a file whose name says nothing
     packages = f"{os.sep}site-packages{os.sep}"
     if packages in file:
         return file.rpartition(packages)[2]
