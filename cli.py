@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from planner.commands import Command, commands, examples
+from planner.commands import commands
 from planner.errors import PlannerError
 from planner.options import Parser
 
@@ -76,17 +76,12 @@ def make_parser() -> Parser:
             parents=[common, *command.parents()],
             help=command.summary,
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog=_examples(command, parser.prog),
+            epilog="\n".join(["examples:", *(f"  {parser.prog} {example}" for example in command.examples)]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_options(added)
         added.set_defaults(run=command.run)
     return parser
-
-
-def _examples(command: Command, program: str) -> str | None:
-    shown = examples(command)
-    return "\n".join(["examples:", *(f"  {program} {example}" for example in shown)]) if shown else None
 
 
 if __name__ == "__main__":

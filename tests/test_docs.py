@@ -8,8 +8,11 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 import planner
+from planner import solvers
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -41,6 +44,38 @@ def test_links_lead_somewhere(page: Path):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")
+    snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, object] = {}
+    for snippet in snippets:
+        if "Trainer" not in snippet:
+            exec(compile(snippet, "quick-start.md", "exec"), names)
+    assert "bytes would do; it is tight at" in capsys.readouterr().out
+    assert Path("model.plan").stat().st_size
+
+
+def test_the_quick_start_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"^```python\n(from transformers.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2)
+    row = torch.arange(32)
+    names = {
+        "planner": planner,
+        "model": transformers.GPT2LMHeadModel(config),
+        "dataset": [{"input_ids": row, "labels": row}] * 4,
+    }
+    exec(compile(snippet, "quick-start.md", "exec"), names)
+    assert planner.plan_of(names["model"]).recomputations  # type: ignore[arg-type]
+
+
+def test_every_solver_is_described():
+    text = (ROOT / "docs" / "solvers.md").read_text(encoding="utf-8")
+    assert [name for name in solvers.names() if f"## `{name}`" not in text] == []
 
 
 def test_every_page_is_in_the_index():

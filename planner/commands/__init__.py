@@ -25,12 +25,13 @@ class Command(Protocol):
         What people type.
     summary : str
         One line on what it does.
-    examples : tuple of str, optional
+    examples : tuple of str
         What to type after the program's name; ``--help`` ends with them.
     """
 
     name: str
     summary: str
+    examples: tuple[str, ...]
 
     def parents(self) -> Sequence[Parser]:
         """Give the groups of options that it shares with other commands."""
@@ -43,11 +44,6 @@ class Command(Protocol):
     def run(self, args: argparse.Namespace) -> int:
         """Carry it out, and give the exit code."""
         ...
-
-
-def examples(command: Command) -> tuple[str, ...]:
-    """Give what a command shows as examples; it need not have any."""
-    return tuple(getattr(command, "examples", ()))
 
 
 def commands() -> list[Command]:

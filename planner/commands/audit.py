@@ -13,6 +13,10 @@ from planner.terminal import quiet, reporting, show, write_json
 class _Audit:
     name = "audit"
     summary = "say what the present checkpointing costs, and what would do"
+    examples = (
+        "audit gpt2 --current every-layer",
+        "audit my_model.py:make --current every-2 --budget 16GiB --optimizer adamw",
+    )
 
     def parents(self) -> Sequence[Parser]:
         return model_options(), training_options()

@@ -11,6 +11,7 @@ from planner.options import Parser
 class _Cache:
     name = "cache"
     summary = "show what is kept of earlier searches, or clear it"
+    examples = ("cache", "cache --clear")
 
     def parents(self) -> Sequence[Parser]:
         return ()

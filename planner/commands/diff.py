@@ -13,6 +13,7 @@ from planner.terminal import show, write_json
 class _Diff:
     name = "diff"
     summary = "say what one plan does otherwise than another"
+    examples = ("diff before.plan after.plan",)
 
     def parents(self) -> Sequence[Parser]:
         return ()

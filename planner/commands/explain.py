@@ -16,6 +16,7 @@ _LARGEST = 10
 class _Explain:
     name = "explain"
     summary = "say why a plan keeps or recomputes each value"
+    examples = ("explain gpt2.plan", "explain gpt2.plan transformer.h.0.mlp")
 
     def parents(self) -> Sequence[Parser]:
         return ()

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 class _Export:
     name = "export"
     summary = "put a plan into the words of another framework"
+    examples = (
+        "export gpt2 gpt2.plan --to huggingface --output checkpointing.py",
+        "export my_model.py:make my.plan --to fsdp --json -",
+    )
 
     def parents(self) -> Sequence[Parser]:
         return model_options(), training_options()

@@ -29,23 +29,21 @@ _DEFAULT_SECONDS = 25.0
 _ROW_SHARE = 0.2
 """What each size and each device may take of the time limit for the curve."""
 
-_EXAMPLES = """examples:
-  what-if gpt2 --budget 12GiB --plot curve.png
-  what-if gpt2 --budget 20GiB --batch-sizes 1..64
-  what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100
-  what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -
-"""
-
 
 class _WhatIf:
     name = "what-if"
     summary = "overhead over budget, and other batch sizes, devices and solvers"
+    examples = (
+        "what-if gpt2 --budget 12GiB --plot curve.png",
+        "what-if gpt2 --budget 20GiB --batch-sizes 1..64",
+        "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
+        "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
+    )
 
     def parents(self) -> tuple[Parser, ...]:
         return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
         curve = parser.add_argument_group("curve")
         curve.add_argument("--budget", metavar="SIZE", help="mark this budget and say what 1 GiB more buys: 8GiB, 60%%")
         curve.add_argument("--points", type=_points, metavar="N", default=20, help="budgets on the curve (default 20)")
