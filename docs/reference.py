@@ -17,8 +17,12 @@ MODULES = (
     "planner.training",
     "planner.plan_types",
     "planner.plan_parts",
+    "planner.plan_details",
     "planner.pipeline_types",
     "planner.study_types",
+    "planner.trade_off.types",
+    "planner.audit_types",
+    "planner.export_types",
     "planner.findings",
     "planner.graph",
     "planner.schedule",
@@ -30,6 +34,7 @@ MODULES = (
     "planner.commands",
     "planner.report",
     "cost_models",
+    r"!.*\._",  # helpers
 )
 """What people call, what they get back, and what they write new parts against."""
 
