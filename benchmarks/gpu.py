@@ -169,7 +169,7 @@ def _peaks(loaded: zoo.ZooModel, plan: planner.Plan, where: str) -> Result:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
     finally:
-        api.unwrap(model)
+        planner.unwrap(model)
     found: Result = {"step_seconds": median(seconds[_WARM_UPS:])}
     if where == "cuda":
         found["measured_allocated_bytes"] = torch.cuda.max_memory_allocated()
