@@ -78,9 +78,10 @@ def test_every_solver_is_described():
     assert [name for name in solvers.names() if f"## `{name}`" not in text] == []
 
 
-def test_every_page_is_in_the_index():
+def test_every_page_can_be_found():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index] == []
+    front = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [p.name for p in PAGES if f"({p.name})" not in index and f"(docs/{p.name})" not in front] == []
 
 
 def test_pictures_are_what_the_simulator_says_today():
