@@ -14,6 +14,7 @@ from planner.terminal import quiet, reporting, show, write_json
 class _Strategies:
     name = "strategies"
     summary = "simulate what established systems do, beside the best plans"
+    examples = ("strategies minigpt", "strategies gpt2 --only every-3,megatron-block-8 --device h100 --dtype bf16")
 
     def parents(self) -> Sequence[Parser]:
         return model_options(), training_options()
