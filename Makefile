@@ -1,7 +1,7 @@
 # Short names for the commands of the README and of .ci/run.
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup test lint types docs ci
+.PHONY: setup test test-all lint types docs ci
 
 setup:
 	python3.11 -m venv .venv
@@ -9,6 +9,9 @@ setup:
 
 test:
 	$(PYTHON) -m pytest -q -n 2
+
+test-all:
+	$(PYTHON) -m pytest -q -n 2 -m "slow or not slow"
 
 lint:
 	$(PYTHON) -m ruff check .

@@ -17,7 +17,6 @@ def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == ["own_solver", "quick_start", "read_a_report", "what_if"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_it_runs(path: Path):
     stored = nbformat.read(path, as_version=4)
