@@ -50,9 +50,7 @@ def test_the_ilp_is_as_good_as_the_best_known(name: str) -> None:
     assert bound >= 0.999 * known.lower_bound_cost
 
 
-@pytest.mark.parametrize(
-    "name", ["mobilenet_v2-5gb", "mobilenet_v2-6gb", pytest.param("resnet50-6gb", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["mobilenet_v2-5gb", "mobilenet_v2-6gb", "resnet50-6gb"])
 def test_tight_instances_get_a_plan_near_the_best_known(name: str) -> None:
     problem, known = load(name)
     solution = solvers.solve(problem, "auto", time_limit_seconds=30)

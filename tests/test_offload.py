@@ -356,10 +356,7 @@ def peak_of_rounded_sizes(step) -> int:
     return max(accumulate(rounded))
 
 
-QUICK = ("native dropout", "attention dropout", "batch norm", "convolutions", "in place", "mutated buffer", "lstm")
-
-
-@pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_offload_changes_no_bit(case: str):
     torch.manual_seed(5)
     original = CASES[case]()

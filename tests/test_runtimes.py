@@ -126,9 +126,8 @@ def test_a_loss_outside_that_shrinks_is_held_until_the_backward_ends(name: str) 
     model, rows = Wide(), inputs()
     wanted = torch.randn(512, 16 * WIDTH)
     loss_fn = lambda given: F.mse_loss(given, wanted)  # noqa: E731
-    for budget in ("100%", "90%"):
-        plan = planner.plan(model, rows, budget=budget, loss_fn=loss_fn, runtime=name, compare=False)
-        proof = planner.verify(model, rows, plan, loss_fn=loss_fn, timed_steps=1)
-        assert proof.agrees
-        # ``regional`` counts the gradients of the outputs to the end, which is a little too much.
-        assert (0.95 if name == "regional" else 0.999) * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
+    plan = planner.plan(model, rows, budget="90%", loss_fn=loss_fn, runtime=name, compare=False)
+    proof = planner.verify(model, rows, plan, loss_fn=loss_fn, timed_steps=1)
+    assert proof.agrees
+    # ``regional`` counts the gradients of the outputs to the end, which is a little too much.
+    assert (0.95 if name == "regional" else 0.999) * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
