@@ -1,7 +1,7 @@
 # Short names for the commands of the README and of .ci/run.
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup test test-all lint types docs ci
+.PHONY: setup test test-all benchmark lint types docs ci
 
 setup:
 	python3.11 -m venv .venv
@@ -12,6 +12,9 @@ test:
 
 test-all:
 	$(PYTHON) -m pytest -q -n 2 -m "slow or not slow"
+
+benchmark:
+	$(PYTHON) -m benchmarks.compare --resume
 
 lint:
 	$(PYTHON) -m ruff check .
