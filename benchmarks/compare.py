@@ -127,7 +127,7 @@ def _compare(name: str, args: argparse.Namespace) -> Result:
         way.row["time_ratio"] = median(took[position] / took[0] for took in rounds)
         way.row["rounds"] = len(rounds)
     _take_out(loaded)
-    return {"model": name, "dropout": _has_dropout(model), "rows": rows, **_against(rows)}
+    return {"model": name, "dropout": _has_dropout(model), "rows": rows, **against(rows)}
 
 
 def _distinct(wanted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -257,7 +257,7 @@ def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
-def _against(rows: Sequence[Result]) -> Result:
+def against(rows: Sequence[Result]) -> Result:
     """Give for each alternative that costs something what our cheapest plan at its peak or below pays of that."""
     ours = [row for row in rows if row["ours"] and "time_ratio" in row]
     free = next(row for row in rows if not row["ours"])["peak_bytes"]

@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks import capture, cases, common, exactness, levers, partitioner, runtimes
+from benchmarks import capture, cases, common, compare, exactness, levers, partitioner, runtimes
 from planner.errors import UsageError
 from planner.lowering import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
@@ -197,3 +197,26 @@ def test_a_usage_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert common.run(capture.main) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("error: unknown name 'gpt3'") and errors.count("\n") == 1
+
+
+def test_alternatives_are_compared_at_the_same_or_a_lower_peak():
+    def row(way: str, peak: int, ratio: float, ours: bool = False, gradients: str = "equal") -> dict[str, object]:
+        return {"way": way, "ours": ours, "status": "run", "peak_bytes": peak, "time_ratio": ratio,
+                "gradients": gradients}  # fmt: skip
+
+    rows = [
+        row("eager", 100, 1.0),
+        row("every layer", 40, 1.30),
+        row("every second layer", 70, 1.01),  # within the noise
+        row("partitioner dp 0.5", 60, 1.20, gradients="wrong"),
+        row("planned a", 60, 1.02, ours=True),
+        row("planned b", 40, 1.15, ours=True),
+        row("planned c", 39, 1.12, ours=True),
+    ]
+    found = compare.against(rows)
+    (point,) = found["compared"]
+    assert point["way"] == "every layer" and point["ours"] == pytest.approx(0.12)
+    assert point["quotient"] == pytest.approx(0.4)
+    assert found["lowest_peak_bytes"] == {"ours": 39, "theirs": 40}
+    (layer,) = (row for row in compare.summary([{"model": "m", **found}]) if row["kind"] == "every layer")
+    assert layer["met"] and layer["points"] == 1
