@@ -141,8 +141,11 @@ class Step:
                 left[path] = str(error)
         return blocks, left
 
-    def trace(self, blocks: Mapping[str, Block]) -> Trace:
-        """Run the step with stand-ins for the blocks; their lowered graphs say what crosses their borders."""
+    def trace(self, blocks: Mapping[str, Block], *, has_loss: bool = False) -> Trace:
+        """Run the step with stand-ins for the blocks; their lowered graphs say what crosses their borders.
+
+        With a loss that is known nobody else holds the gradients of the outputs.
+        """
         modules = dict(self.model.named_modules())
         names = {module: name for name, module in modules.items()}
         recorder = Recorder([*self.state.values(), *self.inputs.tensors()], names)
@@ -150,10 +153,10 @@ class Step:
             modules[path]: _StandIn(block, recorder) for path, block in blocks.items()
         }
         with forwards(replacing), recorder.modules():
-            self._run(lambda: self._follow(recorder), recorder)
+            self._run(lambda: self._follow(recorder, has_loss), recorder)
         return recorder.trace
 
-    def _follow(self, recorder: Recorder) -> None:
+    def _follow(self, recorder: Recorder, has_loss: bool) -> None:
         outputs = call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
         recorder.mark(tensors, "output")
@@ -162,10 +165,20 @@ class Step:
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
         loss = recorder.event(Kind.LOSS, reads=[n for t in tensors if (n := recorder.number(t)) != RESIDENT])
-        with recorder.silent():
-            tangents = [torch.empty_like(t) for t in losses]
-        loss.makes = {i: recorder.follow(t, "tangent") for i, t in enumerate(tangents)}
-        torch.autograd.backward(losses, tangents)
+
+        def tangents() -> list[torch.Tensor]:
+            with recorder.silent():
+                made = [torch.empty_like(t) for t in losses]
+            loss.makes = {i: recorder.follow(t, "tangent") for i, t in enumerate(made)}
+            return made
+
+        if has_loss:
+            with recorder.silent():
+                value = _OutsideLoss.apply(tangents, *losses)  # type: ignore[no-untyped-call]
+                start = torch.ones_like(value)
+            torch.autograd.backward([value], [start])
+        else:
+            torch.autograd.backward(losses, tangents())
         gradients = [t.grad for t in (*self.state.values(), *self.inputs.tensors()) if t.grad is not None]
         recorder.mark(gradients, "gradient")
         recorder.finish()
@@ -295,6 +308,19 @@ def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
+
+
+class _OutsideLoss(torch.autograd.Function):
+    """Stands for a loss that is not followed: it hands each output a gradient that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, tangents: Callable[[], list[torch.Tensor]], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.tangents = tangents
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Any) -> Any:
+        return None, *ctx.tangents()
 
 
 class _StandIn:

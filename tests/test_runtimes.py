@@ -129,5 +129,4 @@ def test_a_loss_outside_that_shrinks_is_held_until_the_backward_ends(name: str) 
     plan = planner.plan(model, rows, budget="90%", loss_fn=loss_fn, runtime=name, compare=False)
     proof = planner.verify(model, rows, plan, loss_fn=loss_fn, timed_steps=1)
     assert proof.agrees
-    # ``regional`` counts the gradients of the outputs to the end, which is a little too much.
-    assert (0.95 if name == "regional" else 0.999) * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
+    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes

@@ -11,24 +11,13 @@ https://huggingface.co/docs/accelerate/usage_guides/fsdp.
 from __future__ import annotations
 
 from planner.export_types import Placement
-from planner.exporters._step import Step
 from planner.exporters._text import names, without_cache
+from planner.exporters._whole_modules import WholeModules
 from planner.plan_types import Plan
 
 
-class _Accelerate:
+class _Accelerate(WholeModules):
     name = "accelerate"
-    summary = "whole modules run again, where the plan chooses single operations"
-    language = "python"
-    eager = True
-    to_the_end = False
-    lost: tuple[str, ...] = ()
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return True
-
-    def place(self, step: Step) -> Placement:
-        return step.best_modules(step.modules)
 
     def write(self, placement: Placement, plan: Plan) -> str:
         return f"""\

@@ -202,7 +202,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     whole = JointGraph(fx.GraphModule({}, fx.Graph()), fx.Graph(), 0, shapes)
     lowered = put_together(
         whole,
-        step.trace(blocks),
+        step.trace(blocks, has_loss=options.loss is not None),
         blocks,
         alignment_bytes=spec.alignment_bytes,
         static_bytes=dict(around.static_bytes),
