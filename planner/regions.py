@@ -174,7 +174,7 @@ class Step:
 
         if has_loss:
             with recorder.silent():
-                value = _OutsideLoss.apply(tangents, *losses)  # type: ignore[no-untyped-call]
+                value = _OutsideLoss.apply(tangents, *losses)
                 start = torch.ones_like(value)
             torch.autograd.backward([value], [start])
         else:
