@@ -122,6 +122,9 @@ def _compare(name: str, args: argparse.Namespace) -> Result:
     wanted += [(f"at {percent(share, 0)} of eager's", int(share * rows[0]["peak_bytes"])) for share in args.shares]
     for title, budget_bytes in _distinct(wanted):
         keep(*_plan(loaded, title, budget_bytes, profile, args, reference, device))
+    smallest = [row["smallest_bytes"] for row in rows if "smallest_bytes" in row]
+    if smallest:
+        keep(*_plan(loaded, "as small as it goes", min(smallest), profile, args, reference, device))
     rounds = in_turn([(way.prepare, step) for way in ways], args.seconds, device)
     for position, way in enumerate(ways):
         way.row["time_ratio"] = median(took[position] / took[0] for took in rounds)
@@ -234,14 +237,16 @@ def _plan(
             time_limit_seconds=args.time_limit,
         )
     except NoPlanFitsError as error:
-        lowest = mebibytes(error.minimum_feasible_peak_bytes - sum(error.report["static_bytes"].values()))
-        return {**row, "status": "infeasible", "reason": f"no plan was found below {lowest} MiB"}, None
+        row["smallest_bytes"] = error.minimum_feasible_peak_bytes - sum(error.report["static_bytes"].values())
+        reason = f"no plan was found below {mebibytes(row['smallest_bytes'])} MiB"
+        return {**row, "status": "infeasible", "reason": reason}, None
     except PlannerError as error:
         return {**row, "status": "failed", "reason": str(error)}, None
     row["planning_seconds"] = time.perf_counter() - begun
     plan, call = planner.plan_of(loaded.model), installed_call(loaded.model)
     resident_bytes = plan.total_static_bytes
     row["predicted_peak_bytes"] = plan.peak_bytes - resident_bytes
+    row["smallest_bytes"] = plan.minimum_feasible_peak_bytes - resident_bytes
     row["predicted_overhead"], row["bound"] = plan.overhead, plan.lower_bound_overhead
 
     def prepare() -> None:
