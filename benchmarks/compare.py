@@ -12,17 +12,19 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from statistics import geometric_mean, median
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 import planner
-from benchmarks import common
+from benchmarks import common, comparison
 from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.peers import NotForThisModelError, Peer, peers
@@ -30,6 +32,7 @@ from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from planner.errors import PlannerError
 from planner.memory import keep_freed_memory
 from planner.planning import NoPlanFitsError
+from planner.terminal import Bar, counting
 from planner.torch_internals import installed_call
 from planner.zoo import ZooModel
 
@@ -37,11 +40,8 @@ MODELS = (
     "minigpt,gpt2,bert-large,vit-b16,resnet50,resnet152,llama-grouped,minimind-26m,mixtral-small,t5-base,"
     "convnext-tiny,unet,diffusion-unet,lstm"
 )
-GOALS = {"partitioner": 0.5, "every second layer": 0.35, "save products": 0.35, "every layer": 0.6}
-"""What of each alternative's overhead a plan may cost, as a geometric mean."""
-
-NOISE = 0.02
-"""Overheads below this cannot be told from none on a machine that is shared."""
+COMPILED_SHARES = (1.0, 0.8, 0.6)
+"""Of Inductor's peak, to plan for and compile."""
 
 _WRONG = 1e-2
 """A gradient that is further off than this, relative to all together, is another gradient."""
@@ -77,18 +77,28 @@ def main(arguments: Sequence[str]) -> int:
     done = common.earlier("compare", args.json) if args.resume else {}
     kept = {entry["model"]: entry for entry in done.get("models", ())}
     result: Result = {**common.environment("compare", arguments), "models": list(kept.values())}
-    for name in names:
-        if name in kept:
-            continue
-        common.progress(f"{name}:")
-        result["models"].append(_compare(name, args))
-        result["summary"] = summary(result["models"])
-        if args.json != "-":
-            common.write(args.json, result, _markdown(result))
-        gc.collect()
-    result["summary"] = summary(result["models"])
-    common.write(args.json, result, _markdown(result))
+    with counting(debug=False) as bar:
+        for name in names:
+            if name in kept:
+                continue
+            result["models"].append(_compare(name, args, bar))
+            _write(args.json, result)
+            gc.collect()
+    _write(args.json, result)
     return 0 if all(row["met"] for row in result["summary"]) else 1
+
+
+def _write(destination: str, result: Result) -> None:
+    """Write what there is: the page, and where matplotlib is installed a picture of each model beside it."""
+    result["models"] = [{**entry, **comparison.against(entry["rows"])} for entry in result["models"]]
+    result["summary"] = comparison.summary(result["models"])
+    pictures = None
+    if destination != "-" and find_spec("matplotlib") is not None:
+        folder = Path(destination).with_suffix("")
+        for entry in result["models"]:
+            comparison.draw(entry, folder / f"{entry['model']}.svg")
+        pictures = folder.name
+    common.write(destination, result, comparison.markdown(result, pictures))
 
 
 @dataclass
@@ -100,8 +110,10 @@ class _Way:
     row: Result = field(default_factory=dict)
 
 
-def _compare(name: str, args: argparse.Namespace) -> Result:
+def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
     """Measure all ways of one model."""
+    common.progress(f"{name}:")
+    bar(f"{name}: alternatives")
     loaded = build(name)
     model, step = loaded.model, step_of(loaded)
     device = next(model.parameters()).device
@@ -115,22 +127,31 @@ def _compare(name: str, args: argparse.Namespace) -> Result:
         if way is not None:
             ways.append(way)
 
-    for peer in peers(args.ratios, inductor=args.inductor):
+    alternatives = peers(args.ratios, inductor=args.inductor)
+    for number, peer in enumerate(alternatives):
+        bar.count(number, len(alternatives))
         keep(*_try(loaded, peer, reference, device))
     profile = planner.profile(model, loaded.example_args, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn)
     wanted = [("at the peak of " + row["way"], row["peak_bytes"]) for row in rows[1:] if row["status"] == "run"]
     wanted += [(f"at {percent(share, 0)} of eager's", int(share * rows[0]["peak_bytes"])) for share in args.shares]
     for title, budget_bytes in _distinct(wanted):
-        keep(*_plan(loaded, title, budget_bytes, profile, args, reference, device))
+        bar(f"{name}: planned {title}")
+        keep(*_plan(loaded, title, budget_bytes, {"profile": profile}, args, reference, device))
     smallest = [row["smallest_bytes"] for row in rows if "smallest_bytes" in row]
     if smallest:
-        keep(*_plan(loaded, "as small as it goes", min(smallest), profile, args, reference, device))
-    rounds = in_turn([(way.prepare, step) for way in ways], args.seconds, device)
+        keep(*_plan(loaded, "as small as it goes", min(smallest), {"profile": profile}, args, reference, device))
+    compiled = next((row for row in rows if row["way"] == "Inductor" and row["status"] == "run"), None)
+    for share in COMPILED_SHARES if compiled else ():
+        title = f"and compiled at {percent(share, 0)} of Inductor's"
+        budget_bytes = int(share * compiled["peak_bytes"])
+        keep(*_plan(loaded, title, budget_bytes, {"runtime": "inductor"}, args, reference, device))
+    bar(f"{name}: all ways in turn, {args.seconds:g} s or five rounds")
+    rounds = in_turn([(way.prepare, step) for way in ways], args.seconds, device, bar.count)
     for position, way in enumerate(ways):
         way.row["time_ratio"] = median(took[position] / took[0] for took in rounds)
         way.row["rounds"] = len(rounds)
     _take_out(loaded)
-    return {"model": name, "dropout": _has_dropout(model), "rows": rows, **against(rows)}
+    return {"model": name, "dropout": _has_dropout(model), "rows": rows}
 
 
 def _distinct(wanted: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -217,13 +238,20 @@ def _plan(
     loaded: ZooModel,
     title: str,
     budget_bytes: int,
-    profile: Any,
+    options: Mapping[str, Any],
     args: argparse.Namespace,
     reference: list[torch.Tensor],
     device: torch.device,
 ) -> tuple[Result, _Way | None]:
     """Plan for a peak, and run the plan."""
-    row: Result = {"way": f"planned {title}", "ours": True, "status": "run", "budget_bytes": budget_bytes}
+    compiled = options.get("runtime") == "inductor"
+    row: Result = {
+        "way": f"planned {title}",
+        "ours": True,
+        "compiled": compiled,
+        "status": "run",
+        "budget_bytes": budget_bytes,
+    }
     begun = time.perf_counter()
     try:
         planner.auto_wrap(
@@ -232,9 +260,8 @@ def _plan(
             example_kwargs=loaded.example_kwargs,
             loss_fn=loaded.loss_fn,
             activation_budget=budget_bytes,
-            runtime="graph",
-            profile=profile,
             time_limit_seconds=args.time_limit,
+            **{"runtime": "graph", **options},
         )
     except NoPlanFitsError as error:
         row["smallest_bytes"] = error.minimum_feasible_peak_bytes - sum(error.report["static_bytes"].values())
@@ -262,96 +289,10 @@ def _has_dropout(model: nn.Module) -> bool:
     return any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
-def against(rows: Sequence[Result]) -> Result:
-    """Give for each alternative that costs something what our cheapest plan at its peak or below pays of that."""
-    ours = [row for row in rows if row["ours"] and "time_ratio" in row]
-    free = next(row for row in rows if not row["ours"])["peak_bytes"]
-    compared = []
-    for row in rows:
-        if row["ours"] or row["status"] != "run" or row["gradients"] == "wrong" or row["way"] in ("eager", "Inductor"):
-            continue
-        theirs = row["time_ratio"] - 1
-        at_most = [own for own in ours if own["peak_bytes"] <= row["peak_bytes"]]
-        if theirs <= NOISE or not at_most or row["peak_bytes"] >= free:
-            continue
-        best = min(at_most, key=lambda own: own["time_ratio"])
-        paid = best["time_ratio"] - 1
-        compared.append({"way": row["way"], "theirs": theirs, "ours": paid, "quotient": max(paid, NOISE / 4) / theirs})
-    lowest = {
-        "ours": min((row["peak_bytes"] for row in ours), default=None),
-        "theirs": min((r["peak_bytes"] for r in rows if _counts(r)), default=None),
-    }
-    return {"compared": compared, "lowest_peak_bytes": lowest}
-
-
-def _counts(row: Result) -> bool:
-    return not row["ours"] and row["status"] == "run" and row["gradients"] != "wrong"
-
-
-def summary(models: Sequence[Result]) -> list[Result]:
-    """Give for each kind of alternative what plans pay of its overhead, over all models."""
-    found = []
-    for kind, goal in GOALS.items():
-        points = [
-            {**point, "model": entry["model"]}
-            for entry in models
-            for point in entry["compared"]
-            if point["way"].startswith(kind)
-        ]
-        quotients = [point["quotient"] for point in points]
-        mean = geometric_mean(quotients) if quotients else None
-        worst = max(points, key=lambda point: point["quotient"], default=None)
-        met = mean is not None and worst is not None and mean <= goal and worst["quotient"] <= 1
-        found.append({"kind": kind, "goal": goal, "points": len(points), "mean": mean, "worst": worst, "met": met})
-    return found
-
-
 def _line(row: Result) -> str:
     if "reason" in row:
         return f"{row['way']}: {row['status']}, {row['reason']}"
     return f"{row['way']}: {mebibytes(row['peak_bytes'])} MiB, gradients {row['gradients']}"
-
-
-def _markdown(result: Result) -> str:
-    legend = (
-        "Peaks are MiB that a step allocates on top of what is resident, measured. Overhead is the median over rounds "
-        "of step time over eager's in the same round, less one. Gradients are held against eager's from the same "
-        "random state. *Planned* is our `graph` runtime with costs measured on this machine; its predicted peak is in "
-        f"brackets. Compared are overheads above {percent(NOISE, 0)} of alternatives whose gradients are right, with "
-        f"the cheapest plan at the same or a lower measured peak; a plan's own counts as no less than "
-        f"{percent(NOISE / 4)}."
-    )
-    brief = ["alternative", "points", "planned / theirs (geometric mean)", "goal", "worst", "where"]
-    parts = [common.table(brief, [_summary_cells(row) for row in result.get("summary", ())])]
-    lows = [[entry["model"], *(mebibytes(entry["lowest_peak_bytes"][who]) for who in ("ours", "theirs"))]
-            for entry in result["models"]]  # fmt: skip
-    parts += ["## Lowest peak that was run", common.table(["model", "planned", "alternatives"], lows)]
-    for entry in result["models"]:
-        parts += [f"## {entry['model']}{', with dropout' if entry['dropout'] else ''}", *_model_parts(entry["rows"])]
-    return common.page("Against what people use", result, legend, *parts)
-
-
-def _summary_cells(row: Result) -> list[object]:
-    if row["mean"] is None:
-        return [row["kind"], 0, "-", row["goal"], "-", "-"]
-    worst = row["worst"]
-    where = f"{worst['model']}, {worst['way']}: {percent(worst['ours'])} for {percent(worst['theirs'])}"
-    return [row["kind"], row["points"], f"{row['mean']:.2f}", row["goal"], f"{worst['quotient']:.2f}", where]
-
-
-def _model_parts(rows: Sequence[Result]) -> Iterator[str]:
-    run = sorted((row for row in rows if "time_ratio" in row), key=lambda row: -row["peak_bytes"])
-    yield common.table(["way", "peak", "overhead", "gradients", "planned in"], [_cells(row) for row in run])
-    if reasons := [f"- {row['way']}: {row['reason']}" for row in rows if "reason" in row]:
-        yield "\n".join(reasons)
-
-
-def _cells(row: Result) -> list[object]:
-    peak = mebibytes(row["peak_bytes"])
-    if row["ours"]:
-        peak += f" ({mebibytes(row['predicted_peak_bytes'])})"
-    seconds = f"{row['planning_seconds']:.1f} s" if row["ours"] else "-"
-    return [row["way"], peak, percent(row["time_ratio"] - 1), row["gradients"], seconds]
 
 
 if __name__ == "__main__":

@@ -47,8 +47,11 @@ def in_turn(
     ways: Sequence[tuple[Callable[[], None], Callable[[], Any]]],
     limit_seconds: float,
     device: torch.device = torch.device("cpu"),  # noqa: B008
+    count: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[tuple[float, ...]]:
     """Time all ways in turn, in another order each round: a machine that is shared is faster at one time than another.
+
+    ``count`` hears after each round how many seconds of the limit have passed.
 
     Returns
     -------
@@ -70,6 +73,7 @@ def in_turn(
             _wait(device)
             took[number] = time.perf_counter() - before
         rounds.append(tuple(took))
+        count(int(min(time.perf_counter() - begun, limit_seconds)), int(limit_seconds))
     return rounds
 
 

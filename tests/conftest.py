@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -63,3 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if slow.search(item.nodeid):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported by now out of every collection of garbage to come: each walks a million objects of torch."""
+    if "torch" in sys.modules:
+        import torch._dynamo  # noqa: F401  # the larger half of them
+    gc.collect()
+    gc.freeze()

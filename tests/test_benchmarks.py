@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks import capture, cases, common, compare, exactness, levers, partitioner, runtimes
+from benchmarks import capture, cases, common, comparison, exactness, levers, partitioner, runtimes
 from planner.errors import UsageError
 from planner.lowering import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
@@ -213,10 +213,10 @@ def test_alternatives_are_compared_at_the_same_or_a_lower_peak():
         row("planned b", 40, 1.15, ours=True),
         row("planned c", 39, 1.12, ours=True),
     ]
-    found = compare.against(rows)
+    found = comparison.against(rows)
     (point,) = found["compared"]
     assert point["way"] == "every layer" and point["ours"] == pytest.approx(0.12)
     assert point["quotient"] == pytest.approx(0.4)
     assert found["lowest_peak_bytes"] == {"ours": 39, "theirs": 40}
-    (layer,) = (row for row in compare.summary([{"model": "m", **found}]) if row["kind"] == "every layer")
+    (layer,) = (row for row in comparison.summary([{"model": "m", **found}]) if row["kind"] == "every layer")
     assert layer["met"] and layer["points"] == 1

@@ -1,0 +1,170 @@
+"""What a comparison comes to: at the same peak, what plans pay of what others pay; its page and its pictures."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from benchmarks import common
+from benchmarks.common import Result, mebibytes, percent
+from planner.atomic import write_bytes
+
+GOALS = {"partitioner": 0.5, "every second layer": 0.35, "save products": 0.35, "every layer": 0.6}
+"""What of each alternative's overhead a plan may cost, as a geometric mean."""
+
+NOISE = 0.02
+"""Overheads below this cannot be told from none on a machine that is shared."""
+
+NOT_COMPARED = ("eager", "Inductor")
+"""Ways that recompute nothing."""
+
+
+def against(rows: Sequence[Result]) -> Result:
+    """Give for each alternative that costs something what our cheapest plan at its peak or below pays of that."""
+    ours = [row for row in rows if _planned(row)]
+    free = next(row for row in rows if not row["ours"])["peak_bytes"]
+    compared = []
+    for row in rows:
+        if not _counts(row) or row["way"] in NOT_COMPARED:
+            continue
+        theirs = row["time_ratio"] - 1
+        at_most = [own for own in ours if own["peak_bytes"] <= row["peak_bytes"]]
+        if theirs <= NOISE or not at_most or row["peak_bytes"] >= free:
+            continue
+        paid = min(own["time_ratio"] for own in at_most) - 1
+        compared.append({"way": row["way"], "theirs": theirs, "ours": paid, "quotient": max(paid, NOISE / 4) / theirs})
+    lowest = {
+        "ours": min((row["peak_bytes"] for row in ours), default=None),
+        "theirs": min((row["peak_bytes"] for row in rows if _counts(row)), default=None),
+    }
+    return {"compared": compared, "lowest_peak_bytes": lowest}
+
+
+def _planned(row: Result) -> bool:
+    """Whether a row is a plan that runs kernel by kernel, as alternatives do; what is compiled is only shown."""
+    return row["ours"] and "time_ratio" in row and not row.get("compiled")
+
+
+def _counts(row: Result) -> bool:
+    return not row["ours"] and row["status"] == "run" and row["gradients"] != "wrong"
+
+
+def summary(models: Sequence[Result]) -> list[Result]:
+    """Give for each kind of alternative what plans pay of its overhead, over all models."""
+    found = []
+    for kind, goal in GOALS.items():
+        points = [
+            {**point, "model": entry["model"]}
+            for entry in models
+            for point in entry["compared"]
+            if point["way"].startswith(kind)
+        ]
+        quotients = [point["quotient"] for point in points]
+        mean = geometric_mean(quotients) if quotients else None
+        worst = max(points, key=lambda point: point["quotient"], default=None)
+        met = mean is not None and worst is not None and mean <= goal and worst["quotient"] <= 1
+        found.append({"kind": kind, "goal": goal, "points": len(points), "mean": mean, "worst": worst, "met": met})
+    return found
+
+
+def markdown(result: Result, pictures: str | None = None) -> str:
+    """Give the page; ``pictures`` is the folder, beside it, of a picture for each model."""
+    legend = (
+        "Peaks are MiB that a step allocates on top of what is resident, measured. Overhead is the median over rounds "
+        "of step time over eager's in the same round, less one. Gradients are held against eager's from the same "
+        "random state. *Planned* is our `graph` runtime with costs measured on this machine; its predicted peak is in "
+        f"brackets. Compared are overheads above {percent(NOISE, 0)} of alternatives whose gradients are right, with "
+        f"the cheapest plan at the same or a lower measured peak; a plan's own counts as no less than "
+        f"{percent(NOISE / 4)}."
+    )
+    brief = ["alternative", "points", "planned / theirs (geometric mean)", "goal", "worst", "where"]
+    parts = [common.table(brief, [_summary_cells(row) for row in result.get("summary", ())])]
+    lows = [[entry["model"], *(mebibytes(entry["lowest_peak_bytes"][who]) for who in ("ours", "theirs"))]
+            for entry in result["models"]]  # fmt: skip
+    parts += ["## Lowest peak that was run", common.table(["model", "planned", "alternatives"], lows)]
+    for entry in result["models"]:
+        parts += [f"## {entry['model']}{', with dropout' if entry['dropout'] else ''}", *_model_parts(entry["rows"])]
+        if pictures is not None:
+            parts.append(f"![Overhead over peak of {entry['model']}]({pictures}/{entry['model']}.svg)")
+    return common.page("Against what people use", result, legend, *parts)
+
+
+def _summary_cells(row: Result) -> list[object]:
+    if row["mean"] is None:
+        return [row["kind"], 0, "-", row["goal"], "-", "-"]
+    worst = row["worst"]
+    where = f"{worst['model']}, {worst['way']}: {percent(worst['ours'])} for {percent(worst['theirs'])}"
+    return [row["kind"], row["points"], f"{row['mean']:.2f}", row["goal"], f"{worst['quotient']:.2f}", where]
+
+
+def _model_parts(rows: Sequence[Result]) -> Iterator[str]:
+    run = sorted((row for row in rows if "time_ratio" in row), key=lambda row: -row["peak_bytes"])
+    yield common.table(["way", "peak", "overhead", "gradients", "planned in"], [_cells(row) for row in run])
+    if reasons := [f"- {row['way']}: {row['reason']}" for row in rows if "reason" in row]:
+        yield "\n".join(reasons)
+
+
+def _cells(row: Result) -> list[object]:
+    peak = mebibytes(row["peak_bytes"])
+    if row["ours"]:
+        peak += f" ({mebibytes(row['predicted_peak_bytes'])})"
+    seconds = f"{row['planning_seconds']:.1f} s" if row["ours"] else "-"
+    return [row["way"], peak, percent(row["time_ratio"] - 1), row["gradients"], seconds]
+
+
+_MARKERS = (
+    ("eager", "*"), ("every layer", "s"), ("every second layer", "D"), ("save products", "^"),
+    ("checkpoint_sequential", "v"), ("Hugging Face", "P"), ("partitioner dp", "o"), ("partitioner ilp", "h"),
+    ("Inductor", "X"), ("ckptplan", "<"),
+)  # fmt: skip
+
+
+def draw(entry: Result, path: Path) -> None:
+    """Draw what every way of one model pays over its peak; needs matplotlib.
+
+    Alternatives whose gradients are wrong are crossed out.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    run = [row for row in entry["rows"] if "time_ratio" in row]
+    ours = sorted(filter(_planned, run), key=_megabytes)
+    axes.plot([*map(_megabytes, ours)], [*map(_paid, ours)], "-o", markersize=4, color="C0", label="planned, measured")
+    bound = [100 * row["bound"] for row in ours]
+    axes.plot([*map(_megabytes, ours)], bound, ":", color="C0", linewidth=1, label="no plan can pay less (predicted)")
+    for number, (kind, marker) in enumerate(_MARKERS):
+        found = [row for row in run if not row["ours"] and row["way"].startswith(kind)]
+        if found:
+            shown: dict[str, Any] = {"marker": marker, "color": f"C{1 + number % 9}", "s": 50, "zorder": 3}
+            axes.scatter([*map(_megabytes, found)], [*map(_paid, found)], label=kind, **shown)
+    if compiled := [row for row in run if row.get("compiled")]:
+        axes.scatter([*map(_megabytes, compiled)], [*map(_paid, compiled)], s=30, color="C0", label="planned, compiled")
+    wrong = [row for row in run if row["gradients"] == "wrong"]
+    if wrong:
+        axes.scatter(
+            [*map(_megabytes, wrong)], [*map(_paid, wrong)], marker="x", color="black", s=90, zorder=4,
+            label="wrong gradients",
+        )  # fmt: skip
+    axes.set_xlabel("measured peak of a step on top of what is resident, MiB")
+    axes.set_ylabel("step time on top of eager's, %")
+    axes.set_title(f"{entry['model']}{', with dropout' if entry['dropout'] else ''}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    content = io.BytesIO()
+    with rc_context({"svg.hashsalt": entry["model"], "svg.fonttype": "none"}):
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    path.parent.mkdir(exist_ok=True)
+    write_bytes(str(path), content.getvalue())
+
+
+def _megabytes(row: Result) -> float:
+    return float(row["peak_bytes"]) / 2**20
+
+
+def _paid(row: Result) -> float:
+    return 100 * float(row["time_ratio"] - 1)
