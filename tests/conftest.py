@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported by now out of every collection of garbage to come: each walks a million objects of torch."""
+    """Keep what is imported by now out of collections of garbage to come: each walks a million objects of torch."""
     if "torch" in sys.modules:
         import torch._dynamo  # noqa: F401  # the larger half of them
     gc.collect()
