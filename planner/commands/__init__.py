@@ -7,12 +7,11 @@ Nothing slow is imported at the top of these files: ``--help`` must answer at on
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from planner.options import Parser
+from planner.registry import defined
 
 
 @runtime_checkable
@@ -48,12 +47,4 @@ class Command(Protocol):
 
 def commands() -> list[Command]:
     """Give all commands, in the order of their names."""
-    found: list[Command] = []
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("_"):
-            continue
-        command = getattr(importlib.import_module(f"{__name__}.{module.name}"), "COMMAND", None)
-        if not isinstance(command, Command):
-            raise TypeError(f"planner/commands/{module.name}.py defines no COMMAND with the attributes of Command")
-        found.append(command)
-    return sorted(found, key=lambda command: command.name)
+    return list(defined(__name__, __path__, "COMMAND", Command).values())  # type: ignore[type-abstract]

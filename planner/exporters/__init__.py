@@ -7,9 +7,6 @@ budget; the simulator says what that costs.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from typing import Protocol, runtime_checkable
@@ -21,6 +18,7 @@ from planner.exporters._step import CannotExpressError, Step
 from planner.exporters._text import comment, figures
 from planner.plan_match import check_match, check_same_step
 from planner.plan_types import Plan
+from planner.registry import defined, unknown
 from planner.study_types import EagerStudy, Study
 
 
@@ -72,20 +70,12 @@ class Exporter(Protocol):
 
 @cache
 def _exporters() -> dict[str, Exporter]:
-    found: dict[str, Exporter] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("_"):
-            continue
-        exporter = getattr(importlib.import_module(f"{__name__}.{module.name}"), "EXPORTER", None)
-        if not isinstance(exporter, Exporter):
-            raise TypeError(f"planner/exporters/{module.name}.py defines no EXPORTER with the attributes of Exporter")
-        found[exporter.name] = exporter
-    return found
+    return defined(__name__, __path__, "EXPORTER", Exporter)  # type: ignore[type-abstract]
 
 
 def targets() -> tuple[str, ...]:
     """Give the names of all frameworks, sorted."""
-    return tuple(sorted(_exporters()))
+    return tuple(_exporters())
 
 
 def get(name: str) -> Exporter:
@@ -99,9 +89,7 @@ def get(name: str) -> Exporter:
     exporters = _exporters()
     if name in exporters:
         return exporters[name]
-    near = difflib.get_close_matches(name.lower(), exporters, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise UsageError(f"there is no exporter to {name!r}; {hint}there are {', '.join(targets())}")
+    raise unknown("exporter to", name, exporters)
 
 
 def carries_exactly(plan: Plan, to: str) -> bool:

@@ -6,14 +6,12 @@ add one. Each plans what it can carry out, by the same simulator.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import pkgutil
 from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from planner.errors import UsageError
+from planner.registry import files, unknown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -104,7 +102,7 @@ class Runtime(Protocol):
 
 def names() -> list[str]:
     """Give the names of all runtimes."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    return files(__path__)
 
 
 def check(name: str) -> None:
@@ -116,9 +114,7 @@ def check(name: str) -> None:
         With near names.
     """
     if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f": did you mean {near[0]!r}?" if near else f"; there are {', '.join(names())}"
-        raise UsageError(f"no runtime is called {name!r}{hint}")
+        raise unknown("runtime", name, names())
 
 
 @cache

@@ -6,9 +6,6 @@ add one. A solver only proposes: :func:`solve` holds each claim against the simu
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import pkgutil
 import time
 from dataclasses import replace
 from functools import cache
@@ -18,6 +15,7 @@ from planner.confine import confined
 from planner.effort import Effort
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.problem import Problem, Progress, Solution, confirm
+from planner.registry import defined, unknown
 
 DEFAULT_TIME_LIMIT_SECONDS = 30.0
 
@@ -56,22 +54,12 @@ class Solver(Protocol):
 
 @cache
 def _solvers() -> dict[str, Solver]:
-    found: dict[str, Solver] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("_"):
-            continue
-        solver = getattr(importlib.import_module(f"{__name__}.{module.name}"), "SOLVER", None)
-        if not isinstance(solver, Solver):
-            raise TypeError(f"planner/solvers/{module.name}.py defines no SOLVER with the attributes of Solver")
-        if solver.name in found:
-            raise TypeError(f"two solvers are called {solver.name!r}")
-        found[solver.name] = solver
-    return found
+    return defined(__name__, __path__, "SOLVER", Solver)  # type: ignore[type-abstract]
 
 
 def names() -> tuple[str, ...]:
     """Give the names of all solvers, sorted."""
-    return tuple(sorted(_solvers()))
+    return tuple(_solvers())
 
 
 def get(name: str) -> Solver:
@@ -85,9 +73,7 @@ def get(name: str) -> Solver:
     solvers = _solvers()
     if name in solvers:
         return solvers[name]
-    near = difflib.get_close_matches(name, solvers, n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise UsageError(f"there is no solver {name!r}; {hint}there are {', '.join(names())}")
+    raise unknown("solver", name, solvers)
 
 
 def solve(

@@ -6,15 +6,12 @@ A strategy knows no budget: it is simulated, and stands at the peak that it has.
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from planner.errors import UsageError
 from planner.graph import OperationCost, TrainingGraph
+from planner.registry import defined, unknown
 from planner.schedule import Schedule
 from planner.strategies._step import Step, Strategy
 
@@ -57,18 +54,7 @@ class Chosen:
 @cache
 def known() -> dict[str, Strategy]:
     """Give all strategies by their names, in the order of these."""
-    found: dict[str, Strategy] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("_"):
-            continue
-        strategies = getattr(importlib.import_module(f"{__name__}.{module.name}"), "STRATEGIES", ())
-        if not strategies or not all(isinstance(strategy, Strategy) for strategy in strategies):
-            raise TypeError(f"planner/strategies/{module.name}.py defines no STRATEGIES")
-        for strategy in strategies:
-            if strategy.name in found:
-                raise TypeError(f"two strategies are called {strategy.name!r}")
-            found[strategy.name] = strategy
-    return dict(sorted(found.items()))
+    return defined(__name__, __path__, "STRATEGIES", Strategy)
 
 
 def names() -> tuple[str, ...]:
@@ -101,9 +87,7 @@ def get(name: str) -> Chosen:
     chosen = find(name)
     if chosen is not None:
         return chosen
-    near = difflib.get_close_matches(name, (*known(), *ALIASES), n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise UsageError(f"there is no strategy {name!r}; {hint}there are {', '.join(names())}")
+    raise unknown("strategy", name, names(), near=ALIASES)
 
 
 def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Schedule:

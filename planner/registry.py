@@ -1,0 +1,68 @@
+"""What packages define that grow by one file: solvers, runtimes, exporters, strategies, commands."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+from planner.errors import UsageError
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=_Named)
+
+
+def files(path: Iterable[str]) -> list[str]:
+    """Give the names of a package's public modules by its ``__path__``; nothing is imported."""
+    return sorted(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
+
+
+def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) -> dict[str, T]:
+    """Give by name, sorted, what the public modules of a package define.
+
+    Parameters
+    ----------
+    package, path
+        Its ``__name__`` and ``__path__``.
+    attribute : str
+        What each module calls it: one, or a tuple of several.
+    kind : type
+        A class, or a protocol that can be checked.
+
+    Raises
+    ------
+    TypeError
+        If a module defines nothing of that kind, or two have one name.
+    """
+    found: dict[str, T] = {}
+    for file in files(path):
+        given = getattr(importlib.import_module(f"{package}.{file}"), attribute, None)
+        for one in given if isinstance(given, tuple) and given else (given,):
+            if not isinstance(one, kind):
+                place = f"{package.replace('.', '/')}/{file}.py"
+                raise TypeError(f"{place} defines no {attribute} with the attributes of {kind.__name__}")
+            if one.name in found:
+                raise TypeError(f"two of {package} are called {one.name!r}")
+            found[one.name] = one
+    return dict(sorted(found.items()))
+
+
+def unknown(what: str, name: str, known: Iterable[str], near: Iterable[str] = ()) -> UsageError:
+    """Give the error for a name that is not known: near ones, and all.
+
+    Examples
+    --------
+    >>> print(unknown("solver", "ipl", ["auto", "ilp"]))
+    there is no solver 'ipl'; did you mean 'ilp'? there are auto, ilp
+    """
+    known = list(known)
+    close = difflib.get_close_matches(name.lower(), (*known, *near), n=3)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    return UsageError(f"there is no {what} {name!r}; {hint}there are {', '.join(known)}")
