@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
 import torch
 from torch import fx
 
@@ -230,15 +231,17 @@ class _Growth:
 
     def _parts(self) -> dict[fx.Node, fx.Node]:
         """Give for each call the first that it is connected with."""
-        parts: dict[fx.Node, fx.Node] = {}
-        for first in (node for node in self.joint.graph.nodes if node in self.splits):
-            pending = [first] if first not in parts else []
-            while pending:
-                node = pending.pop()
-                if node not in parts:
-                    parts[node] = first
-                    pending += [n for n in node.all_input_nodes if passes(self.splits, self.forms, n, node)]
-                    pending += [n for n in node.users if passes(self.splits, self.forms, node, n)]
+        graph = nx.Graph()
+        calls = [node for node in self.joint.graph.nodes if node in self.splits]
+        graph.add_nodes_from(calls)  # in order: the first of a component is the one that is seen first
+        for reader in calls:
+            graph.add_edges_from(
+                (n, reader) for n in reader.all_input_nodes if passes(self.splits, self.forms, n, reader)
+            )
+        parts = {}
+        for first in calls:
+            if first not in parts:
+                parts.update(dict.fromkeys(nx.node_connected_component(graph, first), first))
         return parts
 
     def _leads_on(self, node: fx.Node) -> bool:

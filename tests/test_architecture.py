@@ -89,6 +89,7 @@ PRIVATE_TORCH = {"planner.torch_internals", "planner.inductor_internals"}
 ONLY_IN = {
     "pulp": ("planner.solvers._pulp",),
     "highspy": ("planner.solvers._pulp",),
+    "networkx": ("planner.chunk_region",),
     "rich": ("planner.report", "planner.terminal"),
     "jinja2": ("planner.report",),
     "matplotlib": ("planner.report.curve_picture",),
@@ -211,8 +212,7 @@ def test_what_is_installed_is_what_is_imported():
         line.split(">=")[0] for line in config["options.extras_require"]["plot"].split()
     }
     imported -= {"matplotlib", "plotext"}
-    # PuLP loads highspy by itself; networkx is there for graph algorithms to come, and torch needs it anyway.
-    assert declared == imported | {"highspy", "networkx"}
+    assert declared == imported | {"highspy"}  # which PuLP loads by itself
     assert config["options.extras_require"]["zoo"].split(">=")[0].strip() == "transformers"
 
 
