@@ -42,6 +42,25 @@ ZOO_SIZES: dict[str, dict[str, Any]] = {
 }
 """Those that ``benchmarks.prediction`` runs have its sizes."""
 
+GPU_SIZES: dict[str, dict[str, Any]] = {
+    "minigpt": {"batch_size": 64, "seq_len": 1024, "dtype": "bfloat16"},
+    "gpt2": {"batch_size": 32, "seq_len": 1024, "dtype": "bfloat16"},
+    "gpt2-774m": {"batch_size": 8, "seq_len": 1024, "dtype": "bfloat16"},
+    "llama-7b": {"batch_size": 4, "seq_len": 2048, "layers": 8, "dtype": "bfloat16"},
+    "minimind-26m": {"batch_size": 64, "seq_len": 2048, "dtype": "bfloat16"},
+    "mixtral-1b": {"batch_size": 4, "seq_len": 2048, "dtype": "bfloat16"},
+    "bert-large": {"batch_size": 64, "seq_len": 512, "dtype": "bfloat16"},
+    "t5-base": {"batch_size": 32, "seq_len": 512, "dtype": "bfloat16"},
+    "vit-b16": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
+    "resnet50": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
+    "resnet152": {"batch_size": 192, "image_size": 224, "dtype": "bfloat16"},
+    "convnext-tiny": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
+    "unet": {"batch_size": 16, "image_size": 512, "dtype": "bfloat16"},
+    "diffusion-unet": {"batch_size": 64, "image_size": 64, "dtype": "bfloat16"},
+    "lstm": {"batch_size": 256, "seq_len": 512, "dtype": "bfloat16"},
+}
+"""Sizes at which a step without recompute takes tens of GiB."""
+
 BATCH, LENGTH, TOKENS = 2, 256, 2000
 _DECODER = {
     "num_hidden_layers": 4,
@@ -54,10 +73,10 @@ _DECODER = {
 }
 
 
-def build(name: str) -> ZooModel:
-    """Build one of :data:`CASES` with random weights and inputs."""
+def build(name: str, *, on_gpu: bool = False) -> ZooModel:
+    """Build one of :data:`CASES` with random weights and inputs, or one of :data:`GPU_SIZES` on the GPU."""
     torch.manual_seed(0)
-    return CASES[name]()
+    return zoo.build(name, device="cuda", **GPU_SIZES[name]) if on_gpu else CASES[name]()
 
 
 def _llama(*, with_mask: bool) -> ZooModel:

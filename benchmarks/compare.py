@@ -25,11 +25,11 @@ from torch import nn
 
 import planner
 from benchmarks import common, comparison
-from benchmarks.cases import CASES, build
+from benchmarks.cases import CASES, GPU_SIZES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.peers import NotForThisModelError, Peer, peers
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
-from planner.errors import PlannerError
+from planner.errors import PlannerError, UsageError
 from planner.memory import keep_freed_memory
 from planner.planning import NoPlanFitsError
 from planner.terminal import Bar, counting
@@ -52,6 +52,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = common.parser("compare", __doc__)
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(CASES)} (default: {MODELS})")
     parser.add_argument(
+        "--size",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="sizes for two CPU cores, or on a GPU for tens of GiB (default: cpu)",
+    )
+    parser.add_argument(
         "--ratios",
         metavar="PERCENT",
         type=common.ratios,
@@ -72,7 +78,10 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if not keep_freed_memory():
         common.progress("this system's allocator cannot be told to keep memory: times include page faults")
-    names = common.chosen(args.models or MODELS, list(CASES))
+    on_gpu = args.size == "gpu"
+    if on_gpu and not torch.cuda.is_available():
+        raise UsageError("there is no GPU here: leave out --size gpu")
+    names = common.chosen(args.models or (None if on_gpu else MODELS), list(GPU_SIZES if on_gpu else CASES))
     common.check_destination(args.json)
     done = common.earlier("compare", args.json) if args.resume else {}
     kept = {entry["model"]: entry for entry in done.get("models", ())}
@@ -114,7 +123,7 @@ def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
     """Measure all ways of one model."""
     common.progress(f"{name}:")
     bar(f"{name}: alternatives")
-    loaded = build(name)
+    loaded = build(name, on_gpu=args.size == "gpu")
     model, step = loaded.model, step_of(loaded)
     device = next(model.parameters()).device
     rows: list[Result] = []

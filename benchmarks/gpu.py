@@ -17,12 +17,12 @@ import sys
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import torch
 
 import planner
 from benchmarks import common
+from benchmarks.cases import GPU_SIZES
 from benchmarks.common import Result, mebibytes, percent
 from planner import api, zoo
 from planner.capture import fake_mode
@@ -31,14 +31,7 @@ from planner.planning import NoPlanFitsError
 
 ALLOCATED_GOAL, RESERVED_GOAL, OVERHEAD_GOAL = 0.005, 0.03, 0.03
 
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt2-774m": {"batch_size": 8, "seq_len": 1024, "dtype": "bfloat16"},
-    "llama-7b": {"batch_size": 4, "seq_len": 2048, "layers": 8, "dtype": "bfloat16"},
-    "bert-large": {"batch_size": 64, "seq_len": 512, "dtype": "bfloat16"},
-    "vit-b16": {"batch_size": 256, "image_size": 224, "dtype": "bfloat16"},
-    "resnet152": {"batch_size": 192, "image_size": 224, "dtype": "bfloat16"},
-}
-"""Sizes at which a step without recompute takes tens of GiB."""
+MODELS = {name: GPU_SIZES[name] for name in ("gpt2-774m", "llama-7b", "bert-large", "vit-b16", "resnet152")}
 
 LARGEST_OF, LARGEST_WITHIN_BYTES = "gpt2-774m", 24 * 2**30
 """The largest batch is looked for within what the process may have of the card."""
