@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 
 from planner.capture import fake_mode, is_fake
 from planner.eager_trace import Recorder, Trace, tensors_in
@@ -24,6 +23,7 @@ from planner.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     call_implementation,
+    call_with,
     install_call,
     installed_call,
     uninstall_call,
@@ -94,7 +94,7 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
             twins = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in state.values()}
             named = {name: twins[id(tensor)] for name, tensor in state.items()}
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
-            call = partial(_call_with, model, named)
+            call = partial(call_with, model, named)
             parameters = [twins[id(p)] for p in model.parameters()]
             recorder.resident(list(twins.values()))
         recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
@@ -112,10 +112,6 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
         tangents=max(recorder.backward, recorder.tangents),
         is_real=real,
     )
-
-
-def _call_with(model: nn.Module, state: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    return functional_call(model, dict(state), args, kwargs)
 
 
 def _step(

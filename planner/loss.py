@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from planner.capture import fake_mode
@@ -16,7 +15,7 @@ from planner.errors import PlannerError, UsageError
 from planner.inputs import Inputs
 from planner.memory import StorageTracker
 from planner.surroundings import LossMemory
-from planner.torch_internals import FakeTensor
+from planner.torch_internals import FakeTensor, call_with
 
 
 def memory_of(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.Tensor]) -> LossMemory:
@@ -50,7 +49,8 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.T
     try:
         with mode:
             with torch.no_grad():
-                outputs = functional_call(model, {n: fake(t) for n, t in state.items()}, fakes.args, fakes.kwargs)
+                own = {n: fake(t) for n, t in state.items()}
+                outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
             outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
             leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
             tracker = StorageTracker(alignment_bytes=1)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from planner.capture import capture, differentiable_outputs, fake_mode
@@ -27,7 +26,7 @@ from planner.inputs import Inputs
 from planner.joint import JointGraph, is_tangent, mutates, tensors_of
 from planner.lowering import GIVEN_TARGET, LoweredGraph
 from planner.region_trace import RESIDENT, Kind, Recorder, Trace
-from planner.torch_internals import FakeTensor, TangentAOTInput, call_implementation
+from planner.torch_internals import FakeTensor, TangentAOTInput, call_implementation, call_with
 
 Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
 """Lowers the graph of a block, of which some placeholders are given by the rest of the step."""
@@ -222,7 +221,7 @@ class Step:
             stack.enter_context(torch.enable_grad())
             if mode is not None:
                 stack.enter_context(mode)
-            functional_call(_Holder(self.model, function), state, ())
+            call_with(_Holder(self.model, function), state)
 
     def _capture(self, path: str, block: nn.Module, inputs: Inputs, outputs: Any, lower: Lower) -> Block:
         captured: list[JointGraph] = []
@@ -240,7 +239,7 @@ class Step:
             )
             captured.append(joint)
 
-        functional_call(_Holder(block, run), {f"model.{name}": tensor for name, tensor in own.items()}, ())
+        call_with(_Holder(block, run), {f"model.{name}": tensor for name, tensor in own.items()})
         (joint,) = captured
         position_of = {id(tensor): position for position, tensor in enumerate(inputs.tensors())}
         places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
@@ -278,7 +277,7 @@ def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[f
 
 
 class _Holder(nn.Module):
-    """Runs something while ``functional_call`` has replaced a model's tensors."""
+    """Runs something while ``call_with`` has replaced a model's tensors."""
 
     def __init__(self, model: nn.Module, function: Callable[[], Any]) -> None:
         super().__init__()

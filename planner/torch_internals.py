@@ -28,6 +28,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
@@ -247,6 +248,24 @@ def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
     """Give the module's own call: its hooks and its ``forward``."""
     implementation: Callable[..., Any] = module._call_impl
     return implementation
+
+
+def call_with(model: torch.nn.Module, state: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Call a model with other parameters and buffers, by their paths, and leave it as it was.
+
+    Recurrent layers keep a list of the weights that they last ran with, which ``functional_call`` leaves behind.
+    """
+    layers = [part for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
+    kept = [
+        (vars(layer), name, vars(layer)[name]) for layer in layers for name in ("_flat_weights", "_flat_weight_refs")
+    ]
+    for attributes, name, weights in kept:
+        attributes[name] = list(weights)
+    try:
+        return functional_call(model, dict(state), args, kwargs)
+    finally:
+        for attributes, name, weights in kept:
+            attributes[name] = weights
 
 
 def min_cut_partition(

@@ -90,3 +90,28 @@ def test_a_planned_stack_keeps_bits_and_budget() -> None:
     assert plan.recomputations
     assert proof.exact, proof.differences
     assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.budget_bytes
+
+
+class Blocks(nn.Module):
+    """Recurrent layers as repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(FEATURES, FEATURES, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)[0])
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("runtime", ["regional", "modules"])
+def test_planning_leaves_a_layer_with_its_own_weights(runtime: str) -> None:
+    model = Blocks()
+    expected = step(model, x())
+    planner.auto_wrap(model, x(), budget="100%", runtime=runtime, time_limit_seconds=1.0)
+    for layer in model.layers:  # what it last ran with, and tells a change by
+        assert all(own is kept for own, kept in zip(layer.all_weights[0], layer._flat_weights, strict=True))
+        assert all(own is ref() for own, ref in zip(layer.all_weights[0], layer._flat_weight_refs, strict=True))
+    for _ in range(3):
+        assert all(map(torch.equal, step(model, x()), expected))
