@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 import torch._dynamo
 from torch import fx
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
@@ -65,6 +66,7 @@ __all__ = [
     "outside_tracing",
     "profiler_is_running",
     "run_and_save_rng_state",
+    "run_compiled",
     "run_with_rng_state",
     "self_test",
     "storage_id",
@@ -141,6 +143,18 @@ def compile_isolated(function: Callable[..., Any], backend: Callable[..., Any]) 
     Dynamo caches by code object, so two functions that share one would share graphs and plans.
     """
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+
+def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the graph that a function was compiled to for such arguments, else the function itself; compile nothing.
+
+    It is what ``torch._dynamo.run`` does, in less time: whoever calls is not inside a trace.
+    """
+    before = set_eval_frame(False)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_eval_frame(before)
 
 
 def install_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
@@ -295,6 +309,13 @@ def self_test() -> None:
     actual = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     uninstall_call(model)
     problems = []
+
+    def doubled(y: torch.Tensor) -> Any:
+        return y * 2 if torch.compiler.is_dynamo_compiling() else None
+
+    compile_isolated(doubled, lambda graph_module, _: graph_module)(x)
+    if run_compiled(doubled, (x,), {}) is None or run_compiled(doubled, (x[:1],), {}) is not None:
+        problems.append("compiled graphs are not run alone, or not only for what they were compiled for")
     torch._dynamo.mark_dynamic(x, 0, max=8)
     if not is_marked_dynamic(x) or dynamic_ranges(x) != {0: 8}:
         problems.append("mark_dynamic leaves other marks on a tensor")

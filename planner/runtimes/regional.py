@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from planner import rewrite
 from planner.agreement import plan_together
-from planner.capture import differentiable_outputs, isolated_call
+from planner.capture import IsolatedCall, differentiable_outputs
 from planner.errors import PlanMismatchError, UsageError
 from planner.failures import explain_failures, explain_forward
 from planner.findings import Finding
@@ -35,7 +35,7 @@ from planner.session import LoweredStep, Options, attention_for, device_spec, su
 from planner.sharding import ROOT, Parameter
 from planner.simulate import simulate
 from planner.surroundings import LossMemory, Surroundings
-from planner.torch_internals import call_implementation, dynamo_settings
+from planner.torch_internals import call_implementation
 from planner.whole_step import prefixed, put_together
 
 BLOCK_BYTES = "block bytes"
@@ -72,7 +72,7 @@ class RegionalRuntime:
             self._known[situation] = self._planned(Inputs(args, kwargs))
         planned = self._known[situation]
         self.plan = planned.plan
-        with dynamo_settings(), explain_failures(self.model), forwards(planned.forwards):
+        with explain_failures(self.model), forwards(planned.forwards):
             return implementation(*args, **kwargs)
 
     def stop(self) -> None:
@@ -145,7 +145,7 @@ class _Planned:
 
             return finished
 
-        return isolated_call(
+        return IsolatedCall(
             block.forward, partition, choose_outputs=differentiable_outputs, finish=finish, assume=False
         )
 
@@ -288,7 +288,7 @@ class _Regional:
             if options.progress is not None:
                 options.progress("capturing each block")
             check_plannable(model, inputs)
-            with dynamo_settings(), explain_forward(model):
+            with explain_forward(model):
                 step, found = lower_regional(model, inputs, options)
             blocks.update(found)
             return replace(step, capture_seconds=time.perf_counter() - begun)
