@@ -198,12 +198,14 @@ class _Emitter:
 
     def resolve_gradients(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
         """Give what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
-        given: dict[Any, Any] = {None: None}
+        given: dict[Any, fx.Node | None] = {None: None}
+        taken: set[fx.Node] = set()
         for node in nodes:
             if node not in given:
                 found = self.resolve(node)
-                taken = found.op == "placeholder" or found in given.values()
-                given[node] = self.resolve_output(node) if taken else found
+                is_taken = found.op == "placeholder" or found in taken
+                given[node] = self.resolve_output(node) if is_taken else found
+                taken.add(found)
         return tuple(given[node] for node in nodes)
 
     def _stands_for_another(self, node: fx.Node) -> bool:
@@ -338,7 +340,7 @@ def _shown_before(view: fx.Node) -> fx.Node | None:
 
 def _shows(node: fx.Node) -> tuple[Any, ...] | None:
     val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor):
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return None
     return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
 

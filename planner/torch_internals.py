@@ -17,6 +17,7 @@ import torch._dynamo
 from torch import fx
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._decomp import decompositions
+from torch._dynamo import mutation_guard
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
 from torch._functorch._aot_autograd.descriptors import (
@@ -151,6 +152,7 @@ def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
     It is what ``torch._dynamo.run`` does, in less time: whoever calls is not inside a trace.
     """
+    mutation_guard.GenerationTracker.generation += 1  # Inductor's CUDA graphs tell steps apart by it
     before = set_eval_frame(False)
     try:
         return function(*args, **kwargs)
