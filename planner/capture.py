@@ -158,7 +158,8 @@ class IsolatedCall:
 
         Dynamo's guards decide, and nothing that only a capture needs is prepared.
         """
-        return NOT_CAPTURED if torch.jit.is_tracing() else run_compiled(self._own, args, kwargs)
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        return NOT_CAPTURED if is_traced else run_compiled(self._own, args, kwargs)
 
 
 class Backend:
