@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,13 @@ from planner import runtimes
 from planner.errors import CaptureError, PlanMismatchError, PlannerError, RuntimeUnsupportedError, UsageError
 from planner.memory import keep_freed_memory
 from planner.planning import NoPlanFitsError, Plan
-from planner.torch_internals import installed_call
+from planner.torch_internals import (
+    aot_backend,
+    call_implementation,
+    compile_isolated,
+    install_call,
+    installed_call,
+)
 from planner.zoo import ZooModel
 
 RUNTIMES = [name for name in runtimes.names() if name != "auto"]
@@ -42,6 +49,9 @@ GRADIENT_GOAL = 1e-3
 """How far gradients of other runtimes may be from their own without recompute."""
 
 PEAK_GOAL, TIME_GOAL, PREDICTION_GOAL = 1.02, 1.05, 1e-3
+
+UNPLANNED = "boxed graph, no plan"
+"""Of the ways in the table of the host: what running a captured graph costs, without anything of ours."""
 
 BLOCKS, WIDTH = 12, 16
 """Of the model whose time is all Python."""
@@ -79,8 +89,8 @@ def main(arguments: Sequence[str]) -> int:
         if args.json != "-":
             common.write(args.json, result, _markdown(result))
 
-    for way in ways:
-        keep("host", _host(way, args.seconds))
+    for row in _host([UNPLANNED, *ways], args.seconds):
+        keep("host", row)
     for name in names:
         for entry in _entries(name, ways, done.get("full_save", ()), _full_save, args):
             keep("full_save", entry)
@@ -145,27 +155,42 @@ def _full_save(loaded: ZooModel, runtime: str, args: argparse.Namespace) -> Resu
     }
 
 
-def _host(runtime: str, limit_seconds: float) -> Result:
-    """Time steps of a model that has next to nothing to compute.
+def _host(ways: Sequence[str], limit_seconds: float) -> list[Result]:
+    """Time steps of a model that has next to nothing to compute, in all ways in turn.
 
-    Eager runs a model of its own: a call that is put in and taken out makes Dynamo look at the whole model again.
+    Each way has a model of its own: a call that is put in and taken out makes Dynamo look at the whole model again.
     """
-    ways = []
-    for wrapped in (False, True):
+    timed = []
+    for way in ("eager", *ways):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
         step = step_of(ZooModel(name="tiny", model=model, example_args=(torch.randn(2, WIDTH),), loss_fn=torch.sum))
-        if wrapped:
-            planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, time_limit_seconds=1.0)
+        if way == UNPLANNED:
+            install_call(model, _unplanned(model))
+        elif way != "eager":
+            planner.auto_wrap(model, budget=sys.maxsize, runtime=way, time_limit_seconds=1.0)
         step()
-        ways.append((model.zero_grad, step))
-    seconds = in_turn(ways, limit_seconds)
-    return {
-        "runtime": runtime,
-        "eager_seconds": median(eager for eager, _ in seconds),
-        "seconds": median(own for _, own in seconds),
-        "added_seconds": median(own - eager for eager, own in seconds),
-        "pairs": len(seconds),
-    }
+        timed.append((model.zero_grad, step))
+    rounds = in_turn(timed, limit_seconds * len(timed))
+    unplanned = 1 + ways.index(UNPLANNED)
+    return [
+        {
+            "runtime": way,
+            "eager_seconds": median(took[0] for took in rounds),
+            "seconds": median(took[place] for took in rounds),
+            "added_seconds": median(took[place] - took[0] for took in rounds),
+            "eager_ratio": median(took[place] / took[0] for took in rounds),
+            "unplanned_ratio": median(took[place] / took[unplanned] for took in rounds),
+            "pairs": len(rounds),
+        }
+        for place, way in enumerate(ways, 1)
+    ]
+
+
+def _unplanned(model: nn.Module) -> Callable[..., Any]:
+    """Compile a model's call as the runtime ``graph`` does; what is saved, torch decides without a budget."""
+    from torch._functorch.partitioners import default_partition
+
+    return compile_isolated(lambda *args: call_implementation(model)(*args), aot_backend(default_partition))
 
 
 def _budgets(loaded: ZooModel, runtime: str, args: argparse.Namespace) -> Result:
@@ -332,9 +357,11 @@ def _markdown(result: Result) -> str:
         common.table(_BUDGET_HEADINGS, [_budget_cells(row) for row in rows]),
         _reasons(rows),
         "## On the host",
-        f"A step of {BLOCKS} blocks of a linear layer {WIDTH} wide, in microseconds: next to nothing is computed.",
+        f"A step of {BLOCKS} blocks of a linear layer {WIDTH} wide, in microseconds: next to nothing is computed. "
+        f"*{UNPLANNED}* is the same capture with torch's own partition; median ratios to it and to eager, all ways "
+        "in turn.",
         common.table(
-            ["runtime", "eager", "without recompute", "added", "ratio", "pairs"],
+            ["runtime", "eager", "without recompute", "added", "to eager", f"to {UNPLANNED}", "rounds"],
             [_host_cells(row) for row in result["host"]],
         ),
     )
@@ -395,7 +422,7 @@ def _budget_cells(row: Result) -> list[object]:
 
 def _host_cells(row: Result) -> list[object]:
     times = [f"{1e6 * row[key]:.0f}" for key in ("eager_seconds", "seconds", "added_seconds")]
-    return [row["runtime"], *times, f"{row['seconds'] / row['eager_seconds']:.2f}", row["pairs"]]
+    return [row["runtime"], *times, *(f"{row[key]:.2f}" for key in ("eager_ratio", "unplanned_ratio")), row["pairs"]]
 
 
 def _reasons(rows: Iterable[Result]) -> str:

@@ -33,6 +33,7 @@ from planner.torch_internals import (
     compile_isolated,
     dynamo_settings,
     eliminate_common_subexpressions,
+    run_compiled,
     storage_id,
 )
 
@@ -107,9 +108,9 @@ def until_stopped(
 ) -> Any:
     """Compile one call until something in it raises :class:`Stopped`, and give what that carries."""
     check_capturable(model, inputs)
-    call = isolated_call(implementation or call_implementation(model), partition, **options)
+    call = IsolatedCall(implementation or call_implementation(model), partition, **options)
     try:
-        with dynamo_settings(), explain_forward(model), torch.enable_grad():
+        with explain_forward(model), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
     except Stopped as stopped:
         return stopped.result
@@ -119,16 +120,46 @@ def until_stopped(
     )
 
 
-def isolated_call(implementation: Callable[..., Any], partition: Partition, **options: Any) -> Callable[..., Any]:
-    """Compile a module's call, or its ``forward``, with a :class:`Backend`, sharing no cache with any other."""
+NOT_CAPTURED = object()
+"""What a call that has no graph gives in place of its result."""
 
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        return implementation(*args, **kwargs)
 
-    # Dynamo keeps its graphs by code object: each wrapped model gets one of its own.
-    code = planned.__code__.replace(co_name=f"planned_{next(_counter)}")
-    own = types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
-    return compile_isolated(own, Backend(partition, **options))
+class IsolatedCall:
+    """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other.
+
+    Parameters
+    ----------
+    implementation : callable
+    partition, **options
+        See :class:`Backend`.
+    """
+
+    def __init__(self, implementation: Callable[..., Any], partition: Partition, **options: Any) -> None:
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
+
+        # Dynamo keeps its graphs by code object: each call gets one of its own.
+        code = planned.__code__.replace(co_name=f"planned_{next(_counter)}")
+        self._implementation = implementation
+        self._own = types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
+        self._compiled = compile_isolated(self._own, Backend(partition, **options))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph for these arguments; capture it first if there is none."""
+        result = self.known(args, kwargs)
+        if result is NOT_CAPTURED:
+            with dynamo_settings():
+                result = self._compiled(*args, **kwargs)
+        # Where torch leaves the function alone (it is being exported, say) nothing is planned.
+        return self._implementation(*args, **kwargs) if result is NOT_CAPTURED else result
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph for these arguments, or give ``NOT_CAPTURED`` if there is none.
+
+        Dynamo's guards decide, and nothing that only a capture needs is prepared.
+        """
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        return NOT_CAPTURED if is_traced else run_compiled(self._own, args, kwargs)
 
 
 class Backend:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from unittest.mock import patch
 
@@ -77,10 +78,17 @@ def _never_padded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
-    try:
-        bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
-    except (TypeError, ValueError):  # the call itself will say what is wrong
-        bound = dict(inputs.kwargs)
+    bound = dict(inputs.kwargs)
+    if inputs.args:
+        forward = model.forward
+        function, own = (forward.__func__, (forward.__self__,)) if inspect.ismethod(forward) else (forward, ())
+        with suppress(TypeError, ValueError):  # the call itself will say what is wrong
+            bound = _signature(function).bind(*own, *inputs.args, **inputs.kwargs).arguments
     for nested in [value for value in bound.values() if isinstance(value, dict)]:
         bound = {**bound, **nested}
     return {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
+
+
+@lru_cache(maxsize=16)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

@@ -19,7 +19,7 @@ from planner import host_copies, timings
 from planner.joint import is_batch_norm, is_random, is_tangent
 from planner.lowering import LoweredGraph
 from planner.schedule import Schedule
-from planner.torch_internals import SavedForBackwardsAOTOutput, run_and_save_rng_state, run_with_rng_state
+from planner.torch_internals import OpOverload, SavedForBackwardsAOTOutput, run_and_save_rng_state, run_with_rng_state
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx
     backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
     backward.take(tangents)
     backward.run(range(boundary + 1, len(schedule.order)))
-    backward_results = tuple(backward.resolve_output(node) for node in backward_outputs)
+    backward_results = backward.resolve_gradients(backward_outputs)
 
     saved = [node for node in backward.taken if not is_tangent(node)]
     states = list(backward.taken_states)
@@ -190,7 +190,27 @@ class _Emitter:
             self.current.pop(view, None)
 
     def resolve_output(self, node: Any) -> Any:
-        return self.resolve(node) if isinstance(node, fx.Node) else node
+        """Give what leaves the graph; AOTAutograd counts on the views that it traced."""
+        if not isinstance(node, fx.Node):
+            return node
+        same = self.resolve(node)
+        return self.graph.node_copy(node, self.resolve) if self._stands_for_another(node) else same
+
+    def resolve_gradients(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
+        """Give what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
+        given: dict[Any, fx.Node | None] = {None: None}
+        taken: set[fx.Node] = set()
+        for node in nodes:
+            if node not in given:
+                found = self.resolve(node)
+                is_taken = found.op == "placeholder" or found in taken
+                given[node] = self.resolve_output(node) if is_taken else found
+                taken.add(found)
+        return tuple(given[node] for node in nodes)
+
+    def _stands_for_another(self, node: fx.Node) -> bool:
+        is_view = node in self.lowered.alias_nodes and node not in self._elements
+        return is_view and _shown_before(node) is not None
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """Give the current copy of a joint node: made before, viewed now, or taken in as an input."""
@@ -200,7 +220,8 @@ class _Emitter:
         if node.op == "get_attr":
             self.current[node] = self.graph.node_copy(node)
         elif node in self.lowered.alias_nodes and node not in self._elements:
-            self.current[node] = self.graph.node_copy(node, self.resolve)
+            same = _shown_before(node)
+            self.current[node] = self.graph.node_copy(node, self.resolve) if same is None else self.resolve(same)
             for value in self.lowered.storage_of[node]:
                 self._views.setdefault(value, []).append(node)
         else:
@@ -302,6 +323,26 @@ class _Emitter:
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:
     """Give the ``getitem`` nodes that take an operation's (not a view's) output apart."""
     return {n for n in lowered.alias_nodes if n.target is operator.getitem and n.args[0] not in lowered.alias_nodes}
+
+
+def _shown_before(view: fx.Node) -> fx.Node | None:
+    """Give what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
+
+    Tracing leaves many of them, and in a step of small tensors each takes as long as any other operation.
+    """
+    source = view
+    while isinstance(source.target, OpOverload) and source.target.is_view and len(source.all_input_nodes) == 1:
+        (source,) = source.all_input_nodes
+        if _shows(source) is not None and _shows(source) == _shows(view):
+            return source
+    return None
+
+
+def _shows(node: fx.Node) -> tuple[Any, ...] | None:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+        return None
+    return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
 
 
 def _operator(node: fx.Node) -> Any:

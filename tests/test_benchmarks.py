@@ -147,7 +147,7 @@ def test_runtimes_are_held_against_eager_and_their_predictions(tmp_path: Path, m
     arguments += ["--seconds", "0", "--time-limit", "1", "--json", str(file)]
     assert runtimes.main(arguments) == 0
     result = _results(file)
-    assert [row["runtime"] for row in result["host"]] == ["modules", "regional"]
+    assert [row["runtime"] for row in result["host"]] == [runtimes.UNPLANNED, "modules", "regional"]
     modules, regional, _, refused = result["full_save"]
     assert modules["peak_bytes"] == modules["eager_peak_bytes"]  # nothing is checkpointed, so it is eager
     assert regional["eager_peak_bytes"] == modules["eager_peak_bytes"]

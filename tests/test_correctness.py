@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner import rewrite
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.verification import bitwise_equal
 
@@ -483,3 +484,22 @@ def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
     assert torch.equal(loss, expected)
     loss.backward()
     model.train(), one_step(model)
+
+
+def test_views_that_show_what_is_there_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves: list[Any] = []
+    split = rewrite.split
+    monkeypatch.setattr(rewrite, "split", lambda *given: halves.append(split(*given)) or halves[-1])
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        result = model(torch.ones(4, 8)).sum()
+        result.backward()
+        return [result]
+
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%")
+    assert_same(run(plain, step), run(wrapped, step))
+    ((_, backward),) = halves
+    detached, transposed = torch.ops.aten.detach.default, torch.ops.aten.t.default
+    views = [node.target for node in backward.graph.nodes if node.target in (detached, transposed)]
+    assert views == [transposed] * 2  # for the gradients of the weights

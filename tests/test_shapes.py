@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from planner import study_types
+from planner import capture, study_types
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.memory import measure_peak
 
@@ -150,3 +150,21 @@ def test_more_sizes_than_torch_would_allow_by_itself() -> None:
     model = planner.auto_wrap(nn.Sequential(nn.Linear(2, 2)), budget="1MiB", maximum_shapes=12)
     for count in range(1, 13):
         model(torch.ones(count, 2)).sum().backward()
+
+
+def test_a_known_call_prepares_nothing_that_a_capture_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Prepared(Exception):
+        pass
+
+    def prepare() -> None:
+        raise Prepared
+
+    model = wrap()
+    plan = step(model, rows(64))
+    monkeypatch.setattr(capture, "dynamo_settings", prepare)
+    assert step(model, rows(64)) is plan
+    with pytest.raises(Prepared):
+        model(rows(32))
+    with pytest.raises(Prepared):
+        model.double()(rows(64).double())
+    assert step(model.float(), rows(64)) is plan

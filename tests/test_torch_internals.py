@@ -25,6 +25,17 @@ def test_another_torch_gets_one_message_that_names_the_version(monkeypatch: pyte
         torch_internals.self_test()
 
 
+def test_the_switches_of_a_model_are_those_of_its_modules_and_parameters():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.BatchNorm1d(2))
+    model.append(model[0])
+    switches = torch_internals.training_switches(model)
+    assert len(switches) == len([*model.modules(), *model.parameters()])
+    model[2].eval()
+    without_mode = torch_internals.training_switches(model)
+    model[0].bias.requires_grad_(False)
+    assert len({switches, without_mode, torch_internals.training_switches(model)}) == 3
+
+
 def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFixture):
     logger = logging.getLogger("model")
 

@@ -11,12 +11,7 @@ import torch
 from torch import fx, nn
 
 from planner import rewrite
-from planner.capture import (
-    capture,
-    differentiable_outputs,
-    expected_losses,
-    isolated_call,
-)
+from planner.capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, expected_losses
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.failures import explain_failures
 from planner.inputs import Inputs, check_plannable
@@ -28,7 +23,7 @@ from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
 from planner.session import Options, PlannedStep, attention_for, input_elements
 from planner.step_planning import plan_step
-from planner.torch_internals import Compiler, aot_backend, call_implementation, dynamo_settings, without_dynamic_marks
+from planner.torch_internals import Compiler, aot_backend, call_implementation, without_dynamic_marks
 
 
 class GraphRuntime:
@@ -84,6 +79,17 @@ class GraphRuntime:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled():
             return call_implementation(self.model)(*args, **kwargs)
+        try:
+            result = self._call.known(args, kwargs)
+        except AssumptionBrokenError:  # raised before anything was run
+            result = self._call_without_assumption.known(args, kwargs)
+        return self._captured(args, kwargs) if result is NOT_CAPTURED else result
+
+    def stop(self) -> None:
+        """Do nothing: the model's parts are as they were."""
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model on what is new to it, or marked as dynamic."""
         inputs = Inputs(args, kwargs)
         if not self._confirmed:
             check_plannable(self.model, inputs)
@@ -93,17 +99,14 @@ class GraphRuntime:
             self._plan_ahead(inputs)
         try:
             # Marks would make sizes symbolic, and planned graphs have fixed ones.
-            with without_dynamic_marks(varying), dynamo_settings(), explain_failures(self.model):
+            with without_dynamic_marks(varying), explain_failures(self.model):
                 try:
                     return self._call(*args, **kwargs)
-                except AssumptionBrokenError:  # raised before anything was run
+                except AssumptionBrokenError:
                     return self._call_without_assumption(*args, **kwargs)
         except CaptureError:
             check_plannable(self.model, inputs)  # what was added since may say it better
             raise
-
-    def stop(self) -> None:
-        """Do nothing: the model's parts are as they were."""
 
     def _prepare_for(self, inputs: Inputs) -> None:
         sizes = [tensor.shape for tensor in inputs.tensors()]
@@ -127,8 +130,8 @@ class GraphRuntime:
         self._remember(self.planned(joint), joint)
         self._planned_ahead.add(sizes)
 
-    def _new_call(self, *, assume: bool = True) -> Callable[..., Any]:
-        return isolated_call(
+    def _new_call(self, *, assume: bool = True) -> IsolatedCall:
+        return IsolatedCall(
             call_implementation(self.model),
             self.partition,
             choose_outputs=self._choose_outputs,

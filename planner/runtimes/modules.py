@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from planner.checkpoints import modules_of
 from planner.eager_graph import keeps_statistics
 from planner.eager_session import plan_eager
 from planner.errors import PlanMismatchError
-from planner.hugging_face import masking_of
 from planner.inputs import Inputs, check_device, check_own_checkpointing
 from planner.planning import Plan
 from planner.runtimes import Prepare
+from planner.runtimes._situation import situation_of
 from planner.session import Options
 from planner.torch_internals import call_implementation, install_call, installed_call, uninstall_call
 
@@ -57,28 +56,15 @@ class ModulesRuntime:
         """Run the model, with checkpoints if gradients are on."""
         if not torch.is_grad_enabled():
             return call_implementation(self.model)(*args, **kwargs)
-        situation = (*self._situation(args, kwargs), masking_of(self.model, Inputs(args, kwargs)))
+        inputs = Inputs(args, kwargs)
+        situation = situation_of(self.model, inputs)
         if situation not in self._chosen:
-            self._chosen[situation] = self._choose(Inputs(args, kwargs))
+            self._chosen[situation] = self._choose(inputs)
         with _checkpointed(self._chosen[situation]):
             return call_implementation(self.model)(*args, **kwargs)
 
     def stop(self) -> None:
         """Do nothing: between calls the model's parts are as they were."""
-
-    def _situation(self, args: Any, kwargs: Any) -> Any:
-        """Give what decides, apart from data, what a step runs."""
-        leaves = tree_leaves((args, kwargs))
-        described = tuple(
-            (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
-            for x in leaves
-            if isinstance(x, (torch.Tensor, bool, str))
-        )
-        modes = tuple(module.training for module in self.model.modules())
-        trained = tuple(p.requires_grad for p in self.model.parameters())
-        kind = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
-        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return described, modes, trained, cast
 
     def _choose(self, inputs: Inputs) -> tuple[nn.Module, ...]:
         if self.prepare is not None:

@@ -16,12 +16,11 @@ from torch import fx, nn
 
 from planner import rewrite
 from planner.agreement import plan_together
-from planner.capture import differentiable_outputs, isolated_call
+from planner.capture import IsolatedCall, differentiable_outputs
 from planner.errors import PlanMismatchError, UsageError
 from planner.failures import explain_failures, explain_forward
 from planner.findings import Finding
 from planner.graph import OperationCost, TrainingGraph
-from planner.hugging_face import masking_of
 from planner.inputs import Inputs, check_plannable
 from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
@@ -30,12 +29,13 @@ from planner.planning import Plan
 from planner.regions import Block, Step, find_blocks, forwards, placeholders_given
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
+from planner.runtimes._situation import situation_of
 from planner.schedule import Schedule
 from planner.session import LoweredStep, Options, attention_for, device_spec, surroundings_of
 from planner.sharding import ROOT, Parameter
 from planner.simulate import simulate
 from planner.surroundings import LossMemory, Surroundings
-from planner.torch_internals import call_implementation, dynamo_settings
+from planner.torch_internals import call_implementation
 from planner.whole_step import prefixed, put_together
 
 BLOCK_BYTES = "block bytes"
@@ -67,12 +67,13 @@ class RegionalRuntime:
         implementation = call_implementation(self.model)
         if not torch.is_grad_enabled():
             return implementation(*args, **kwargs)
-        situation = _situation(self.model, Inputs(args, kwargs))
+        inputs = Inputs(args, kwargs)
+        situation = situation_of(self.model, inputs)
         if situation not in self._known:
-            self._known[situation] = self._planned(Inputs(args, kwargs))
+            self._known[situation] = self._planned(inputs)
         planned = self._known[situation]
         self.plan = planned.plan
-        with dynamo_settings(), explain_failures(self.model), forwards(planned.forwards):
+        with explain_failures(self.model), forwards(planned.forwards):
             return implementation(*args, **kwargs)
 
     def stop(self) -> None:
@@ -145,7 +146,7 @@ class _Planned:
 
             return finished
 
-        return isolated_call(
+        return IsolatedCall(
             block.forward, partition, choose_outputs=differentiable_outputs, finish=finish, assume=False
         )
 
@@ -262,16 +263,6 @@ def _described(inputs: Inputs) -> str:
     return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs.tensors())
 
 
-def _situation(model: nn.Module, inputs: Inputs) -> Any:
-    """Give all that a step's graphs depend on, as far as it can change between calls."""
-    tensors = tuple((t.shape, t.dtype, t.requires_grad) for t in inputs.tensors())
-    kind = inputs.tensors()[0].device.type
-    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-    modes = tuple(module.training for module in model.modules())
-    trained = tuple(p.requires_grad for p in model.parameters())
-    return tensors, autocast, modes, trained, masking_of(model, inputs)
-
-
 class _Regional:
     name = "regional"
     summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
@@ -288,7 +279,7 @@ class _Regional:
             if options.progress is not None:
                 options.progress("capturing each block")
             check_plannable(model, inputs)
-            with dynamo_settings(), explain_forward(model):
+            with explain_forward(model):
                 step, found = lower_regional(model, inputs, options)
             blocks.update(found)
             return replace(step, capture_seconds=time.perf_counter() - begun)
