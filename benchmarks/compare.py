@@ -9,12 +9,13 @@ than the noise, or gives wrong gradients, is shown and not compared. Exit code 1
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -116,6 +117,7 @@ class _Way:
 
     name: str
     prepare: Callable[[], None]
+    step: Callable[[], Any]
     row: Result = field(default_factory=dict)
 
 
@@ -124,8 +126,10 @@ def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
     common.progress(f"{name}:")
     bar(f"{name}: alternatives")
     loaded = build(name, on_gpu=args.size == "gpu")
-    model, step = loaded.model, step_of(loaded)
+    model = loaded.model
     device = next(model.parameters()).device
+    # What is compiled has a model of its own: at one that others change Dynamo looks again each time.
+    apart = replace(loaded, model=copy.deepcopy(model))
     rows: list[Result] = []
     ways: list[_Way] = []
     reference: list[torch.Tensor] = []
@@ -139,27 +143,28 @@ def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
     alternatives = peers(args.ratios, inductor=args.inductor)
     for number, peer in enumerate(alternatives):
         bar.count(number, len(alternatives))
-        keep(*_try(loaded, peer, reference, device))
+        keep(*_try(apart if peer.compiles else loaded, peer, reference, device))
     profile = planner.profile(model, loaded.example_args, example_kwargs=loaded.example_kwargs, loss_fn=loaded.loss_fn)
     wanted = [("at the peak of " + row["way"], row["peak_bytes"]) for row in rows[1:] if row["status"] == "run"]
     wanted += [(f"at {percent(share, 0)} of eager's", int(share * rows[0]["peak_bytes"])) for share in args.shares]
     for title, budget_bytes in _distinct(wanted):
         bar(f"{name}: planned {title}")
-        keep(*_plan(loaded, title, budget_bytes, {"profile": profile}, args, reference, device))
+        keep(*_plan(apart, title, budget_bytes, {"profile": profile}, args, reference, device))
     smallest = [row["smallest_bytes"] for row in rows if "smallest_bytes" in row]
     if smallest:
-        keep(*_plan(loaded, "as small as it goes", min(smallest), {"profile": profile}, args, reference, device))
+        keep(*_plan(apart, "as small as it goes", min(smallest), {"profile": profile}, args, reference, device))
     compiled = next((row for row in rows if row["way"] == "Inductor" and row["status"] == "run"), None)
     for share in COMPILED_SHARES if compiled else ():
         title = f"and compiled at {percent(share, 0)} of Inductor's"
         budget_bytes = int(share * compiled["peak_bytes"])
-        keep(*_plan(loaded, title, budget_bytes, {"runtime": "inductor"}, args, reference, device))
+        keep(*_plan(apart, title, budget_bytes, {"runtime": "inductor"}, args, reference, device))
     bar(f"{name}: all ways in turn, {args.seconds:g} s or five rounds")
-    rounds = in_turn([(way.prepare, step) for way in ways], args.seconds, device, bar.count)
+    rounds = in_turn([(way.prepare, way.step) for way in ways], args.seconds, device, bar.count)
     for position, way in enumerate(ways):
         way.row["time_ratio"] = median(took[position] / took[0] for took in rounds)
         way.row["rounds"] = len(rounds)
     _take_out(loaded)
+    _take_out(apart)
     return {"model": name, "dropout": _has_dropout(model), "rows": rows}
 
 
@@ -187,7 +192,7 @@ def _try(
         return {**row, "status": "failed", "reason": reason}, None
     finally:
         _take_out(loaded)
-    return row, _Way(peer.name, prepare, row)
+    return row, _Way(peer.name, prepare, step_of(loaded), row)
 
 
 _IN_FORCE: dict[int, ExitStack] = {}
@@ -291,7 +296,7 @@ def _plan(
 
     row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, reference, device)
     _take_out(loaded)
-    return row, _Way(row["way"], prepare, row)
+    return row, _Way(row["way"], prepare, step_of(loaded), row)
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -47,10 +47,13 @@ class Peer:
     name : str
     put_in : callable
         Changes the model, or gives what is to run in place of its call; the context ends with the model as it was.
+    compiles : bool
+        Whether Dynamo looks at the model: at one that others change it would look again each time.
     """
 
     name: str
     put_in: Callable[[ZooModel], Any]
+    compiles: bool = False
 
 
 @contextmanager
@@ -179,11 +182,11 @@ def peers(ratios: Sequence[float], *, inductor: bool) -> list[Peer]:
         Peer("Hugging Face, every layer", partial(_hugging_face, n=1)),
         Peer("Hugging Face, every second", partial(_hugging_face, n=2)),
         *(
-            Peer(f"partitioner {solver} {ratio:g}", partial(_partitioner, ratio=ratio, solver=solver))
+            Peer(f"partitioner {solver} {ratio:g}", partial(_partitioner, ratio=ratio, solver=solver), compiles=True)
             for solver in solvers
             for ratio in ratios
             if ratio < 1 or solver == solvers[0]
         ),
-        *([Peer("Inductor", _inductor)] if inductor else []),
+        *([Peer("Inductor", _inductor, compiles=True)] if inductor else []),
         Peer("ckptplan", _ckptplan),
     ]
