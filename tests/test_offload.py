@@ -222,6 +222,23 @@ def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
     assert added == sorted(added, reverse=True) and added[-1] < added[0]
 
 
+@pytest.mark.parametrize("rate", [1e8, 1e9])
+def test_both_together_are_no_worse_than_either_alone(rate: float):
+    graph, costs = transformer(4)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
+    host = Host(bytes_per_second=rate, budget_bytes=2**40)
+    fixed = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
+    alone = [
+        solvers.solve(one, time_limit_seconds=3).recompute_seconds
+        for one in (problem, replace(problem, graph=fixed, host=host))
+    ]
+    both = solvers.solve(replace(problem, host=host), time_limit_seconds=3)
+    assert both.recompute_seconds <= min(alone)
+    assert rate > 1e8 or both.recompute_seconds < 0.9 * min(alone), "what does not hide is recomputed, and no more"
+    assert both.recompute_seconds - both.lower_bound_seconds < 0.02 * problem.baseline.seconds
+
+
 def test_budgets_below_what_recompute_can_reach_are_kept():
     graph, costs = transformer(2)
     host = Host(bytes_per_second=1e10, budget_bytes=2**40)

@@ -2,27 +2,27 @@
 
 Take the first run of one operation, the *cut*. Whatever a plan does, of each value that is read after
 the cut one of these is true: it is *held* on the device at the cut; or it is made *again* after it; or
-it is neither, so it is *away*: on the host, and fetched after the cut. Write ``z`` for what the plan adds
-to the step in all: its recompute and its waiting. Then
+it is neither, so it is *away*: on the host, and fetched after the cut. Write ``x`` for what the plan adds
+to the step before the cut begins, its recompute and its waiting there, and ``y`` for what it adds after. Then
 
 - what is held fits in the budget together with what the cut's operation needs, and what is away fits
   in the host's budget;
 - a value that is away has been sent before the cut begins. All those made by the operations from ``p`` on
   have been sent, one after the other, between the end of ``p`` and the cut. The step without the plan takes
-  ``t`` seconds from the one to the other, this plan at most ``t + z``: so their transfers take no longer;
+  ``t`` seconds from the one to the other, this plan at most ``t + x``: so their transfers take no longer;
 - its fetching begins after the cut's operation has ended, since its copy would be held at the cut otherwise,
   and as it is not made again, it has ended before the next operation of the base order that reads it begins.
   All those read by operations up to ``d`` have been fetched, one after the other, between the end of the
-  cut's operation and the begin of ``d``: again at most ``t + z``;
-- ``z`` is at least the time of what is made again after the cut.
+  cut's operation and the begin of ``d``: at most ``t + y``;
+- ``y`` is at least the time of what is made again after the cut.
 
-Every plan in the base order gives a solution of these rows, so their smallest ``z`` is a bound, and that
+Every plan in the base order gives a solution of these rows, so their smallest ``x + y`` is a bound, and that
 of their relaxation too. Only some ``p`` and ``d`` are taken: fewer rows prove less, and nothing wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -86,10 +86,10 @@ class _Builder:
         self.held = {u: self.model.column() for u in holdable if u not in fixed}
         self.again = {o: self.model.column(problem.costs[o].seconds / self.scale, integer=True) for o in again}
         self.away = {u: self.model.column(integer=True) for u in self.held if u in movable}
-        # The rest of z. It stays below one half of its column's range: what reads off a solution which columns
-        # are set takes it for none.
-        self.most_seconds = 4 * sum(self.host.seconds(values[u].size_bytes) for u in self.away) + self.scale
-        self.rest = self.model.column(self.most_seconds / self.scale)
+        # What computing waits for. It stays below one half of its column's range: what reads off a solution which
+        # columns are set takes it for none.
+        self.most_seconds = 4 * sum(self.seconds_of(u) for u in self.away) + self.scale
+        self.waits_before, self.waits_after = (self.model.column(self.most_seconds / self.scale) for _ in range(2))
 
     def built(self) -> OffloadCut | None:
         if self.room_bytes < 0:
@@ -123,24 +123,54 @@ class _Builder:
         """Allow no more transfers than there is time for, before the cut and after it."""
         graph, costs, step = self.graph, self.problem.costs, self.step
         begin = list(accumulate((cost.seconds for cost in costs), initial=0.0))
-        next_reader = {u: next((r for r in graph.readers[u] if r > step), len(costs)) for u in self.away}
-        for maker in _some({graph.producer[u] for u in self.away}):
-            late = [u for u in self.away if graph.producer[u] >= maker]
-            self.transfers_within(begin[step] - begin[maker + 1], late)
-        for reader in _some(set(next_reader.values())):
-            early = [u for u in self.away if next_reader[u] <= reader]
-            self.transfers_within(begin[reader] - begin[step + 1], early)
+        makers = _grouped(self.away, lambda u: graph.producer[u])
+        readers = _grouped(self.away, lambda u: next((r for r in graph.readers[u] if r > step), len(costs)))
+        sent = [(begin[step] - begin[p + 1], makers[p]) for p in sorted(makers, reverse=True)]
+        fetched = [(begin[d] - begin[step + 1], readers[d]) for d in sorted(readers)]
+        self.transfers_within(sent, self.waits_before, self.most_seconds)
+        self.transfers_within(fetched, *self.added_after())
 
-    def transfers_within(self, seconds: float, away: Iterable[int]) -> None:
-        taken = [(self.away[u], self.host.seconds(self.graph.values[u].size_bytes)) for u in away]
-        added = [(column, -self.problem.costs[o].seconds) for o, column in self.again.items()]
-        self.at_most(seconds, [*taken, *added, (self.rest, -self.most_seconds)], unit=self.scale)
+    def added_after(self) -> tuple[int, float]:
+        """Give a column for a share of some seconds: no more than all that is added after the cut."""
+        costs = self.problem.costs
+        most = self.most_seconds + sum(costs[o].seconds for o in self.again)
+        column = self.model.column()
+        again = [(column, -costs[o].seconds) for o, column in self.again.items()]
+        self.at_most(0.0, [(column, most), *again, (self.waits_after, -self.most_seconds)], unit=self.scale)
+        return column, most
+
+    def transfers_within(self, moments: list[tuple[float, list[int]]], added: int, most_seconds: float) -> None:
+        """Bound the transfers on one side of the cut.
+
+        ``moments`` come from the nearest to the cut: the time from it to the cut, and the values on whose transfers
+        it bears beside those before. Each sum is made from the one before, so that rows stay short.
+        """
+        total = sum(self.seconds_of(u) for u in self.away)
+        before: list[tuple[int, float]] = []
+        for seconds, values in _some(moments):
+            column = self.model.column()
+            terms = [(self.away[u], self.seconds_of(u)) for u in values]
+            self.at_most(0.0, [*terms, *before, (column, -total)], unit=self.scale)
+            self.at_most(seconds, [(column, total), (added, -most_seconds)], unit=self.scale)
+            before = [(column, total)]
+
+    def seconds_of(self, u: int) -> float:
+        return self.host.seconds(self.graph.values[u].size_bytes)
 
     def at_most(self, most: float, terms: Sequence[tuple[int, float]], *, unit: float) -> None:
         self.model.at_least(-most / unit, *((column, -weight / unit) for column, weight in terms if weight))
 
 
-def _some(steps: set[int]) -> list[int]:
-    """Take some of many, evenly, the last among them."""
-    every = sorted(steps)
-    return every[:: -max(1, len(every) // _MOMENTS)]
+def _grouped(values: Iterable[int], moment: Callable[[int], int]) -> dict[int, list[int]]:
+    groups: dict[int, list[int]] = {}
+    for u in values:
+        groups.setdefault(moment(u), []).append(u)
+    return groups
+
+
+def _some(moments: list[tuple[float, list[int]]]) -> list[tuple[float, list[int]]]:
+    """Take some of many, evenly, the last among them; values of those left out count with the next that is taken."""
+    size = max(1, len(moments) // _MOMENTS)
+    first = len(moments) % size
+    chunks = [moments[:first], *(moments[at : at + size] for at in range(first, len(moments), size))]
+    return [(chunk[-1][0], [u for _, values in chunk for u in values]) for chunk in chunks if chunk]

@@ -3,8 +3,9 @@
 Which values to offload comes from the programme of :mod:`planner.solvers._offload_bound`, whose optimum is
 the bound. What is recomputed beside them is then found by the solvers of recompute, for which
 fetching poses as a recompute of no cost (:mod:`planner.solvers._asif`); last, transfers get time to hide
-(:mod:`planner.solvers._windows`). Starting from there, single values are offloaded or no longer, as long
-as that helps. Only the simulator says what helps.
+(:mod:`planner.solvers._windows`). Plans that only recompute, or only offload, are looked for too, so that
+both together are no worse than either. Starting from the best, single values are offloaded or no longer,
+as long as that helps. Only the simulator says what helps.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from planner.host import Host
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
 from planner.solvers._asif import AsIf
-from planner.solvers._offload_bound import build
-from planner.solvers._pulp import Library
+from planner.solvers._offload_bound import OffloadCut, build
+from planner.solvers._pulp import Answer, Library
 from planner.solvers._standing import Standing
 from planner.solvers._windows import widened, without_unneeded
 
-_CUT_SHARE, _CUT_GAP = 0.1, 1e-4
-"""Share of the time for the programme of one cut, and how near to its optimum to come, as a share of the step."""
+_SMALL = 60
+"""Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
+good, and the search ends where plan and bound are near each other."""
 
-_TURN_SECONDS_PER_ROW = 2e-6
-"""About what HiGHS takes between two questions whether to stop, where work is counted."""
+_ENOUGH = 3e-4
+"""How near that is, as a share of the step."""
 
-_TRIAL_SHARE = 0.25
-"""Share of the time that is left for one choice of values."""
+_LP_SECONDS_PER_ROW = 1e-4
+"""About what a relaxation takes, where work is counted."""
+
+_FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
+"""Share of the time that is left for the most promising choice of values, and for another one."""
 
 
 class MixedSolver:
@@ -75,16 +80,23 @@ class _Mix:
         self.host = standing.problem.host
         self.clock: Clock = effort.clock()
         self.movable = ranked(self.problem)
-        self.tried: set[tuple[frozenset[int], int, float]] = set()
+        self.tried: set[tuple[frozenset[int], int, float, bool]] = set()
+        self.is_small = len(self.problem.graph.operations) <= _SMALL
+        self.enough_seconds = 0.0 if self.is_small else _ENOUGH * self.problem.baseline.seconds
         self.best: frozenset[int] = frozenset()
         """The values that the best plan offloads."""
 
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
-        chosen = [frozenset(self.choose(step)) for step in cuts]
-        everything = frozenset(_first_within(self.problem, self.movable, self.host.budget_bytes))
-        for values in dict.fromkeys((*chosen, everything, frozenset[int]())):
+        found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
+        chosen = [values for _, values in found]
+        everything = frozenset(_first_within(problem, self.movable, self.host.budget_bytes))
+        self.attempt(chosen[0], share=_FIRST_SHARE)
+        self.make_room()
+        self.attempt(frozenset(), share=_FIRST_SHARE)
+        self.offload_alone(cuts)
+        for values in (*chosen[1:], everything):
             self.attempt(values)
         if self.standing.schedule is None:
             self.offer(lowest_offloading(problem, everything))
@@ -95,10 +107,10 @@ class _Mix:
             pass
 
     def is_over(self) -> bool:
-        return self.clock.left() < 0 or self.standing.is_closed(0.0)
+        return self.clock.left() < 0 or self.standing.is_closed(self.enough_seconds)
 
-    def choose(self, step: int) -> list[int]:
-        """Solve the programme of a cut, keep its bound, and give the values that are away in its solution.
+    def choose(self, step: int) -> tuple[float, frozenset[int]]:
+        """Solve the programme of a cut, keep its bound, and give it with the values that are away in its solution.
 
         Raises
         ------
@@ -108,31 +120,51 @@ class _Mix:
         cut = build(self.problem, step)
         if cut is None:
             raise self.standing.infeasible(proven=True)
-        try:
-            library = Library(lambda line: None)
-        except SolverUnavailableError:
-            return []
-        gap = _CUT_GAP * self.problem.baseline.seconds / cut.scale
-        seconds = max(_CUT_SHARE * self.clock.limit_seconds, 0.05)
-        if self.clock.counts_work:
-            turns = 1 + int(seconds / (len(cut.model.rows) * _TURN_SECONDS_PER_ROW + 1e-6))
-            answer = library.minimise(cut.model, turns=turns, gap=gap)
-            self.clock.work(answer.turns * len(cut.model.rows) * _TURN_SECONDS_PER_ROW)
-        else:
-            answer = library.minimise(cut.model, seconds=seconds, gap=gap)
+        answer = self.solved(cut)
         if answer.infeasible:
             raise _infeasible(self.standing, self.host, proven=True)
         self.standing.prove(answer.bound * cut.scale)
-        return [] if answer.columns is None else [u for u, c in cut.away.items() if answer.columns[c] > 0.5]
+        return answer.bound * cut.scale, _away(cut, answer)
 
-    def attempt(self, values: frozenset[int], *, spare_bytes: int = 0, price: float = 1e-3) -> bool:
+    def solved(self, cut: OffloadCut) -> Answer:
+        """Solve the programme of a cut; without a library nothing is known of it."""
+        try:
+            library = Library(lambda line: None)
+        except SolverUnavailableError:
+            return Answer(None, 0.0)
+        if self.is_small:
+            return library.minimise(cut.model, seconds=None if self.clock.counts_work else self.clock.limit_seconds)
+        self.clock.work(len(cut.model.rows) * _LP_SECONDS_PER_ROW)
+        return library.minimise(cut.model, relax=True)
+
+    def offload_alone(self, cuts: Iterable[int]) -> None:
+        """Plan without any recompute, unless the programme of some cut says that this is no better."""
+        operations = tuple(replace(operation, recomputable=False) for operation in self.problem.graph.operations)
+        fixed = replace(self.problem, graph=replace(self.problem.graph, operations=operations))
+        for step in cuts:
+            cut = None if self.is_over() else build(fixed, step)
+            answer = self.solved(cut) if cut is not None else None
+            if cut is None or answer is None or answer.infeasible:
+                return
+            if answer.bound * cut.scale < self.standing.recompute_seconds:
+                self.attempt(_away(cut, answer), problem=fixed)
+
+    def attempt(
+        self,
+        values: frozenset[int],
+        *,
+        spare_bytes: int = 0,
+        price: float = 1e-3,
+        share: float = _TRIAL_SHARE,
+        problem: Problem | None = None,
+    ) -> bool:
         """Plan the recompute around some values that can be fetched, and say whether that betters the plan."""
-        trial = (values, spare_bytes, price)
-        asked = AsIf(self.problem, values, spare_bytes=spare_bytes, price=price)
-        if trial in self.tried or asked.problem.budget_bytes <= 0 or self.clock.left() < 0:
+        asked = AsIf(problem or self.problem, values, spare_bytes=spare_bytes, price=price)
+        trial = (values, spare_bytes, price, problem is None)
+        if trial in self.tried or asked.problem.budget_bytes <= 0 or self.is_over():
             return False
         self.tried.add(trial)
-        share_seconds = max(_TRIAL_SHARE * self.clock.left(), 0.1)
+        share_seconds = max(share * self.clock.left(), 0.1)
         try:
             found = solvers.get(MixedSolver.recompute).solve(
                 asked.problem, effort=replace(self.effort, time_limit_seconds=share_seconds)
@@ -159,9 +191,10 @@ class _Mix:
         """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
         largest = max((self.problem.graph.values[u].size_bytes for u in self.best), default=0)
         for spare_bytes, price in ((largest, 1e-3), (2 * largest, 1e-3), (4 * largest, 1e-3), (0, 0.3), (0, 1.0)):
-            assert self.standing.schedule is not None
-            if self.best and self.problem.evaluate(self.standing.schedule).stall_seconds > 0 and not self.is_over():
-                self.attempt(self.best, spare_bytes=spare_bytes, price=price)
+            schedule = self.standing.schedule
+            if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
+                return
+            self.attempt(self.best, spare_bytes=spare_bytes, price=price)
 
     def flip(self) -> bool:
         """Offload one value more or less, each in turn, and say whether any of it helped."""
@@ -192,6 +225,11 @@ def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
     asked = AsIf(problem, frozenset(values))
     found = lowest_schedule(asked.problem.graph, asked.problem.costs, target_bytes=asked.problem.budget_bytes)
     return asked.real_schedule(found)
+
+
+def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
+    columns = answer.columns or [0.0] * len(cut.model.cost)
+    return frozenset(u for u, column in cut.away.items() if columns[column] > 0.5)
 
 
 def _first_within(problem: Problem, values: Iterable[int], most_bytes: int) -> list[int]:
