@@ -1,7 +1,9 @@
-"""What does each lever reach that recompute alone does not: the same step, planned with one after the other.
+"""What does each lever reach alone, and all together: recompute, offload, slices.
 
-A case is a model, a device and a budget; nothing is run. For each lever: whether there is a plan, its peak,
-what it costs, and where there is none the smallest budget that is known to do, and what binds.
+A case is a step, a device and budgets; nothing is run. For each budget and lever: whether there is a plan, its peak,
+what it costs, what no such plan can cost less than, and where there is none the smallest budget that is known to
+do, and what binds. Costs are of the step in one piece without recompute. Exit code 1 if all together are worse than
+the best alone, or reach no budget below what recompute alone can reach at all.
 """
 
 from __future__ import annotations
@@ -10,52 +12,192 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
 
 from benchmarks import common
 from benchmarks.common import Result, percent
-from planner import api
-from planner.capture import fake_mode
-from planner.planning import NoPlanFitsError, Plan
+from planner import zoo
+from planner.capture import capture, fake_mode
+from planner.floor import minimum_peak
+from planner.inputs import Inputs
+from planner.planning import NoPlanFitsError, Plan, make_problem
+from planner.session import Options, attention_for, lower_as_run, study_lowered
 from planner.slices import slices_of
+from planner.step_planning import Candidate, candidates, cheapest
+from planner.study_types import Study
+from planner.training import Training
 from planner.units import format_bytes
 from planner.zoo import ZooModel
 
-LEVERS: dict[str, dict[str, Any]] = {
-    "recompute": {},
-    "recompute and slices": {"chunk": "auto"},
+_ENOUGH = 1e-3
+"""Solvers stop a little above their bound: within so much of the step two plans cost the same."""
+
+HOST_BUDGET = "512GiB"
+"""What offloaded values may take of the host's memory."""
+
+
+@dataclass(frozen=True)
+class Lever:
+    """What a plan may do."""
+
+    recompute: bool = False
+    offload: bool = False
+    slices: bool = False
+
+
+LEVERS = {
+    "recompute": Lever(recompute=True),
+    "offload": Lever(offload=True),
+    "slices": Lever(slices=True),
+    "recompute and slices": Lever(recompute=True, slices=True),
+    "all": Lever(recompute=True, offload=True, slices=True),
 }
-"""What a plan may do, and how that is asked for."""
+"""Each alone; what needs no host; and together."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step, and what it is planned for."""
+    """A step, what it is planned for, and budgets: of the device, or per cent of what the step allocates."""
 
     build: Callable[[Mapping[str, Any]], ZooModel]
     sizes: Mapping[str, Any]
-    asked: Mapping[str, Any]
+    budgets: Sequence[str]
+    device: str = "h100"
+    optimizer: str = "none"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
     parser = common.parser("levers", __doc__)
     parser.add_argument("--cases", metavar="NAMES", help=f"with commas, of {', '.join(CASES)} (default: all)")
-    parser.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="for each solve (default: 10)")
+    parser.add_argument("--time-limit", metavar="S", type=float, default=15.0, help="for each solve (default: 15)")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that FILE has of this torch version")
     args = parser.parse_args(arguments)
     names = common.chosen(args.cases, list(CASES))
     common.check_destination(args.json)
-    result: Result = {**common.environment("levers", arguments), "rows": []}
+    done = common.earlier("levers", args.json).get("rows", []) if args.resume else []
+    result: Result = {**common.environment("levers", arguments), "host_budget": HOST_BUDGET, "rows": done}
     for name in names:
-        for lever in LEVERS:
-            row = _row(name, lever, args.time_limit)
-            result["rows"].append(row)
-            common.progress(" | ".join(_cells(row)))
-            common.write(args.json, result, _page(result))
-    return 0 if all(_keeps_goal(name, result["rows"]) for name in names) else 1
+        step = _Step(CASES[name], args.time_limit)
+        for budget in CASES[name].budgets:
+            for lever in LEVERS:
+                if any((row["case"], row["budget"], row["lever"]) == (name, budget, lever) for row in done):
+                    continue
+                row = {"case": name, "budget": budget, "lever": lever, **step.planned(budget, LEVERS[lever])}
+                result["rows"].append(row)
+                common.progress(" | ".join(_cells(row)))
+                common.write(args.json, result, _page(result))
+    missed = [goal for name in names for goal in _missed(result["rows"], name)]
+    for goal in missed:
+        common.progress(f"missed: {goal}")
+    return 1 if missed else 0
+
+
+class _Step:
+    """A case's step, captured when the first row asks for it, and in slices when one asks for those."""
+
+    def __init__(self, case: Case, time_limit_seconds: float) -> None:
+        self.case, self.time_limit_seconds = case, time_limit_seconds
+        self.sliced: list[Candidate] = []
+
+    @cached_property
+    def rest(self) -> Iterator[Candidate]:
+        """The candidates that nobody has asked for yet; the first is the step in one piece."""
+        loaded = self.case.build(self.case.sizes)
+        training = Training(optimizer=self.case.optimizer)
+        options = Options(device=self.case.device, training=training, name=loaded.name)
+        inputs = Inputs.of(loaded.example_args or None, loaded.example_kwargs)
+        joint = capture(loaded.model, inputs, attention=attention_for(loaded.model, options))
+        whole = lower_as_run(loaded.model, joint, options)
+        return candidates(loaded.model, whole, study_lowered(loaded.model, whole, options), options)
+
+    def pieces(self) -> Iterator[Candidate]:
+        """Give the step in one piece, then in more and more slices."""
+        for number in count():
+            if number == len(self.sliced):
+                following = next(self.rest, None)
+                if following is None:
+                    return
+                self.sliced.append(following)
+            yield self.sliced[number]
+
+    def planned(self, budget: str, lever: Lever) -> Result:
+        """Give a row."""
+        _, whole = next(self.pieces())
+        asked: dict[str, Any] = {"activation_budget" if budget.endswith("%") else "budget": budget}
+        problem = make_problem(whole.graph, whole.costs, **asked)
+        budget_bytes = problem.budget_bytes + whole.graph.total_static_bytes
+        begun = time.perf_counter()
+
+        def plan(step: Candidate, why: str) -> tuple[Plan, str]:
+            study = step[1] if lever.recompute else _without_recompute(step[1])
+            made = study.plan(
+                budget=budget_bytes,
+                time_limit_seconds=self.time_limit_seconds,
+                offload=lever.offload,
+                host_budget=HOST_BUDGET if lever.offload else None,
+                compare=False,
+            )
+            return made, why
+
+        row: Result = {"budget_bytes": budget_bytes}
+        if lever == LEVERS["recompute"]:
+            floor = minimum_peak(whole.graph, whole.costs)
+            row["proven_floor_bytes"] = floor.proven_peak_bytes + whole.graph.total_static_bytes
+            row["floor_at"] = floor.proven_operation
+        try:
+            steps = self.pieces() if lever.slices else [next(self.pieces())]
+            found, why = cheapest(steps, plan, lambda made: made[0])
+            row |= {"status": found.status, "why": why, **_found(found, problem.baseline.seconds)}
+        except NoPlanFitsError as error:
+            row |= {
+                "status": "infeasible",
+                "smallest_known_bytes": error.minimum_feasible_peak_bytes,
+                "proven_minimum_bytes": error.report["proven_minimum_peak_bytes"],
+                "why": str(error),
+            }
+        return {**row, "seconds": time.perf_counter() - begun}
+
+
+def _without_recompute(study: Study) -> Study:
+    operations = tuple(replace(operation, recomputable=False) for operation in study.graph.operations)
+    return replace(study, graph=replace(study.graph, operations=operations))
+
+
+def _found(plan: Plan, baseline_seconds: float) -> Result:
+    seconds = plan.baseline_step_seconds
+    return {
+        "peak_bytes": plan.whole_step_peak_bytes,
+        "step_seconds": seconds + plan.added_seconds,
+        "overhead": (seconds + plan.added_seconds) / baseline_seconds - 1,
+        "lower_bound_overhead": (seconds + plan.lower_bound_seconds) / baseline_seconds - 1,
+        "recompute_overhead": plan.recompute_seconds / baseline_seconds,
+        "stall_overhead": (plan.added_seconds - plan.recompute_seconds) / baseline_seconds,
+        "host_bytes": plan.offloading.host_bytes if plan.offloading else 0,
+        "slices": slices_of(plan.fingerprint),
+        "solver": plan.solver,
+    }
+
+
+def _missed(rows: Sequence[Result], name: str) -> Iterator[str]:
+    """Say which goals a case misses."""
+    own = [row for row in rows if row["case"] == name]
+    together = {row["budget"]: row for row in own if row["lever"] == "all"}
+    for row in own:
+        best = together[row["budget"]]
+        if row["status"] != "infeasible" and (
+            best["status"] == "infeasible" or best["overhead"] > row["overhead"] + _ENOUGH
+        ):
+            yield f"{name}, {row['budget']}: {row['lever']} alone is better than all together"
+    floors = [row["proven_floor_bytes"] for row in own if row["lever"] == "recompute"]
+    reached = [row["peak_bytes"] for row in together.values() if row["status"] != "infeasible"]
+    if not reached or min(reached) >= max(floors):
+        yield f"{name}: no plan of all together is below what recompute alone can reach"
 
 
 def _llama(sizes: Mapping[str, Any]) -> ZooModel:
@@ -89,86 +231,68 @@ def _parameters_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _of_zoo(name: str) -> Callable[[Mapping[str, Any]], ZooModel]:
+    return lambda sizes: zoo.build(name, **sizes, fake_mode=fake_mode())
+
+
+_ZOO = {"batch_size": 16, "dtype": "bfloat16"}
+"""Four times the zoo's batch: with that, the gradients of LLaMA 7B alone are a fourth of what its step allocates."""
+
 CASES: dict[str, Case] = {
+    "gpt2-774m": Case(_of_zoo("gpt2-774m"), {**_ZOO, "seq_len": 1024}, ("50%", "30%", "20%", "10%")),
+    "llama-7b": Case(_of_zoo("llama-7b"), {**_ZOO, "seq_len": 2048}, ("50%", "30%", "20%", "10%", "8%")),
     "128k-vocabulary": Case(
         _llama,
         {"layers": 16, "width": 2048, "heads": 32, "vocabulary": 128_256, "batch_size": 4, "seq_len": 4096},
-        {"budget": "24GiB", "device": "rtx-4090", "optimizer": "adamw"},
+        ("24GiB",),
+        device="rtx-4090",
+        optimizer="adamw",
     ),
 }
-"""Logits in float32, their logarithms and their gradient take 7.8 GiB each, and no recompute makes them smaller."""
-
-
-def _row(name: str, lever: str, time_limit_seconds: float) -> Result:
-    case = CASES[name]
-    loaded = case.build(case.sizes)
-    begun = time.perf_counter()
-    row: Result = {"case": name, "sizes": dict(case.sizes), "asked": dict(case.asked), "lever": lever}
-    try:
-        plan = api.plan(
-            loaded.model,
-            example_kwargs=loaded.example_kwargs,
-            name=loaded.name,
-            time_limit_seconds=time_limit_seconds,
-            **{**case.asked, **LEVERS[lever]},
-        )
-        row |= {"status": plan.status, **_found(plan)}
-    except NoPlanFitsError as error:
-        row |= {
-            "status": "infeasible",
-            "budget_bytes": error.report["budget_bytes"],
-            "smallest_known_bytes": error.minimum_feasible_peak_bytes,
-            "proven_minimum_bytes": error.report["proven_minimum_peak_bytes"],
-            "why": str(error),
-        }
-    return {**row, "seconds": time.perf_counter() - begun}
-
-
-def _found(plan: Plan) -> Result:
-    return {
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.whole_step_peak_bytes,
-        "step_seconds": plan.baseline_step_seconds + plan.recompute_seconds,
-        "overhead": plan.overhead,
-        "lower_bound_overhead": plan.lower_bound_overhead,
-        "smallest_known_bytes": plan.minimum_feasible_peak_bytes,
-        "slices": slices_of(plan.fingerprint),
-        "why": "; ".join(w.evidence for w in plan.warnings if w.rule in ("why-slices", "in-slices")),
-    }
-
-
-def _keeps_goal(name: str, rows: Sequence[Result]) -> bool:
-    """Whether recompute alone has no plan for a case, and some other lever has one."""
-    own = [row for row in rows if row["case"] == name]
-    return all((row["status"] == "infeasible") == (row["lever"] == "recompute") for row in own)
+"""The last: logits in float32, their logarithms and their gradient take 7.8 GiB each, and no recompute makes them
+smaller."""
 
 
 def _cells(row: Result) -> list[str]:
-    feasible = row["status"] != "infeasible"
+    cells = [row["case"], row["budget"], format_bytes(row["budget_bytes"]), row["lever"]]
+    if row["status"] == "infeasible":
+        return [*cells, f"none; {format_bytes(row['smallest_known_bytes'])} do", *"-----", f"{row['seconds']:.0f} s"]
     return [
-        row["case"],
-        row["lever"],
-        row["status"],
-        format_bytes(row["peak_bytes"]) if feasible else "-",
-        format_bytes(row["smallest_known_bytes"]),
-        f"{row['step_seconds']:.2f} s" if feasible else "-",
-        percent(row["overhead"]) if feasible else "-",
-        percent(row["lower_bound_overhead"]) if feasible else "-",
-        str(row["slices"]) if feasible else "-",
+        *cells,
+        format_bytes(row["peak_bytes"]),
+        percent(row["overhead"]),
+        percent(row["lower_bound_overhead"]),
+        percent(row["stall_overhead"]),
+        format_bytes(row["host_bytes"]) if row["host_bytes"] else "-",
+        str(row["slices"]) if row["slices"] > 1 else "-",
         f"{row['seconds']:.0f} s",
     ]
 
 
+_HEADINGS = ["case", "budget", "bytes", "lever", "peak", "costs", "bound", "of it waiting", "host", "slices", "took"]
+
+
 def _page(result: Result) -> str:
-    headings = ["case", "lever", "status", "peak", "smallest known", "step", "recompute", "bound", "slices", "took"]
+    rows = result["rows"]
     cases = [
-        f"**{name}**: {common.sizes_text(case.sizes)}; {common.sizes_text(case.asked)}."
+        f"**{name}**: {common.sizes_text(case.sizes)}; device {case.device}, optimizer {case.optimizer}."
         for name, case in CASES.items()
-        if any(row["case"] == name for row in result["rows"])
+        if any(row["case"] == name for row in rows)
     ]
-    why = [f"- {row['case']}, {row['lever']}: {row['why']}" for row in result["rows"] if row["why"]]
+    floors = {row["case"]: row for row in rows if row["lever"] == "recompute"}
     return common.page(
-        "Levers", result, *cases, common.table(headings, [_cells(row) for row in result["rows"]]), "\n".join(why)
+        "Levers",
+        result,
+        *cases,
+        f"Per cent are of what the step allocates without recompute, in one piece. Costs are of its time; the bound is "
+        f"of all plans of the same levers, for a step in as many slices. The host gives {result['host_budget']}.",
+        common.table(_HEADINGS, [_cells(row) for row in rows]),
+        *(
+            f"{name}: no plan that only recomputes needs less than {format_bytes(row['proven_floor_bytes'])}, at "
+            f"{row['floor_at']}."
+            for name, row in floors.items()
+        ),
+        "\n".join(f"- {row['case']}, {row['budget']}, {row['lever']}: {row['why']}" for row in rows if row["why"]),
     )
 
 

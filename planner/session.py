@@ -269,7 +269,13 @@ def plan_lowered(
     InfeasibleBudgetError
         If no plan fits.
     """
-    study = study_lowered(model, step, options)
+    return plan_studied(step, study_lowered(model, step, options), options, reuse=reuse, must_match=must_match)
+
+
+def plan_studied(
+    step: LoweredStep, study: Study, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> PlannedStep:
+    """Plan a lowered step that has been costed; see :func:`plan_lowered`."""
     lowered, costs, origin = step.lowered, study.costs, study.origin
     if reuse is not None:
         if must_match:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 
@@ -13,10 +14,26 @@ from planner.errors import UsageError
 from planner.findings import Finding, Severity, collapsed
 from planner.joint import JointGraph
 from planner.plan_types import NoPlanFitsError, Plan
+from planner.planning import make_problem
 from planner.provenance import Places
-from planner.session import LoweredStep, Options, PlannedStep, lower_as_run, lower_step, plan_lowered
+from planner.session import (
+    LoweredStep,
+    Options,
+    PlannedStep,
+    lower_as_run,
+    lower_step,
+    plan_lowered,
+    plan_studied,
+    study_lowered,
+)
 from planner.slices import AUTO, COUNTS, SLICES, TOLERANCE, slices_of
+from planner.study_types import Study
 from planner.units import format_percent
+
+Candidate = tuple[LoweredStep, Study]
+"""A step, in one piece or in slices, lowered and costed."""
+
+Made = TypeVar("Made")
 
 
 def plan_step(
@@ -52,8 +69,11 @@ def plan_step(
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     if options.chunk == 1:
         return plan_lowered(model, whole, options)
+    study = study_lowered(model, whole, options)
+    options = _in_bytes(options, study)
     if options.chunk == AUTO:
-        return _cheapest(model, whole, options)
+        steps = candidates(model, whole, study, options)
+        return cheapest(steps, lambda found, why: _planned(found, why, options), lambda made: made.plan)
     assert isinstance(options.chunk, int)
     region = find_region(whole.lowered)
     if region is None:
@@ -64,45 +84,78 @@ def plan_step(
     return plan_lowered(model, _sliced(model, whole, region, options.chunk, options), options)
 
 
-def _cheapest(model: nn.Module, whole: LoweredStep, options: Options) -> PlannedStep:
-    """Plan in one piece, then in more and more slices as long as that makes a plan feasible, or cheaper."""
-    best: PlannedStep | None = None
+def cheapest(
+    steps: Iterable[Candidate], plan: Callable[[Candidate, str], Made], plan_of: Callable[[Made], Plan]
+) -> Made:
+    """Plan in one piece, then in more and more slices as long as that makes a plan feasible, or cheaper.
+
+    Parameters
+    ----------
+    steps : iterable of Candidate
+        See :func:`candidates`.
+    plan : callable
+        Plans one of them, and is told why slices are wanted. Raises NoPlanFitsError.
+    plan_of : callable
+        Gives the plan of what that made.
+    """
+    best: Made | None = None
     refused: NoPlanFitsError | None = None
     why = ""
-    for step in _candidates(model, whole, options):
+    for step in steps:
         try:
-            found = plan_lowered(model, replace(step, warnings=(*step.warnings, *_why(why, step))), options)
+            found = plan(step, why)
         except NoPlanFitsError as error:
             if refused is not None and error.minimum_feasible_peak_bytes >= refused.minimum_feasible_peak_bytes:
                 break
             refused = error
             why = why or f"in one piece {str(error).partition(';')[0]}"
             continue
-        if best is not None and _seconds(found) >= _seconds(best):
+        if best is not None and _seconds(plan_of(found)) >= _seconds(plan_of(best)):
             break
         best = found
-        if best.plan.recompute_seconds == 0:
+        if plan_of(best).added_seconds == 0:
             break
-        why = why or f"in one piece recompute costs {format_percent(best.plan.overhead)} of the step"
+        why = why or f"in one piece the plan adds {format_percent(plan_of(best).overhead)} to the step"
     if best is None:
         assert refused is not None
         raise refused
     return best
 
 
-def _candidates(model: nn.Module, whole: LoweredStep, options: Options) -> Iterator[LoweredStep]:
-    yield whole
+def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> Iterator[Candidate]:
+    """Give a step in one piece, and then in more and more slices, each made when it is asked for."""
+    yield whole, study
     region = find_region(whole.lowered)
     if region is not None:
         for slices in COUNTS:
             if slices <= region.rows:
                 if options.progress is not None:
                     options.progress(f"planning in {slices} slices")
-                yield _sliced(model, whole, region, slices, options)
+                step = _sliced(model, whole, region, slices, options)
+                yield step, study_lowered(model, step, options)
 
 
-def _seconds(step: PlannedStep) -> float:
-    return step.plan.baseline_step_seconds + step.plan.recompute_seconds
+def _planned(found: Candidate, why: str, options: Options) -> PlannedStep:
+    step, study = found
+    warnings = (*study.origin.warnings, *_why(why, step))
+    return plan_studied(step, replace(study, origin=replace(study.origin, warnings=warnings)), options)
+
+
+def _in_bytes(options: Options, study: Study) -> Options:
+    """Give options whose budget is no percentage: one is of the step in one piece, however it is computed."""
+    problem = make_problem(
+        study.graph,
+        study.costs,
+        budget=options.budget,
+        activation_budget=options.activation_budget,
+        at_least_bytes=options.at_least_bytes,
+    )
+    budget_bytes = problem.budget_bytes + study.graph.total_static_bytes
+    return replace(options, budget=budget_bytes, activation_budget=None)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.baseline_step_seconds + plan.added_seconds
 
 
 def _sliced(model: nn.Module, whole: LoweredStep, region: Region, slices: int, options: Options) -> LoweredStep:
