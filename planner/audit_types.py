@@ -17,6 +17,7 @@ from planner.problem import Progress, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, simulate
+from planner.slices import slices_of
 from planner.study_types import Study
 
 _NONE = "none"
@@ -89,6 +90,8 @@ def _way(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.whole_step_peak_bytes,
         "overhead": plan.overhead,
         "recompute_seconds": plan.recompute_seconds,
+        "added_seconds": plan.added_seconds,
+        "host_bytes": plan.offloading.host_bytes if plan.offloading else 0,
     }
 
 
@@ -174,7 +177,7 @@ class _SetUp:
 
     @cached_property
     def found(self) -> Evaluation:
-        return simulate(self.study.graph, self.study.costs, self.schedule)
+        return simulate(self.study.graph, self.study.costs, self.schedule, self.study.unlimited_host())
 
     @property
     def peak_bytes(self) -> int:
@@ -188,11 +191,12 @@ class _SetUp:
             solver=self.name,
             schedule=self.schedule,
             peak_bytes=self.found.peak_bytes,
-            recompute_seconds=self.found.recompute_seconds,
-            lower_bound_seconds=min(bound_seconds, self.found.recompute_seconds),
+            recompute_seconds=self.found.added_seconds,
+            lower_bound_seconds=min(bound_seconds, self.found.added_seconds),
         )
+        host = self.study.host(self.found.host_bytes) if self.found.host_bytes else None
         return plan_from_solution(
-            self.study.problem(budget_bytes),
+            replace(self.study.problem(budget_bytes), host=host),
             solution,
             origin=self.study.origin,
             surroundings=self.study.surroundings,
@@ -200,15 +204,20 @@ class _SetUp:
         )
 
     def cheapest(self, budget_bytes: int, search: dict[str, Any]) -> Plan:
-        """Give the cheapest plan that is known within a budget, which may be the set-up itself."""
+        """Give the cheapest plan that is known within a budget, which may be the set-up itself.
+
+        It may offload as much as the set-up does.
+        """
         fits = self.peak_bytes <= budget_bytes
+        if self.found.host_bytes:
+            search = {**search, "offload": True, "host_budget": self.found.host_bytes}
         try:
             found = self.study.plan(budget=budget_bytes, compare=False, **search)
         except NoPlanFitsError as error:
             if not fits:
                 raise
             return self.as_plan(budget_bytes, error.lower_bound_seconds)
-        if fits and self.found.recompute_seconds < found.recompute_seconds:
+        if fits and self.found.added_seconds < found.added_seconds:
             return self.as_plan(budget_bytes, found.lower_bound_seconds)
         return found
 
@@ -220,7 +229,7 @@ def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, .
     if current == _NONE:
         return Schedule.keep_all(study.graph), ()
     try:
-        return strategies.schedule(current, study.graph, study.costs), ()
+        return strategies.schedule(current, study.graph, study.costs, study.unlimited_host()), ()
     except UsageError as error:
         raise UsageError(f"{error}, so nothing is {current!r} of it") from error
 
@@ -231,9 +240,14 @@ def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ..
     if differs:
         told = "; ".join(f"{key} is {theirs[key]!r} in the plan and {ours[key]!r} here" for key in differs)
         raise PlanMismatchError(f"the plan is of another model: {told}; name the model that it was made for")
+    if slices_of(theirs) != slices_of(ours):
+        raise PlanMismatchError(
+            f"the plan is for a step in {slices_of(theirs)} slices, and what it would stand beside is of the step in "
+            "one piece: the plan's own report says what it costs"
+        )
     schedule = plan.schedule_for(study.graph)
     try:
-        simulate(study.graph, study.costs, schedule)
+        simulate(study.graph, study.costs, schedule, study.unlimited_host())
     except ScheduleError as error:
         raise PlanMismatchError(f"the plan's decisions cannot be carried out on this step: {error}") from error
     notes = []

@@ -12,11 +12,12 @@ from planner.layers import layer_among
 from planner.plan_parts import SCHEMA, LayerPlacement
 from planner.plan_types import Plan
 from planner.plan_values import ValueRow
+from planner.slices import slices_of
 
 _SHARED_AT_LEAST = 0.5
 """Of the operations that the smaller plan names, how many the other must know to be of a similar model."""
 
-KEPT, RECOMPUTED, LET_GO = "kept", "recomputed", "let go"
+KEPT, RECOMPUTED, OFFLOADED, LET_GO = "kept", "recomputed", "offloaded", "let go"
 """What a plan does with a value; what nobody reads in the backward is let go."""
 
 RUN_ONCE, RUN_AGAIN = "run once", "run again"
@@ -34,6 +35,8 @@ _HEADER: dict[str, Callable[[Plan], Any]] = {
     "torch": lambda plan: plan.torch,
     "budget_bytes": lambda plan: plan.budget_bytes,
     "static_bytes": lambda plan: plan.total_static_bytes,
+    "host_budget_bytes": lambda plan: plan.offloading.host_budget_bytes if plan.offloading else 0,
+    "slices": lambda plan: slices_of(plan.fingerprint),
     "solver": lambda plan: plan.solver,
     "status": lambda plan: plan.status,
 }
@@ -89,7 +92,8 @@ class Move:
     size_bytes : int, optional
         Its size, None if it is not known or not the same in both.
     before, after : str
-        ``"kept"``, ``"recomputed"`` or ``"let go"``; of an operation ``"run once"`` or ``"run again"``.
+        ``"kept"``, ``"recomputed"``, ``"offloaded"`` or ``"let go"``; of an operation ``"run once"`` or
+        ``"run again"``.
     """
 
     operation: str
@@ -143,6 +147,16 @@ class Difference:
         return self.b.recompute_seconds - self.a.recompute_seconds
 
     @property
+    def added_seconds(self) -> float:
+        """How much more time B adds to the step, by recompute and by waiting for transfers."""
+        return self.b.added_seconds - self.a.added_seconds
+
+    @property
+    def host_bytes(self) -> int:
+        """How much more B offloads."""
+        return _host_bytes(self.b) - _host_bytes(self.a)
+
+    @property
     def same_inputs(self) -> bool:
         """Whether both are for inputs of the same sizes."""
         return "inputs" not in self.header
@@ -170,6 +184,8 @@ class Difference:
                 "b": self.b.recompute_seconds,
                 "change": self.recompute_seconds,
             },
+            "added_seconds": {"a": self.a.added_seconds, "b": self.b.added_seconds, "change": self.added_seconds},
+            "host_bytes": {"a": _host_bytes(self.a), "b": _host_bytes(self.b), "change": self.host_bytes},
             "overhead": {"a": self.a.overhead, "b": self.b.overhead, "change": self.b.overhead - self.a.overhead},
             "header": {name: {"a": a, "b": b} for name, (a, b) in self.header.items()},
             "layers": [
@@ -252,6 +268,10 @@ def _check_similar(a: Plan, b: Plan) -> None:
     )
 
 
+def _host_bytes(plan: Plan) -> int:
+    return plan.offloading.host_bytes if plan.offloading else 0
+
+
 def _named(plan: Plan) -> set[str]:
     """Give the keys of operations that a plan names."""
     keys = {row.operation for row in plan.values.rows} if plan.values is not None else set()
@@ -271,7 +291,8 @@ def _changed(layers_a: dict[str, LayerPlacement], layers_b: dict[str, LayerPlace
         )  # fmt: skip
         one, other = layers_a.get(module, nothing), layers_b.get(module, nothing)
         found = LayerDifference(module=module, block=known.block, a=one, b=other)
-        if found.saved_bytes or found.recomputed or found.added_seconds or one.targets != other.targets:
+        moved = one.offloaded_bytes != other.offloaded_bytes or one.targets != other.targets
+        if found.saved_bytes or found.recomputed or found.added_seconds or moved:
             changed.append(found)
     return tuple(changed)
 
@@ -301,6 +322,8 @@ def _moved_values(a: Plan, b: Plan, blocks: set[str]) -> tuple[Move, ...]:
 def _state(row: ValueRow | None) -> str:
     if row is None:
         return LET_GO
+    if row.offloaded:
+        return OFFLOADED
     return KEPT if row.kept else RECOMPUTED
 
 

@@ -28,7 +28,7 @@ class ExplainedValue:
     block : str
         Path of the block that makes it, ``""`` if none does.
     reason : str
-        Begins with ``"kept"`` or ``"recomputed"``.
+        Begins with ``"kept"``, ``"recomputed"`` or ``"offloaded"``.
     made_from : tuple of ValueRow
         What its operation reads, as far as the plan keeps or recomputes it.
     """
@@ -74,8 +74,15 @@ class Explanation:
 
     @property
     def freed_bytes(self) -> int:
-        """What the backward waits for and the plan does not hold."""
-        return sum(v.value.size_bytes for v in self.values if v.value.needed and not v.value.kept)
+        """What the backward waits for and the plan does not hold on the device: it is made again."""
+        return sum(
+            v.value.size_bytes for v in self.values if v.value.needed and not v.value.kept and not v.value.offloaded
+        )
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What waits in the host's memory."""
+        return sum(v.value.size_bytes for v in self.values if v.value.offloaded)
 
     @property
     def added_runs(self) -> int:
@@ -102,6 +109,7 @@ class Explanation:
             "peak_step": self.peak_step,
             "kept_bytes": self.kept_bytes,
             "freed_bytes": self.freed_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
             "added_runs": self.added_runs,
             "added_seconds": self.added_seconds,
             "values": [
@@ -228,14 +236,14 @@ class _Reasons:
         self.largest: dict[str, ValueRow] = {}
         """For each of these operations, the largest of these results."""
         for row in table.rows:
-            if row.needed and not row.kept:
+            if row.needed and not row.kept and not row.offloaded:
                 self.freed[row.operation] += row.size_bytes
                 largest = self.largest.setdefault(row.operation, row)
                 self.largest[row.operation] = max(largest, row, key=lambda one: one.size_bytes)
         prices = [
             self.freed[row.operation] / row.again_seconds
             for row in table.rows
-            if row.again_seconds and row.needed and not row.kept
+            if row.again_seconds and row.needed and not row.kept and not row.offloaded
         ]
         self.lowest_price = min(prices, default=None)
         """Bytes that the worst bargain of the plan frees, for a second."""
@@ -243,7 +251,17 @@ class _Reasons:
     def of(self, number: int) -> str:
         """Give the reason for a row."""
         row = self.rows[number]
+        if row.offloaded:
+            return f"offloaded: {self._offloaded(row)}"
         return f"kept: {self._kept(number, row)}" if row.kept else f"recomputed: {self._recomputed(row)}"
+
+    def _offloaded(self, row: ValueRow) -> str:
+        assert self.plan.offloading is not None
+        transfer = format_seconds(row.size_bytes / self.plan.offloading.bytes_per_second)
+        away = f"frees {format_bytes(row.size_bytes)}, {transfer} on its way there and as long back"
+        if row.again_seconds is None:
+            return f"{away}; it cannot be made again"
+        return f"{away}; making it again would take {format_seconds(row.again_seconds)}"
 
     def _kept(self, number: int, row: ValueRow) -> str:
         if row.retained:
@@ -255,7 +273,7 @@ class _Reasons:
             )
         if not row.needed:
             return "the backward does not read it, but what is recomputed is made from it"
-        if not self.plan.recomputations:
+        if not self.plan.recomputations and not (self.plan.offloading and self.plan.offloading.values):
             return "the step keeps the budget without any recompute"
         if row.busiest_bytes == 0:
             return "needed again at once"

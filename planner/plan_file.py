@@ -259,7 +259,8 @@ def _baseline(node: Node) -> BaselineRow:
 
 
 def _values(node: Node) -> ValueTable:
-    columns = {field.name: list(node["rows"][field.name].items()) for field in fields(ValueRow)}
+    rows = node["rows"]
+    columns = {field.name: list(rows[field.name].items()) for field in fields(ValueRow) if rows.has(field.name)}
     if len(set(map(len, columns.values()))) > 1:
         raise PlanFileError("values.rows: its columns are not of one length")
     return ValueTable(
@@ -296,6 +297,7 @@ def _value(number: int, row: dict[str, Node]) -> ValueRow:
         busiest_bytes=row["busiest_bytes"].integer(),
         spans_baseline_peak=row["spans_baseline_peak"].boolean(),
         spans_peak=row["spans_peak"].boolean(),
+        offloaded=row["offloaded"].boolean() if "offloaded" in row else False,  # older plans have none
     )
 
 

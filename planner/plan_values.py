@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from planner.graph import Phase
 from planner.problem import Problem
 from planner.schedule import Schedule
-from planner.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,9 @@ class ValueRow:
         Most that the device holds by the plan while the value lies idle; 0 if it never does.
     spans_baseline_peak, spans_peak : bool
         Whether it lies idle at the peak of the step without recompute, and at the plan's.
+    offloaded : bool
+        Whether it waits in the host's memory; ``again_runs`` and ``again_seconds`` are then what making it again
+        instead would add.
     """
 
     operation: str
@@ -78,6 +80,7 @@ class ValueRow:
     busiest_bytes: int
     spans_baseline_peak: bool
     spans_peak: bool
+    offloaded: bool = False
 
     @property
     def module(self) -> str:
@@ -126,7 +129,13 @@ class _Table:
         self.problem, self.order = problem, schedule.order
         self.graph, self.costs = problem.graph, problem.costs
         operations = self.graph.operations
-        self.evaluation = simulate(self.graph, self.costs, schedule)
+        self.evaluation = problem.evaluate(schedule)
+        self.offloaded = {offload.value for offload in schedule.offloads}
+        self.fetched: dict[int, list[int]] = {}
+        """For each position, the values that are fetched right before it."""
+        for offload in schedule.offloads:
+            for position in offload.returns:
+                self.fetched.setdefault(position, []).append(offload.value)
         self.step_of: list[int] = []
         """For each position, the step that is under way."""
         self.runs = [0] * len(operations)
@@ -143,10 +152,12 @@ class _Table:
         for position, index in enumerate(self.order):
             operation = self.graph.operations[index]
             again = self.runs[index] > 0
+            for value in self.fetched.get(position, ()):
+                self.copies[value].append([position])
             for value in operation.inputs:
                 current = 0 if self.graph.values[value].retained else len(self.copies[value]) - 1
                 self.copies[value][current].append(position)
-                if current:
+                if current and self.runs[self.graph.producer[value]] > 1:
                     self.read_again_by[self.graph.producer[value]].add(index)
             for value in operation.outputs:
                 self.copies[value].append([position])
@@ -173,7 +184,12 @@ class _Table:
                 yield from operation.outputs
 
     def _belongs(self, value: int) -> bool:
-        return self._needed(value) or self._is_kept(value) or self.runs[self.graph.producer[value]] > 1
+        return (
+            self._needed(value)
+            or self._is_kept(value)
+            or value in self.offloaded
+            or self.runs[self.graph.producer[value]] > 1
+        )
 
     def _needed(self, value: int) -> bool:
         return bool(self.graph.readers[value]) and self.graph.readers[value][-1] >= self.turn
@@ -191,7 +207,8 @@ class _Table:
         baseline = self.problem.baseline
         over_bytes = max(baseline.timeline_bytes[first + 1 : last], default=0) - self.problem.budget_bytes
         held_bytes = max(self.evaluation.timeline_bytes[start + 1 : end], default=0)
-        again = self._to_drop(value, end) if kept else self._spent_on(producer)
+        stays = kept or value in self.offloaded
+        again = self._to_drop(value, end) if stays else self._spent_on(producer)
         return ValueRow(
             operation=operation.key,
             output=operation.outputs.index(value),
@@ -211,6 +228,7 @@ class _Table:
             busiest_bytes=held_bytes + self.graph.total_static_bytes if while_idle else 0,
             spans_baseline_peak=self._needed(value) and first < baseline.peak_position < last,
             spans_peak=self.evaluation.peak_position in while_idle,
+            offloaded=value in self.offloaded,
         )
 
     def _idle(self, value: int, kept: bool) -> tuple[int, int]:

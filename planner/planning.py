@@ -144,9 +144,8 @@ def make_plan(
 def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | None) -> Solution:
     """Give the solution that was found before, or search for one and keep it."""
     with timings.stage("solving"):
-        may_keep = problem.host is None  # what is offloaded is not written there
         key = solution_cache.key_of(problem, solver, effort)
-        found = solution_cache.find(problem, key) if may_keep else None
+        found = solution_cache.find(problem, key)
         if found is None:
             found = solve(
                 problem,
@@ -156,8 +155,7 @@ def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | 
                 seed=effort.seed,
                 progress=progress,
             )
-            if may_keep:
-                solution_cache.keep(key, found)
+            solution_cache.keep(key, found)
     return found
 
 
@@ -269,7 +267,7 @@ def plan_from_solution(
             *origin.warnings,
         ),
         details=details,
-        values=value_table(problem, schedule) if compare and not schedule.offloads else None,
+        values=value_table(problem, schedule) if compare else None,
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )

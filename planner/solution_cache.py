@@ -25,7 +25,7 @@ from planner.effort import Effort
 from planner.errors import PlannerError, UsageError
 from planner.plan_node import Node, parse
 from planner.problem import Problem, Solution, confirm
-from planner.schedule import Schedule
+from planner.schedule import Offload, Schedule
 
 VARIABLE = "CHECKPOINT_PLANNER_CACHE"
 """Names the folder to use in place of the usual one; ``off``: none."""
@@ -72,6 +72,7 @@ def key_of(problem: Problem, solver: str, effort: Effort) -> str:
         [(v.size_bytes, v.retained) for v in graph.values],
         [(o.inputs, o.outputs, o.phase, o.module, o.recomputable, o.state_bytes, o.region) for o in graph.operations],
         [(c.seconds, c.workspace_bytes) for c in problem.costs],
+        problem.host,
     ):
         digest.update(repr(part).encode())
     return digest.hexdigest()
@@ -106,6 +107,7 @@ def keep(key: str, solution: Solution) -> None:
         "key": key,
         "solver": solution.solver,
         "recomputations": {str(index): again for index, again in solution.schedule.recomputations().items()},
+        "offloads": [[o.value, o.leaves, list(o.returns)] for o in solution.schedule.offloads],
         "peak_bytes": solution.peak_bytes,
         "recompute_seconds": solution.recompute_seconds,
         "lower_bound_seconds": solution.lower_bound_seconds,
@@ -178,7 +180,10 @@ def _solution(problem: Problem, key: str, text: str) -> Solution:
     before = {_index(problem, i): _indices(problem, again) for i, again in node["recomputations"].fields()}
     return Solution(
         solver=node["solver"].text(),
-        schedule=Schedule.with_recomputations(problem.graph, before),
+        schedule=replace(
+            Schedule.with_recomputations(problem.graph, before),
+            offloads=tuple(_offload(problem, item) for item in node["offloads"].items()),
+        ),
         peak_bytes=node["peak_bytes"].integer(),
         recompute_seconds=node["recompute_seconds"].number(),
         lower_bound_seconds=node["lower_bound_seconds"].number(),
@@ -189,6 +194,14 @@ def _index(problem: Problem, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(problem.graph.operations)):
         raise UsageError(f"there is no operation {text[:20]}")
     return int(text)
+
+
+def _offload(problem: Problem, node: Node) -> Offload:
+    parts = list(node.items())
+    if len(parts) != 3 or parts[0].integer() >= len(problem.graph.values):
+        raise UsageError("that is no offload of this step")
+    value, leaves, returns = parts
+    return Offload(value.integer(), leaves.integer(), tuple(item.integer() for item in returns.items()))
 
 
 def _indices(problem: Problem, node: Node) -> tuple[int, ...]:

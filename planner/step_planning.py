@@ -75,13 +75,24 @@ def plan_step(
         steps = candidates(model, whole, study, options)
         return cheapest(steps, lambda found, why: _planned(found, why, options), lambda made: made.plan)
     assert isinstance(options.chunk, int)
+    return plan_lowered(model, sliced(model, whole, options.chunk, options), options)
+
+
+def sliced(model: nn.Module, whole: LoweredStep, slices: int, options: Options) -> LoweredStep:
+    """Give a lowered step in slices.
+
+    Raises
+    ------
+    UsageError
+        If there is nothing to be sliced.
+    """
     region = find_region(whole.lowered)
     if region is None:
         raise UsageError(
-            f"chunk={options.chunk}: nothing that is large at the peak can be computed in slices. Its rows must be "
+            f"chunk={slices}: nothing that is large at the peak can be computed in slices. Its rows must be "
             "independent of each other, and nobody may need it whole; leave chunk out"
         )
-    return plan_lowered(model, _sliced(model, whole, region, options.chunk, options), options)
+    return _sliced(model, whole, region, slices, options)
 
 
 def cheapest(

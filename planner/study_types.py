@@ -59,6 +59,13 @@ class Study:
             raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
         return host_of(self.device, budget, at_least=at_least)
 
+    def unlimited_host(self) -> Host | None:
+        """Give the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
+        try:
+            return self.host(2**62, at_least=1)
+        except UsageError:
+            return None
+
     def plan(
         self,
         *,

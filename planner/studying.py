@@ -12,9 +12,12 @@ from planner import loss
 from planner.capture import capture
 from planner.eager_session import study_eager
 from planner.errors import UsageError
+from planner.going_together import sliced_graph
 from planner.inputs import Inputs, check_device, check_model, check_own_checkpointing, check_plannable
 from planner.problem import Progress
 from planner.session import Options, attention_for, lower_as_run, study_lowered
+from planner.slices import AUTO, OFF, Chunk, check_chunk
+from planner.step_planning import sliced
 from planner.study_types import Study
 from planner.training import Training
 from planner.verification import LossFunction
@@ -30,6 +33,7 @@ def study(
     cost_model: str = "roofline",
     profile: Profile | None = None,
     runtime: str = "graph",
+    chunk: Chunk = OFF,
     name: str = "",
     progress: Progress | None = None,
     **training: Any,
@@ -44,6 +48,8 @@ def study(
         See :func:`planner.plan`.
     runtime : str
         What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules.
+    chunk : int or str
+        In how many slices to compute what makes the peak, or ``"off"``; percentages are then of the peak in slices.
     **training
         The fields of :class:`planner.training.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
@@ -70,6 +76,11 @@ def study(
     check_model(model)
     if runtime not in ("graph", "modules"):
         raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
+    slices = check_chunk(chunk)
+    if slices == AUTO:
+        raise UsageError("a step is studied in one number of slices: give it, or use planner.plan with chunk='auto'")
+    if slices != 1:
+        sliced_graph(runtime, training.get("tensor_parallel", 1))
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options(
         device=device,
@@ -89,4 +100,7 @@ def study(
         progress("capturing forward and backward")
     check_plannable(model, inputs)
     joint = capture(model, inputs, attention=attention_for(model, options))
-    return study_lowered(model, lower_as_run(model, joint, options), options)
+    step = lower_as_run(model, joint, options)
+    if isinstance(slices, int) and slices > 1:
+        step = sliced(model, step, slices, options)
+    return study_lowered(model, step, options)

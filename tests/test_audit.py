@@ -15,6 +15,7 @@ from example_graphs import Builder, transformer
 from rich.console import Console
 
 import cli
+import cost_models
 import planner
 from planner.audit_types import Audit, audit_study, read_current
 from planner.baselines import every_nth_layer
@@ -121,6 +122,24 @@ def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
     larger = dataclasses.replace(larger, origin=PlanOrigin(fingerprint={**larger.origin.fingerprint, "graph": "b"}))
     scaled = audit_study(larger, path, time_limit_seconds=2.0)
     assert scaled.now.peak_bytes > plan.peak_bytes and "other sizes" in scaled.notes[0]
+
+
+def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> None:
+    study = dataclasses.replace(study_of(), device=cost_models.device("h100"))
+    plan = study.plan(activation_budget="45%", offload=True, host_budget="1GiB", time_limit_seconds=2, compare=False)
+    assert plan.offloading is not None and plan.offloading.values
+    audit = audit_study(study, plan, time_limit_seconds=1.0)
+    assert (audit.now.peak_bytes, audit.now.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
+    assert audit.now.offloading is not None
+    assert audit.now.offloading.host_bytes == plan.offloading.host_bytes
+    assert "--offload --host-budget" in answer(audit) or audit.best.overhead == audit.now.overhead
+
+
+def test_a_plan_in_slices_is_refused() -> None:
+    plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
+    sliced = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
+    with pytest.raises(PlanMismatchError, match="in 4 slices"):
+        audit_study(study_of(), sliced)
 
 
 def test_set_ups_that_are_not_known(tmp_path: Path) -> None:

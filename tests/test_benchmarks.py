@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -48,20 +49,29 @@ def test_exactness_runs_real_steps_and_resumes(tmp_path: Path, monkeypatch: pyte
     assert [row for row in _results(file)["rows"] if row["status"] != "infeasible"] == kept
 
 
-def test_levers_shows_what_slices_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levers_shows_what_all_together_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "levers.json"
     sizes = {"layers": 1, "width": 64, "heads": 4, "vocabulary": 4000, "batch_size": 2, "seq_len": 64}
+    case = levers.Case(levers.CASES["128k-vocabulary"].build, sizes, ("80%",), device="rtx-4090")
+    floor = levers._Step(case, 0.5).planned("80%", levers.LEVERS["recompute"])["proven_floor_bytes"]
+    monkeypatch.setitem(levers.CASES, "tiny", dataclasses.replace(case, budgets=(str(floor - 2**20),)))
+    arguments = ["--cases", "tiny", "--time-limit", "0.5", "--json", str(file)]
+    assert levers.main(arguments) == 0
+    rows = {row["lever"]: row for row in _results(file)["rows"]}
+    assert rows["recompute"]["status"] == "infeasible" and "chunk" in rows["recompute"]["why"]
+    assert rows["all"]["slices"] > 1 and rows["all"]["peak_bytes"] <= rows["all"]["budget_bytes"] < floor
+    before = file.read_text()
+    assert levers.main([*arguments, "--resume"]) == 0
+    assert json.loads(before)["rows"] == _results(file)["rows"]
 
-    def case(budget_bytes: int) -> levers.Case:
-        return levers.Case(levers.CASES["128k-vocabulary"].build, sizes, {"budget": budget_bytes})
 
-    monkeypatch.setitem(levers.CASES, "tiny", case(1000))
-    smallest_bytes = levers._row("tiny", "recompute", 0.5)["smallest_known_bytes"]
-    monkeypatch.setitem(levers.CASES, "tiny", case(smallest_bytes - 2**20))
-    assert levers.main(["--cases", "tiny", "--time-limit", "0.5", "--json", str(file)]) == 0
-    alone, sliced = _results(file)["rows"]
-    assert alone["status"] == "infeasible" and "chunk" in alone["why"]
-    assert sliced["slices"] > 1 and sliced["peak_bytes"] <= sliced["budget_bytes"] < smallest_bytes
+def test_levers_fails_where_one_alone_is_better() -> None:
+    row = {"case": "a", "budget": "50%", "status": "feasible", "peak_bytes": 5, "proven_floor_bytes": 9}
+    alone, together = ({**row, "lever": lever, "overhead": 0.1} for lever in ("recompute", "all"))
+    assert list(levers._missed([alone, together], "a")) == []
+    assert "recompute alone is better" in next(levers._missed([alone, {**together, "overhead": 0.2}], "a"))
+    assert "is better" in next(levers._missed([alone, {**together, "status": "infeasible"}], "a"))
+    assert "below what recompute" in next(levers._missed([alone, {**together, "peak_bytes": 9}], "a"))
 
 
 def test_exactness_fails_where_a_promise_is_broken() -> None:

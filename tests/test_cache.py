@@ -18,6 +18,7 @@ import pytest
 import cli
 from planner import solution_cache
 from planner.effort import Effort
+from planner.host import Host
 from planner.planning import Plan, make_plan
 from planner.problem import Problem
 from planner.solution_cache import FROM_CACHE
@@ -48,6 +49,19 @@ def test_planning_again_takes_the_solution_that_was_found(folder: Path) -> None:
     assert second.solver == first.solver + FROM_CACHE
     same = replace(second, solver=first.solver, solve_seconds=first.solve_seconds)
     assert same == first
+
+
+def test_what_waits_on_the_host_is_kept_too(folder: Path) -> None:
+    host = Host(bytes_per_second=1e10, budget_bytes=2**30)
+
+    def offloading(host: Host) -> Plan:
+        return make_plan(GRAPH, COSTS, activation_budget="50%", host=host, time_limit_seconds=1, compare=False)
+
+    first, second = offloading(host), offloading(host)
+    assert first.offloading is not None and first.offloading.values
+    assert second.solver == first.solver + FROM_CACHE and second.offloading == first.offloading
+    for other in (replace(host, bytes_per_second=2e10), replace(host, budget_bytes=2**29)):
+        assert not offloading(other).solver.endswith(FROM_CACHE)
 
 
 def test_another_question_has_another_answer(folder: Path) -> None:

@@ -297,6 +297,23 @@ def test_a_wrapped_model_slices_other_sizes_too() -> None:
     assert slices_of(planner.plan_of(model).fingerprint) == 4
 
 
+def test_a_step_in_slices_can_be_studied() -> None:
+    model, inputs = GPT(), tokens()
+    whole, step = planner.study(model, inputs), planner.study(model, inputs, chunk=4)
+    assert step.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
+    plan = step.plan(budget="90%", time_limit_seconds=0.5)
+    assert slices_of(plan.fingerprint) == 4 and planner.explain(plan).values
+    with pytest.raises(UsageError, match="in one number of slices"):
+        planner.study(model, inputs, chunk="auto")
+
+
+def test_a_percentage_is_of_the_step_in_one_piece() -> None:
+    model, inputs = GPT(), tokens()
+    whole = planner.study(model, inputs).problem("90%")
+    plan = planner.plan(model, inputs, budget="90%", chunk=4, time_limit_seconds=0.5, compare=False)
+    assert plan.budget_bytes == whole.budget_bytes + whole.graph.total_static_bytes
+
+
 def test_numbers_of_slices() -> None:
     assert [check_chunk(chunk) for chunk in ("off", 1, 7, "auto")] == [1, 1, 7, "auto"]
 

@@ -19,6 +19,7 @@ import cli
 from planner.comparing import Difference, diff
 from planner.errors import UsageError
 from planner.graph import OperationCost, Phase, TrainingGraph
+from planner.host import Host
 from planner.plan_parts import PlanOrigin
 from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Solution
@@ -139,6 +140,24 @@ def test_plans_without_a_table_are_compared_by_operation(plans: tuple[Plan, Plan
     assert moved["transformer.h.1.mlp.0"] == ("run once", "run again")
     text = shown(difference)
     assert "operations moved" in text and "No table of values in B" in text
+
+
+def test_what_waits_on_the_host_moves_too(plans: tuple[Plan, Plan]) -> None:
+    host = Host(bytes_per_second=2e9, budget_bytes=2**30)
+    a, b = (
+        make_plan(GRAPH, COSTS, activation_budget="45%", host=one, time_limit_seconds=2, origin=PlanOrigin(
+            fingerprint={"model": "toys.Toy", "parameters": len(GRAPH.operations)}))
+        for one in (None, host)
+    )  # fmt: skip
+    difference = diff(a, b)
+    assert b.offloading is not None and difference.host_bytes == b.offloading.host_bytes > 0
+    moved = {(move.operation, move.output) for move in difference.moves if move.after == "offloaded"}
+    assert moved == {(value.operation, value.output) for value in b.offloading.values}
+    assert difference.added_seconds == pytest.approx(b.added_seconds - a.added_seconds)
+    assert difference.header["host_budget_bytes"] == (0, 2**30)
+    stream = io.StringIO()
+    render_difference(difference, Console(file=stream, width=80, highlight=False))
+    assert "offloads " in stream.getvalue().splitlines()[0]
 
 
 def test_other_sizes_are_compared_by_operation(plans: tuple[Plan, Plan]) -> None:

@@ -21,6 +21,7 @@ import cli
 from planner.errors import PlanFileError, UsageError
 from planner.explaining import Explanation, explain
 from planner.graph import OperationCost, Phase, TrainingGraph
+from planner.host import Host
 from planner.plan_values import ValueRow, ValueTable, value_table
 from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
@@ -309,6 +310,32 @@ def test_what_recompute_starts_from_is_said() -> None:
     assert "what is recomputed is made from it" in source.reason and not source.value.needed
     (sources,) = {v.made_from for v in found.values if v.value.module.endswith("drop")}
     assert [row.module for row in sources] == ["transformer.h.1.attn.c_proj"]
+
+
+def offloading_plan() -> Plan:
+    host = Host(bytes_per_second=2e9, budget_bytes=2**30)
+    return make_plan(GRAPH, COSTS, activation_budget="45%", host=host, time_limit_seconds=2)
+
+
+def test_what_waits_on_the_host_is_said() -> None:
+    plan = offloading_plan()
+    assert plan.values is not None and plan.offloading is not None
+    away = {(value.operation, value.output): value for value in plan.offloading.values}
+    rows = {(row.operation, row.output): row for row in plan.values.rows}
+    assert away and {place for place, row in rows.items() if row.offloaded} == set(away)
+    explanation = explain(plan)
+    assert explanation.offloaded_bytes == plan.offloading.host_bytes
+    assert explanation.kept_bytes == sum(row.size_bytes for row in plan.values.rows if row.kept)
+    for explained in explanation.values:
+        row = explained.value
+        assert explained.reason.startswith("offloaded: frees") is row.offloaded
+        if row.offloaded and not row.kept and row.runs == 1:
+            assert row.again_seconds is None or row.again_seconds > 0
+            assert row.excess_bytes > 0 or not row.spans_baseline_peak
+    stream = io.StringIO()
+    render_explanation(explanation, Console(file=stream, width=80, highlight=False))
+    assert ", offloads " in stream.getvalue().splitlines()[0]
+    assert Plan.from_json(plan.to_json()).values == plan.values
 
 
 def test_the_sums_are_those_of_the_plan(plan: Plan) -> None:

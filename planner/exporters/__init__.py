@@ -19,7 +19,9 @@ from planner.exporters._text import comment, figures
 from planner.plan_match import check_match, check_same_step
 from planner.plan_types import Plan
 from planner.registry import defined, unknown
+from planner.slices import slices_of
 from planner.study_types import EagerStudy, Study
+from planner.units import format_bytes
 
 
 @runtime_checkable
@@ -95,10 +97,12 @@ def get(name: str) -> Exporter:
 def carries_exactly(plan: Plan, to: str) -> bool:
     """Whether a framework can be told a plan as it is, so that nothing needs to be chosen or simulated.
 
-    So it is with a plan that recomputes nothing, and with one of whole modules (``runtime="modules"``)
+    So it is with a plan that recomputes and offloads nothing, and with one of whole modules (``runtime="modules"``)
     where the framework checkpoints modules of the same model by their names, as that runtime does.
     """
     exporter = get(to)
+    if plan.offloading is not None and plan.offloading.values:
+        return False
     if not plan.recomputations:
         return True
     return (
@@ -130,7 +134,8 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     Raises
     ------
     UsageError
-        If there is no such exporter, or the study is needed and missing, or is for another runtime.
+        If there is no such exporter, the plan is for a step in slices, or the study is needed and missing, or is for
+        another runtime.
     PlanMismatchError
         If the study is of another step.
 
@@ -144,6 +149,11 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     """
     exporter = get(to)
     planned = Figures(peak_bytes=plan.peak_bytes, overhead=plan.overhead)
+    if slices_of(plan.fingerprint) > 1:
+        raise UsageError(
+            f"the plan is for a step in {slices_of(plan.fingerprint)} slices, which no framework can be told: plan "
+            "without chunk, or run the plan with auto_wrap"
+        )
     if study is not None:
         same_graph = plan.runtime == study.origin.runtime
         (check_match if same_graph else check_same_step)(plan, study.origin)
@@ -216,6 +226,11 @@ def _written(
 
 def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
     yield from exporter.lost
+    if plan.offloading is not None and plan.offloading.values:
+        yield (
+            f"the plan lets {format_bytes(plan.offloading.host_bytes)} wait in the host's memory, here nothing does: "
+            "more is recomputed"
+        )
     if not exporter.eager:
         yield "the figures are of the PyTorch step as it is captured"
     if plan.runtime != study.origin.runtime:

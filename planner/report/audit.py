@@ -31,7 +31,7 @@ def answer(audit: Audit) -> str:
 
 def _at_its_peak(audit: Audit) -> str:
     pays = signed_percent(audit.now.overhead)
-    if audit.now.recompute_seconds <= 0:
+    if audit.now.added_seconds <= 0:
         return "you pay nothing"
     if _is_best(audit):
         return f"you pay {pays}, and nothing better is known at the same peak ({_bound(audit.best)})"
@@ -43,7 +43,7 @@ def _is_best(audit: Audit) -> bool:
 
 
 def _bound(plan: Plan) -> str:
-    if plan.recompute_seconds > 0 and plan.lower_bound_seconds <= 0:
+    if plan.added_seconds > 0 and plan.lower_bound_seconds <= 0:
         return "no lower bound proven"
     return f"proven: no plan pays less than {at_least_percent(plan.lower_bound_overhead)}"
 
@@ -62,7 +62,9 @@ def _at_the_budget(audit: Audit) -> str:
 
 
 def _ways(audit: Audit) -> Table:
-    shown = table("way", "peak", "overhead", "recompute", "above bound", title="What is done now, and what would do")
+    host = any(plan.offloading for plan in (audit.now, audit.best))
+    added = "added" if host else "recompute"
+    shown = table("way", "peak", "overhead", added, "above bound", title="What is done now, and what would do")
     rows = [(f"now: {audit.current}", audit.now, audit.best), ("best at that peak", audit.best, audit.best)]
     if audit.within_budget is not None:
         best = audit.within_budget
@@ -71,13 +73,13 @@ def _ways(audit: Audit) -> Table:
     largest_bytes = max(without_bytes, *(plan.whole_step_peak_bytes for _, plan, _ in rows))
     shown.add_row(*cells("without recompute", in_unit_of(without_bytes, largest_bytes), "+0.0%", "-", "-"))
     for label, plan, bound in rows:
-        is_proven = bound.lower_bound_seconds > 0 or plan.recompute_seconds <= 0
+        is_proven = bound.lower_bound_seconds > 0 or plan.added_seconds <= 0
         shown.add_row(
             *cells(
                 label,
                 in_unit_of(plan.whole_step_peak_bytes, largest_bytes),
                 signed_percent(plan.overhead),
-                format_seconds(plan.recompute_seconds) if plan.recompute_seconds else "-",
+                format_seconds(plan.added_seconds) if plan.added_seconds else "-",
                 signed_percent(plan.overhead - bound.lower_bound_overhead) if is_proven else "-",
             )
         )
@@ -91,6 +93,13 @@ def _lines(audit: Audit) -> Iterator[str]:
         f"{now.cost_model} cost model of {now.device}. The set-up is simulated on the captured step, on the model "
         "without checkpointing of its own."
     )
+    host = ""
+    if audit.now.offloading is not None:
+        host = f" --offload --host-budget {audit.now.offloading.host_bytes}"
+        yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; so much may the plans beside it."
     if not _is_best(audit):
-        yield f"For the plan at the same peak: --budget {audit.best.budget_bytes}, to 'plan' or to planner.auto_wrap."
+        yield (
+            f"For the plan at the same peak: --budget {audit.best.budget_bytes}{host}, to 'plan' or to "
+            "planner.auto_wrap."
+        )
     yield from audit.notes

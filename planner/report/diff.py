@@ -39,7 +39,7 @@ def answer(difference: Difference) -> str:
     if not count and not difference.layers and not difference.peak_bytes:
         return f"B does what A does: no {noun} moved"
     in_layers = f" in {_counted(difference.moved_layers, 'layer')}" if count else ""
-    return f"B {_peak(difference)} and {_time(difference)}; {_counted(count, noun)} moved{in_layers}"
+    return f"B {_peak(difference)}{_host(difference)} and {_time(difference)}; {_counted(count, noun)} moved{in_layers}"
 
 
 def _peak(difference: Difference) -> str:
@@ -48,11 +48,16 @@ def _peak(difference: Difference) -> str:
     return f"peaks {format_bytes(abs(difference.peak_bytes))} {'lower' if difference.peak_bytes < 0 else 'higher'}"
 
 
+def _host(difference: Difference) -> str:
+    change = difference.host_bytes
+    return f", offloads {format_bytes(abs(change))} {'less' if change < 0 else 'more'}" if change else ""
+
+
 def _time(difference: Difference) -> str:
     a, b = difference.a, difference.b
     if not difference.same_costs:
         return f"pays {signed_percent(b.overhead)} of its step time, A {signed_percent(a.overhead)} of its own"
-    if not difference.recompute_seconds:
+    if not difference.added_seconds:
         return f"pays the same {signed_percent(b.overhead)} step time"
     change = b.overhead - a.overhead
     return f"pays {signed_percent(abs(change))} {'more' if change > 0 else 'less'} step time"

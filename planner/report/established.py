@@ -24,13 +24,13 @@ def render(established: Established, console: Console) -> None:
 
 def answer(established: Established) -> str:
     """Give the answer as one line."""
-    rows = established.rows
+    rows = [row for row in established.rows if row.excess is not None]
     if not rows:
         return "no established way applies to this model"
-    near = [row for row in rows if row.excess <= NEAR]
+    near = [row for row in rows if _excess(row) <= NEAR]
     points = f"{NEAR * 100:.0f} points"
     ways = f"{len(rows)} established way{'s' if len(rows) > 1 else ''}"
-    closest, farthest = min(rows, key=lambda row: row.excess), max(rows, key=lambda row: row.excess)
+    closest, farthest = min(rows, key=_excess), max(rows, key=_excess)
     if not near:
         return f"of {ways} none is within {points} of the best plan at its peak; the closest is {_pays(closest)}"
     verb = "is" if len(near) == 1 else "are"
@@ -38,31 +38,55 @@ def answer(established: Established) -> str:
     return how_many if len(near) == len(rows) else f"{how_many}; the farthest is {_pays(farthest)}"
 
 
+def _excess(row: Standing) -> float:
+    return row.excess or 0.0
+
+
 def _pays(row: Standing) -> str:
-    return f"{row.name}, {signed_percent(row.overhead)} where {signed_percent(row.best_overhead)} would do"
+    return f"{row.name}, {signed_percent(row.overhead)} where {_or_dash(row.best_overhead)} would do"
+
+
+def _or_dash(ratio: float | None) -> str:
+    return "-" if ratio is None else signed_percent(ratio)
 
 
 def _ways(established: Established) -> Table:
-    shown = table("strategy", "peak", "pays", "best", "bound", "gap", title="Each with the best plan at its own peak")
+    headings = ["strategy", "peak", "host", "pays", "best", "bound", "gap"]
+    if not any(row.host_bytes for row in established.rows):
+        headings.remove("host")
+    shown = table(*headings, title="Each with the best plan at its own peak")
     largest_bytes = max(row.peak_bytes for row in established.rows)
     for row in established.rows:
-        shown.add_row(
-            *cells(
-                row.name,
-                in_unit_of(row.peak_bytes, largest_bytes),
-                signed_percent(row.overhead),
-                signed_percent(row.best_overhead),
-                at_least_percent(row.lower_bound_overhead),
-                signed_percent(row.gap),
-            )
-        )
+        bound = row.lower_bound_overhead
+        texts = {
+            "strategy": row.name,
+            "peak": in_unit_of(row.peak_bytes, largest_bytes),
+            "host": in_unit_of(row.host_bytes, largest_bytes) if row.host_bytes else "-",
+            "pays": signed_percent(row.overhead),
+            "best": _or_dash(row.best_overhead),
+            "bound": "-" if bound is None else at_least_percent(bound),
+            "gap": _or_dash(row.gap),
+        }
+        shown.add_row(*cells(*(texts[heading] for heading in headings)))
     return shown
 
 
 def _lines(established: Established) -> list[str]:
-    return [
-        *(f"{name}: {reason}" for name, reason in established.absent.items()),
+    reasons: dict[str, list[str]] = {}
+    for name, reason in established.absent.items():
+        reasons.setdefault(reason, []).append(name)
+    notes: dict[str, list[str]] = {}
+    for row in established.rows:
+        if row.note:
+            notes.setdefault(row.note, []).append(row.name)
+    lines = [f"{', '.join(names)}: {reason}" for reason, names in (*reasons.items(), *notes.items())]
+    if any(row.best_overhead is None for row in established.rows):
+        lines.append("Where values are divided over devices no plan is set beside it: plans are of one device.")
+    if any(row.host_bytes for row in established.rows):
+        lines.append("Beside what offloads stands the best plan with as much of the host's memory.")
+    lines.append(
         f"Without recompute the peak is {format_bytes(established.baseline_peak_bytes)}; overhead is of that step, "
         f"{format_seconds(established.baseline_step_seconds)} by the {established.cost_model} cost model of "
-        f"{established.device or 'the device'}. Gap is what a way pays above the proven lower bound.",
-    ]
+        f"{established.device or 'the device'}. Gap is what a way pays above the proven lower bound."
+    )
+    return lines

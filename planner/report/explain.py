@@ -47,7 +47,9 @@ def answer(explanation: Explanation) -> str:
         )
     else:
         parts.append("recomputes nothing")
-    return " and ".join(parts)
+    if explanation.offloaded_bytes:
+        parts.insert(1, f"offloads {format_bytes(explanation.offloaded_bytes)}")
+    return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def _peaks(explanation: Explanation) -> str:
@@ -90,7 +92,7 @@ def _where(explained: ExplainedValue, steps: int) -> str:
     line = f"idle from step {row.idle_from + 1} to step {row.idle_to + 1}, {at}"
     sources = [
         f"{_inside(source.module, explained.block)}{result_name(source.operation, source.output)} "
-        f"({'kept' if source.kept else 'recomputed'})"
+        f"({'offloaded' if source.offloaded else 'kept' if source.kept else 'recomputed'})"
         for source in explained.made_from
     ]
     return f"{line}; made from {', '.join(sources)}" if sources else line

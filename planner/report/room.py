@@ -31,7 +31,7 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
     more = plan.details.one_more_gib if plan.details else None
     if more is not None and more.budget_bytes < plan.baseline_peak_bytes:
         yield "one more GiB", more.budget_bytes, more.overhead
-    if plan.recompute_seconds > 0:
+    if plan.added_seconds > 0:
         yield "without recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), 0.0
 
 

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from planner.errors import UsageError
 from planner.graph import OperationCost, TrainingGraph
+from planner.host import Host
 from planner.registry import defined, unknown
 from planner.schedule import Schedule
 from planner.strategies._step import Step, Strategy
@@ -35,8 +37,18 @@ class Chosen:
         number = self._number(step)
         return f"{self.strategy.name}-{number}" if number else self.strategy.name
 
+    def step_of(self, step: Step) -> Step:
+        """Give the step as the strategy has it.
+
+        Raises
+        ------
+        UsageError
+            If the step lacks what the strategy is about.
+        """
+        return self.strategy.step(step, self._number(step)) if self.strategy.step else step
+
     def schedule(self, step: Step) -> Schedule:
-        """Carry it out.
+        """Carry it out on a step as it has it.
 
         Raises
         ------
@@ -90,7 +102,7 @@ def get(name: str) -> Chosen:
     raise unknown("strategy", name, names(), near=ALIASES)
 
 
-def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Schedule:
+def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost], host: Host | None = None) -> Schedule:
     """Give what a strategy does with a step.
 
     Parameters
@@ -100,10 +112,19 @@ def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost]) ->
     graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
+    host : Host, optional
+        Where it may offload to.
 
     Raises
     ------
     UsageError
-        If there is none of that name, or the step lacks what it is about.
+        If there is none of that name, the step lacks what it is about, or it changes more of the step than a schedule
+        can say.
     """
-    return get(name).schedule(Step(graph, costs))
+    chosen = get(name)
+    if chosen.strategy.step is not None:
+        raise UsageError(
+            f"{name!r} divides values over several devices, which no schedule of one device's step can say: only the "
+            "command 'strategies' (planner.established.compare) shows it"
+        )
+    return chosen.schedule(Step(graph, costs, host))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,6 +10,7 @@ from functools import cached_property
 from planner.checkpoints import Region, schedule_of
 from planner.errors import UsageError
 from planner.graph import OperationCost, Phase, TrainingGraph
+from planner.host import Host
 from planner.layers import Layers, find_layers, forward_of_blocks
 from planner.module_regions import Saved, region_of
 from planner.schedule import Schedule
@@ -23,10 +25,13 @@ class Step:
     graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
+    host : Host, optional
+        Where values may be offloaded to; what offloads does not apply without it.
     """
 
     graph: TrainingGraph
     costs: Sequence[OperationCost]
+    host: Host | None = None
 
     @cached_property
     def layers(self) -> Layers:
@@ -65,11 +70,34 @@ class Step:
             Whether a region runs again whatever of it is needed, to its end, as where autograd is entered anew for
             it; else only what the backward needs does.
         """
+        return schedule_of(self.graph, self.regions(regions, saved=saved, whole=whole))
+
+    def regions(
+        self, insides: Iterable[Collection[int]], *, saved: Saved | None = None, whole: bool = False
+    ) -> list[Region]:
+        """Give the regions of :meth:`checkpointed`, without those of which nothing would run again."""
         found = (
             self._whole(inside, saved) if whole else region_of(self.graph, "", inside, saved=saved)
-            for inside in regions
+            for inside in insides
         )
-        return schedule_of(self.graph, [region for region in found if region is not None])
+        return [region for region in found if region is not None]
+
+    def entering(self, regions: Sequence[Region]) -> list[list[int]]:
+        """Give the values of the forward that each region is made again from, and no other region is."""
+        operations = self.graph.operations
+        reads = []
+        for region in regions:
+            made = {value for index in region.again for value in operations[index].outputs}
+            read = {value for index in region.again for value in operations[index].inputs} - made
+            reads.append(sorted(value for value in read if self.is_saved_freely(value)))
+        count = Counter(value for read in reads for value in read)
+        return [[value for value in read if count[value] == 1] for read in reads]
+
+    def is_saved_freely(self, value: int) -> bool:
+        """Whether a value is of the forward, takes memory, and nobody outside of the step holds it."""
+        made_by = self.graph.operations[self.graph.producer[value]]
+        found = self.graph.values[value]
+        return made_by.phase is Phase.FORWARD and found.size_bytes > 0 and not found.retained
 
     def _whole(self, inside: Collection[int], saved: Saved | None) -> Region | None:
         """Give a region that runs again before its own backward first reads what it made, or else begins."""
@@ -105,9 +133,16 @@ class Strategy:
         Carries it out on a step, with the number (0 if it takes none). Raises UsageError where it does not apply.
     number : callable, optional
         The number to take for a model of so many blocks, where none is named.
+    step : callable, optional
+        Gives the step as the strategy has it, with the number, where that is not the step as it is: then its bytes
+        are not those of a schedule of the step, and no plan can be set beside it.
+    note : str
+        What its figures leave out.
     """
 
     name: str
     summary: str
     schedule: Callable[[Step, int], Schedule]
     number: Callable[[int], int] | None = None
+    step: Callable[[Step, int], Step] | None = None
+    note: str = ""

@@ -4,34 +4,62 @@
 all is made again before the backward begins to use it. A fused attention kernel stands for the batched products
 that ``jax.nn.dot_product_attention`` is made of. XLA may order and fuse differently.
 
-Source: ``checkpoint_policies`` in ``jax/_src/ad_checkpoint.py`` of jax-ml/jax (0018095): ``dots_saveable`` means
-matrix products and convolutions, ``dots_with_no_batch_dims_saveable`` matrix products without batch dimensions alone.
+``offload_dot_with_no_batch_dims`` offloads what ``dots_with_no_batch_dims_saveable`` would keep, and
+``save_and_offload_only_these_names`` values that have a name; here those are what enters a block, and nothing else is
+kept. XLA copies beside computing: transfers have the time here that there is without another peak.
+
+Sources: ``checkpoint_policies`` in ``jax/_src/ad_checkpoint.py`` of jax-ml/jax (0018095): ``dots_saveable`` means
+matrix products and convolutions, ``dots_with_no_batch_dims_saveable`` matrix products without batch dimensions alone;
+``jax.checkpoint_policies`` in JAX's reference, and its page on memory spaces and host offloading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from planner.cut_points import turning_point
 from planner.graph import Operation
 from planner.schedule import Schedule, recompute_lazily
+from planner.strategies._offloads import hiding, offloaded
 from planner.strategies._operators import is_fused_attention, is_linear, is_product
 from planner.strategies._step import Step, Strategy
 
 
 def _policy(saveable: Callable[[Operation], bool]) -> Callable[[Step, int], Schedule]:
     def schedule(step: Step, number: int) -> Schedule:
-        graph = step.graph
-        turn = turning_point(graph)
-        dropped = [
-            value
-            for operation in graph.operations[:turn]
-            if operation.recomputable and not saveable(operation)
-            for value in operation.outputs
-        ]
-        return recompute_lazily(graph, {turn: dropped})
+        kept = {value for operation in step.graph.operations if saveable(operation) for value in operation.outputs}
+        return _keeping(step, kept)
 
     return schedule
+
+
+def _keeping(step: Step, kept: Collection[int]) -> Schedule:
+    """Make again what the backward reads of all other values of the forward."""
+    graph = step.graph
+    turn = turning_point(graph)
+    dropped = [
+        value
+        for operation in graph.operations[:turn]
+        if operation.recomputable
+        for value in operation.outputs
+        if value not in kept
+    ]
+    return recompute_lazily(graph, {turn: dropped})
+
+
+def _offload_products(step: Step, number: int) -> Schedule:
+    made = [value for operation in step.graph.operations if is_linear(operation) for value in operation.outputs]
+    return _offloading(step, made)
+
+
+def _offload_inputs(step: Step, number: int) -> Schedule:
+    entering = step.entering(step.regions(step.blocks))
+    return _offloading(step, [value for values in entering for value in values])
+
+
+def _offloading(step: Step, values: Collection[int]) -> Schedule:
+    moved = [value for value in values if step.is_saved_freely(value)]
+    return hiding(step, offloaded(step, _keeping(step, moved), moved))
 
 
 STRATEGIES = (
@@ -49,5 +77,15 @@ STRATEGIES = (
         name="jax-dots-with-no-batch-dims-saveable",
         summary="jax.checkpoint around the whole step: products without batch dimensions are kept",
         schedule=_policy(is_linear),
+    ),
+    Strategy(
+        name="jax-offload-dot-with-no-batch-dims",
+        summary="jax.checkpoint around the whole step: products without batch dimensions wait on the host",
+        schedule=_offload_products,
+    ),
+    Strategy(
+        name="jax-save-and-offload-only-these-names",
+        summary="jax.checkpoint around the whole step: what enters a block waits on the host",
+        schedule=_offload_inputs,
     ),
 )

@@ -10,6 +10,9 @@ activation function makes is dropped once its reader has run, and made again whe
 output is there; their inputs are kept. Megatron-Core does so with the activation functions of experts; here it is
 done with those of every MLP, with the product by a gate.
 
+``--distribute-saved-activations`` with ``full`` keeps of every layer's hidden states the part of this device, and
+gathers them before the layer runs again; sequence parallelism, which divides them anyway, excludes it.
+
 Sources: ``megatron/core/transformer/transformer_config.py`` (``recompute_modules``) and
 ``megatron/core/tensor_parallel/random.py`` in NVIDIA/Megatron-LM; Megatron Core's developer guide, 0.20.
 """
@@ -21,6 +24,7 @@ from collections.abc import Callable
 from planner.cut_points import turning_point
 from planner.graph import Phase
 from planner.schedule import Schedule, recompute_lazily
+from planner.strategies._divided import check_divides, divided
 from planner.strategies._operators import (
     is_activation,
     is_attention,
@@ -31,6 +35,7 @@ from planner.strategies._operators import (
     is_softmax,
 )
 from planner.strategies._step import Step, Strategy
+from planner.strategies.deepspeed import DEVICES, every_block_gathered
 from planner.strategies.pytorch import in_groups
 
 
@@ -119,6 +124,16 @@ def _activations(step: Step, block: tuple[int, ...]) -> list[int]:
     ]
 
 
+def _distributed(step: Step, number: int) -> Step:
+    """Divide of what enters each block the largest: the hidden states."""
+    check_divides(number)
+    entering = step.entering(step.regions(step.blocks, whole=True))
+    sizes = step.graph.values
+    return divided(
+        step, [max(values, key=lambda u: (sizes[u].size_bytes, -u)) for values in entering if values], number
+    )
+
+
 def half(blocks: int) -> int:
     """Give half of the blocks, at least one."""
     return max(1, blocks // 2)
@@ -146,5 +161,13 @@ STRATEGIES = (
         name="megatron-output-discarding",
         summary="Megatron-Core, selective: outputs of layer norms and activation functions",
         schedule=_output_discarding,
+    ),
+    Strategy(
+        name="megatron-distributed",
+        summary="Megatron-Core, full, hidden states divided over N devices (--distribute-saved-activations)",
+        schedule=every_block_gathered,
+        number=lambda blocks: DEVICES,
+        step=_distributed,
+        note="gathering what N devices share takes time, which is not counted",
     ),
 )

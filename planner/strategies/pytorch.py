@@ -3,7 +3,13 @@
 Without reentrant autograd (``use_reentrant=False``, as PyTorch advises) a region runs again at the first need
 of anything in it, up to the last thing that is needed.
 
+``save_on_cpu`` sends whatever autograd saves to the host, of any size, and fetches it where the backward reads it, on
+the stream that computes: copies are waited for. What several operations save is copied for each of them there, once
+here. Around a checkpoint (``offload_wrapper``) it sends what the checkpoint saves, its inputs.
+
 Sources: ``torch/utils/checkpoint.py`` of PyTorch 2.13 (``checkpoint``, ``checkpoint_sequential``);
+``save_on_cpu`` in ``torch/autograd/graph.py`` and ``offload_wrapper`` in
+``torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py`` of the same;
 ``gradient_checkpointing_enable(every_n_layers=N)`` of huggingface/transformers (pull request 48200);
 Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, for segments of about the square root.
 """
@@ -14,6 +20,7 @@ import math
 from itertools import chain
 
 from planner.schedule import Schedule
+from planner.strategies._offloads import inputs_offloaded, offloaded
 from planner.strategies._step import Step, Strategy
 
 
@@ -35,6 +42,15 @@ def _sequential(step: Step, number: int) -> Schedule:
     if not size:
         raise step.cannot(f"has {len(step.blocks)} blocks, and not {number} to make as many segments of")
     return step.checkpointed(in_groups(step.blocks[: size * (number - 1)], size))
+
+
+def _save_on_cpu(step: Step, number: int) -> Schedule:
+    values = [value for value in range(len(step.graph.values)) if step.is_saved_freely(value)]
+    return offloaded(step, Schedule.keep_all(step.graph), values)
+
+
+def _offloaded_checkpoints(step: Step, number: int) -> Schedule:
+    return inputs_offloaded(step, step.regions(step.blocks))
 
 
 def in_groups(blocks: tuple[tuple[int, ...], ...], size: int) -> list[tuple[int, ...]]:
@@ -76,5 +92,15 @@ STRATEGIES = (
         summary="torch.utils.checkpoint.checkpoint_sequential: N segments, of which the last is left as it is",
         schedule=_sequential,
         number=square_root,
+    ),
+    Strategy(
+        name="save-on-cpu",
+        summary="torch.autograd.graph.save_on_cpu around the forward: all that is saved waits on the host",
+        schedule=_save_on_cpu,
+    ),
+    Strategy(
+        name="offloaded-checkpoint",
+        summary="torch.utils.checkpoint around every block, whose inputs wait on the host (offload_wrapper)",
+        schedule=_offloaded_checkpoints,
     ),
 )

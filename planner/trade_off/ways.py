@@ -125,7 +125,7 @@ class WaySearch:
     def _strategy(self, name: str) -> Way:
         study = self.curve.study
         try:
-            schedule = strategies.schedule(name, study.graph, study.costs)
+            schedule = strategies.schedule(name, study.graph, study.costs, study.unlimited_host())
         except UsageError as error:
             return Way(name=name, points=(), reason=str(error))
         return Way(name=name, points=(point_of(study, schedule, name),))
@@ -146,13 +146,13 @@ class WaySearch:
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
     """Give the point of a schedule: its own peak is its budget."""
-    evaluation = simulate(study.graph, study.costs, schedule)
+    evaluation = simulate(study.graph, study.costs, schedule, study.unlimited_host())
     peak_bytes = evaluation.peak_bytes + study.graph.total_static_bytes
     step_seconds = study.problem().baseline.seconds or 1.0
     return TradeOffPoint(
         budget_bytes=peak_bytes,
         predicted_peak_bytes=peak_bytes,
-        overhead=evaluation.recompute_seconds / step_seconds,
+        overhead=evaluation.added_seconds / step_seconds,
         solver=name,
         status="feasible",
     )

@@ -1,0 +1,68 @@
+"""A step whose saved values are divided over devices: each holds a share, and gathers the whole where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from planner.checkpoints import Region, schedule_of
+from planner.errors import UsageError
+from planner.graph import Operation, OperationCost, Value
+from planner.schedule import Schedule
+from planner.strategies._step import Step
+
+GATHER = "gather of shares"
+"""Target of the operation that makes a value from its shares; its inputs are the one that this device holds."""
+
+
+def divided(step: Step, values: Collection[int], devices: int) -> Step:
+    """Let each of some values be made from a share that is held beside it.
+
+    Gathering takes no time here: what links devices is not known.
+    """
+    chosen = set(values)
+    made: list[Value] = list(step.graph.values)
+    operations: list[Operation] = []
+    costs: list[OperationCost] = []
+    for operation, cost in zip(step.graph.operations, step.costs, strict=True):
+        moved = [value for value in operation.outputs if value in chosen]
+        shares = []
+        for value in moved:
+            shares.append(len(made))
+            whole = made[value]
+            made.append(Value(name=f"share of {whole.name}", size_bytes=-(-whole.size_bytes // devices)))
+        outputs = (*(value for value in operation.outputs if value not in chosen), *shares)
+        held_bytes = sum(made[value].size_bytes for value in moved)
+        operations.append(replace(operation, outputs=outputs))
+        costs.append(replace(cost, workspace_bytes=cost.workspace_bytes + held_bytes))
+        for value, share in zip(moved, shares, strict=True):
+            name = f"gather of {made[value].name}"
+            operations.append(
+                replace(operation, name=name, key=name, target=GATHER, inputs=(share,), outputs=(value,), state_bytes=0,
+                        recomputable=True, flops=0, moved_bytes=0)
+            )  # fmt: skip
+            costs.append(OperationCost(seconds=0.0))
+    graph = replace(step.graph, operations=tuple(operations), values=tuple(made))
+    return replace(step, graph=graph, costs=costs)
+
+
+def gathered(step: Step, regions: Collection[Region]) -> Schedule:
+    """Run regions again from values that are gathered first."""
+    gathers: Mapping[int, int] = {
+        operation.outputs[0]: index
+        for index, operation in enumerate(step.graph.operations)
+        if operation.target == GATHER
+    }
+    found = []
+    for region in regions:
+        made = {value for index in region.again for value in step.graph.operations[index].outputs}
+        read = {value for index in region.again for value in step.graph.operations[index].inputs} - made
+        first = tuple(gathers[value] for value in sorted(read & gathers.keys()))
+        found.append(replace(region, again=(*first, *region.again)))
+    return schedule_of(step.graph, found)
+
+
+def check_divides(devices: int) -> None:
+    """Refuse to divide over a single device."""
+    if devices < 2:
+        raise UsageError("a value is divided over two devices at least")
