@@ -66,12 +66,22 @@ def test_levers_shows_what_all_together_reach(tmp_path: Path, monkeypatch: pytes
 
 
 def test_levers_fails_where_one_alone_is_better() -> None:
-    row = {"case": "a", "budget": "50%", "status": "feasible", "peak_bytes": 5, "proven_floor_bytes": 9}
+    row = {
+        "case": "a",
+        "budget": "50%",
+        "status": "feasible",
+        "peak_bytes": 5,
+        "proven_floor_bytes": 9,
+        "floor_at": "_log_softmax_backward_data",
+    }
     alone, together = ({**row, "lever": lever, "overhead": 0.1} for lever in ("recompute", "all"))
     assert list(levers._missed([alone, together], "a")) == []
     assert "recompute alone is better" in next(levers._missed([alone, {**together, "overhead": 0.2}], "a"))
     assert "is better" in next(levers._missed([alone, {**together, "status": "infeasible"}], "a"))
-    assert "below what recompute" in next(levers._missed([alone, {**together, "peak_bytes": 9}], "a"))
+    reached = {**together, "peak_bytes": 9}
+    assert "below what recompute" in next(levers._missed([alone, reached], "a"))
+    attention = {**alone, "floor_at": "_scaled_dot_product_backward"}
+    assert list(levers._missed([attention, {**reached, "floor_at": "mm"}], "a")) == []
 
 
 def test_exactness_fails_where_a_promise_is_broken() -> None:

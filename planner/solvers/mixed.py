@@ -16,7 +16,7 @@ from dataclasses import replace
 from planner import solvers
 from planner.effort import Clock, Effort
 from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
-from planner.floor import lowest_schedule
+from planner.floor import lowest_schedule, proven_floor
 from planner.host import Host
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
@@ -88,6 +88,9 @@ class _Mix:
 
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
+        lowest = AsIf(problem, self.movable).problem
+        if proven_floor(lowest.graph, lowest.costs)[0] > problem.budget_bytes:
+            raise self.standing.infeasible(proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
@@ -248,6 +251,8 @@ def _infeasible(standing: Standing, host: Host, *, proven: bool = False) -> Infe
     values = ranked(problem)
     smallest: int | None = None
     low, high = 0, len(values)
+    if problem.evaluate(lowest_offloading(problem, values)).peak_bytes > problem.budget_bytes:
+        high = -1  # no amount of host memory is known to do
     while low <= high:
         count = (low + high) // 2
         schedule = lowest_offloading(problem, values[:count])
