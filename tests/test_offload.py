@@ -234,7 +234,8 @@ def test_both_together_are_no_worse_than_either_alone(rate: float):
         for one in (problem, replace(problem, graph=fixed, host=host))
     ]
     both = solvers.solve(replace(problem, host=host), time_limit_seconds=3)
-    assert both.recompute_seconds <= min(alone)
+    near_seconds = 2e-3 * problem.baseline.seconds  # what three seconds of search on a busy machine leave open
+    assert both.recompute_seconds <= min(alone) + near_seconds
     assert rate > 1e8 or both.recompute_seconds < 0.9 * min(alone), "what does not hide is recomputed, and no more"
     assert both.recompute_seconds - both.lower_bound_seconds < 0.02 * problem.baseline.seconds
 

@@ -96,9 +96,9 @@ class _Mix:
         chosen = [values for _, values in found]
         everything = frozenset(_first_within(problem, self.movable, self.host.budget_bytes))
         self.attempt(chosen[0], share=_FIRST_SHARE)
+        self.offload_alone(cuts)
         self.make_room()
         self.attempt(frozenset(), share=_FIRST_SHARE)
-        self.offload_alone(cuts)
         for values in (*chosen[1:], everything):
             self.attempt(values)
         if self.standing.schedule is None:
