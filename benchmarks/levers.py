@@ -95,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
                 result["rows"].append(row)
                 common.progress(" | ".join(_cells(row)))
                 common.write(args.json, result, _page(result))
+    common.write(args.json, result, _page(result))
     missed = [goal for name in names for goal in _missed(result["rows"], name)]
     for goal in missed:
         common.progress(f"missed: {goal}")

@@ -260,7 +260,10 @@ def _baseline(node: Node) -> BaselineRow:
 
 def _values(node: Node) -> ValueTable:
     rows = node["rows"]
-    columns = {field.name: list(rows[field.name].items()) for field in fields(ValueRow) if rows.has(field.name)}
+    names = [field.name for field in fields(ValueRow)]
+    if not rows.has("offloaded"):  # older plans have none
+        names.remove("offloaded")
+    columns = {name: list(rows[name].items()) for name in names}
     if len(set(map(len, columns.values()))) > 1:
         raise PlanFileError("values.rows: its columns are not of one length")
     return ValueTable(
@@ -297,7 +300,7 @@ def _value(number: int, row: dict[str, Node]) -> ValueRow:
         busiest_bytes=row["busiest_bytes"].integer(),
         spans_baseline_peak=row["spans_baseline_peak"].boolean(),
         spans_peak=row["spans_peak"].boolean(),
-        offloaded=row["offloaded"].boolean() if "offloaded" in row else False,  # older plans have none
+        offloaded="offloaded" in row and row["offloaded"].boolean(),
     )
 
 

@@ -396,7 +396,7 @@ def test_a_missing_field_is_named(plan: Plan) -> None:
     good = json.loads(plan.to_json())
     only_peaks(good)
     # What follows from other fields, or need not be there.
-    optional = {"activation_budget_bytes", "overhead", "details", "values", "offloaded_bytes"}
+    optional = {"activation_budget_bytes", "overhead", "details", "values", "offloaded_bytes", "offloaded"}
     for path in places(good):
         bad = copy.deepcopy(good)
         parent = bad
