@@ -28,11 +28,14 @@ from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
-from planner.session import Options, cost, device_spec, fingerprint
+from planner.session import Options, cost, device_spec, fingerprint, problems_of
 from planner.simulate import simulate
 from planner.step_details import step_details
 from planner.study_types import EagerStudy
 from planner.surroundings import LossMemory, as_planned
+
+_NO_TROUBLE = ("full-backward-hooks",)
+"""Rules that an eager step may break."""
 
 
 def plan_eager(
@@ -86,7 +89,17 @@ class _Session:
             device=spec.name,
             torch_version=torch.__version__,
             runtime=options.runtime,
-            warnings=(*costing.warnings, *_notes(trace)),
+            warnings=(
+                *costing.warnings,
+                *_notes(trace),
+                *problems_of(
+                    model,
+                    options,
+                    outside_bytes=trace.outside_bytes if trace.outside_bytes > spec.alignment_bytes else 0,
+                    returned_cache=trace.returned_cache,
+                    allowed=_NO_TROUBLE,
+                ),
+            ),
         )
         self.graph = step.lowered.graph
         self.regions = step.regions

@@ -20,16 +20,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.flops import count_flops, moved_bytes
+from planner.errors import UsageError
 from planner.memory import measure_peak
 from planner.operands import is_opaque, storage_bytes
 from planner.provenance import is_library, short_path
 from planner.torch_internals import (
+    CHECKPOINT,
     FakeTensor,
     call_implementation,
     is_mutable,
     profiler_is_running,
     storage_id,
     written_arguments,
+)
+
+_CHECKPOINTS_ITSELF = (
+    "the model calls torch.utils.checkpoint itself, at {}; under the runtime 'modules' the plan decides what runs "
+    "again: call there what is checkpointed, as block(x) in place of checkpoint(block, x), or plan for the runtime 'graph', "
+    "which captures through such calls and decides in their place"
 )
 
 
@@ -92,6 +100,8 @@ class Trace:
 
     ``runs`` from ``backward`` on are of the backward; before ``tangents`` those that stand for a loss outside
     have given the outputs their gradients. ``is_real`` says that the step was run with data.
+    ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
+    it gives a cache of keys and values back.
     """
 
     runs: list[Run]
@@ -101,6 +111,8 @@ class Trace:
     backward: int
     tangents: int
     is_real: bool
+    outside_bytes: int = 0
+    returned_cache: bool = False
 
 
 class _Saved:
@@ -139,6 +151,8 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, list[Call]] = {}
         self.backward = -1
         self.tangents = -1
+        self.outside_bytes = 0
+        self.returned_cache = False
         self.is_over = False
         self._known: dict[int, int | None] = {}
         self._stack: list[tuple[str, Call]] = []
@@ -307,8 +321,22 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _source() -> str:
+    """Give the line of the user's code that runs an operator.
+
+    Raises
+    ------
+    UsageError
+        If that is inside a call of ``torch.utils.checkpoint``.
+    """
+    source, checkpointed = "", False
     for frame, line in walk_stack(None):
         file = frame.f_code.co_filename
-        if not is_library(file) and not file.endswith("eager_trace.py") and not file.endswith("flops.py"):
-            return f"{short_path(file)}:{line}"
-    return ""
+        if file.endswith("eager_record.py"):
+            break  # what lies further out called the planner, not the operator
+        if frame.f_code is CHECKPOINT:
+            checkpointed = True
+        elif not is_library(file) and not file.endswith(("eager_trace.py", "flops.py")):
+            if checkpointed:
+                raise UsageError(_CHECKPOINTS_ITSELF.format(f"{short_path(file)}:{line}"))
+            source = source or f"{short_path(file)}:{line}"
+    return source

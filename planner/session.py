@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -235,7 +235,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
             *costing.warnings,
             *step.warnings,
             *_assumed(step.lowered.joint),
-            *_problems_of(model, step.lowered.graph, options),
+            *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
         ),
     )
     return Study(
@@ -317,16 +317,27 @@ def _assumed(joint: JointGraph) -> Iterator[Finding]:
         )
 
 
-def _problems_of(model: nn.Module, graph: TrainingGraph, options: Options) -> Iterator[Finding]:
-    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer."""
+def problems_of(
+    model: nn.Module,
+    options: Options,
+    *,
+    outside_bytes: int,
+    returned_cache: bool = False,
+    allowed: Collection[str] = (),
+) -> Iterator[Finding]:
+    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer.
+
+    ``outside_bytes`` and ``returned_cache`` are those of :class:`~planner.diagnose.subject.Subject`; rules that are
+    allowed to be broken are of what the runtime has no trouble with.
+    """
     subject = Subject(
         modules=module_facts(model),
-        returned_cache=False,
-        outside_bytes=outside_bytes(graph),
+        returned_cache=returned_cache,
+        outside_bytes=outside_bytes,
         counts_loss=options.loss is not None,
     )
     found = examine(subject, (*checkpoint_rules.RULES, *model_rules.RULES))
-    return (finding for finding in found if finding.is_problem)
+    return (finding for finding in found if finding.is_problem and finding.rule not in allowed)
 
 
 @timings.stage("costing")

@@ -6,9 +6,11 @@ A new torch release that moves one of them breaks this file, with one message: s
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_stack
 from typing import Any
 from unittest.mock import patch
 
@@ -34,10 +36,12 @@ from torch.func import functional_call
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlannerError
 
 __all__ = [
+    "CHECKPOINT",
     "BatchNorm",
     "Compiler",
     "FakeTensor",
@@ -77,6 +81,9 @@ __all__ = [
     "without_dynamic_marks",
     "written_arguments",
 ]
+
+CHECKPOINT = inspect.unwrap(checkpoint).__code__
+"""What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped."""
 
 _NO_LIMIT = 2**31 - 1
 _DYNAMIC_MARKS = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices"}
@@ -360,6 +367,13 @@ def self_test() -> None:
     compile_isolated(doubled, lambda graph_module, _: graph_module)(x)
     if run_compiled(doubled, (x,), {}) is None or run_compiled(doubled, (x[:1],), {}) is not None:
         problems.append("compiled graphs are not run alone, or not only for what they were compiled for")
+    def look_around(y: torch.Tensor) -> torch.Tensor:
+        seen["around"] = [frame.f_code for frame, _ in walk_stack(inspect.currentframe())]
+        return y
+
+    checkpoint(look_around, x, use_reentrant=False)
+    if CHECKPOINT not in seen["around"]:
+        problems.append("torch.utils.checkpoint runs what it checkpoints elsewhere")
     torch._dynamo.mark_dynamic(x, 0, max=8)
     if not is_marked_dynamic(x) or dynamic_ranges(x) != {0: 8}:
         problems.append("mark_dynamic leaves other marks on a tensor")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import pickle
 import warnings
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.checkpoint_choice import Chooser
@@ -249,6 +252,87 @@ def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
     assert modules_of(planner.plan_of(model)) == modules_of(plan)
     with pytest.raises(PlanMismatchError, match="made for something else"):
         planner.auto_wrap(Stack(3), rows(), plan=plan)
+
+
+class CheckpointsItself(Stack):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0].inner(x)
+        x = checkpoint(torch.sin, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+class CheckpointsInARow(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.blocks[0].inner, 2, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [CheckpointsItself(use_reentrant=False), CheckpointsItself(use_reentrant=True), CheckpointsInARow()],
+    ids=["non-reentrant", "reentrant", "sequential"],
+)
+def test_a_model_that_calls_checkpoint_itself_is_refused_with_the_line(model: nn.Module) -> None:
+    source, first = inspect.getsourcelines(type(model).forward)
+    line = first + next(number for number, text in enumerate(source) if "checkpoint" in text)
+    with pytest.raises(UsageError, match=rf"test_modules.py:{line};.*decides.*runtime 'graph'"):
+        planner.plan(model, rows(), activation_budget="80%", runtime="modules")
+    with pytest.raises(UsageError, match="checkpoint itself, at"):
+        planner.auto_wrap(model, activation_budget="80%", runtime="modules")(rows())
+    assert all(installed_call(module) is None for name, module in model.named_modules() if name)
+
+
+def test_a_wrapped_model_may_run_under_a_checkpoint_of_the_callers() -> None:
+    model = planner.auto_wrap(Stack(), activation_budget="100%", runtime="modules")
+    checkpoint(model, rows(), use_reentrant=False).backward()
+    assert planner.plan_of(model).recomputations == {}
+
+
+class Classifier(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+class Given(NamedTuple):
+    """Named as models of transformers name what they return."""
+
+    loss: torch.Tensor
+    past_key_values: torch.Tensor | None
+
+
+class Caching(Stack):
+    config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Given(loss=super().forward(x), past_key_values=x if self.config.use_cache else None)
+
+
+def test_findings_are_those_of_whole_graphs() -> None:
+    model = Classifier()
+    model.head.register_full_backward_hook(lambda *_: None)
+    assert findings(model) == set()  # hooks are called, as in eager
+    part = model.blocks[0].inner
+    assert findings(part) == {"loss-not-counted"} and findings(part, loss_fn=torch.sum) == set()
+    model = Caching()
+    assert findings(model) == {"use-cache"}
+    model.config = SimpleNamespace(use_cache=False)
+    assert findings(model) == set()
+    found = findings(Classifier(), budget="95%")
+    assert "logits-dominate" in found and found == findings(Classifier(), budget="95%", runtime="graph")
+
+
+def findings(model: nn.Module, *, budget: str = "100%", runtime: str = "modules", **options: Any) -> set[str]:
+    made = planner.plan(model, rows(), budget=budget, runtime=runtime, compare=False, **options)
+    return {warning.rule for warning in made.warnings}
 
 
 class CountsItsCalls(nn.Module):
