@@ -28,6 +28,7 @@ from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
+from planner.selective import way_named, ways_of, with_kept
 from planner.session import Options, cost, device_spec, fingerprint, problems_of
 from planner.simulate import simulate
 from planner.step_details import step_details
@@ -137,6 +138,7 @@ class _Session:
             compare=False,
             propose=self._cheapest,
         )
+        made = with_kept(made, self.graph, self.regions)
         return self._compared(made) if options.compare else made
 
     @timings.stage("solving")
@@ -148,7 +150,8 @@ class _Session:
         effort = Effort(
             time_limit_seconds=options.time_limit_seconds, deterministic=options.deterministic, seed=options.seed
         )
-        return Chooser(problem, self.regions, effort.clock(), options.progress)
+        ways = ways_of(self.regions, self.graph, self.costs)
+        return Chooser(problem, ways, effort.clock(), options.progress)
 
     def _check_match(self, plan: Plan) -> None:
         """Refuse a plan of something else; a step that depends on its data need not be the same twice."""
@@ -160,12 +163,16 @@ class _Session:
         check_match(plan, origin)
 
     def _take_over(self, plan: Plan) -> Plan | None:
-        """Carry the choice of modules over, if they are there and the step keeps the budget."""
+        """Carry the choice of modules over, if they and what they keep are there and the step keeps the budget."""
         region_of = {region.module: region for region in self.regions}
         names = modules_of(plan)
-        if not all(name in region_of for name in names):
-            return None
-        schedule = schedule_of(self.graph, [region_of[name] for name in names])
+        chosen = []
+        for name in names:
+            way = way_named(region_of[name], plan.kept.get(name, {})) if name in region_of else None
+            if way is None:
+                return None
+            chosen.append(way)
+        schedule = schedule_of(self.graph, chosen)
         options = self.options
         problem = make_problem(
             self.graph, self.costs, budget=options.budget, activation_budget=options.activation_budget
@@ -183,7 +190,8 @@ class _Session:
             recompute_seconds=evaluation.recompute_seconds,
             lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same else 0.0,
         )
-        return plan_from_solution(problem, solution, origin=self.origin, surroundings=self.around, compare=False)
+        taken = plan_from_solution(problem, solution, origin=self.origin, surroundings=self.around, compare=False)
+        return with_kept(taken, self.graph, self.regions)
 
     # For the report.
 

@@ -8,6 +8,7 @@ apart from that. Both together give the memory of the step under any choice of c
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,8 +37,8 @@ from planner.torch_internals import (
 
 _CHECKPOINTS_ITSELF = (
     "the model calls torch.utils.checkpoint itself, at {}; under the runtime 'modules' the plan decides what runs "
-    "again: call there what is checkpointed, as block(x) in place of checkpoint(block, x), or plan for the runtime 'graph', "
-    "which captures through such calls and decides in their place"
+    "again: call there what is checkpointed, as block(x) in place of checkpoint(block, x), or plan for the runtime "
+    "'graph', which captures through such calls and decides in their place"
 )
 
 
@@ -45,6 +46,7 @@ _CHECKPOINTS_ITSELF = (
 class Run:
     """One operator that ran; ``flops`` and ``moved_bytes`` are counted on what it was called with.
 
+    ``occurrence`` is how often the operator had been called before.
     ``workspace_bytes`` is known where the run itself had to be watched: see :func:`planner.operands.is_opaque`.
     """
 
@@ -57,6 +59,7 @@ class Run:
     source: str
     flops: int
     moved_bytes: int
+    occurrence: int
     workspace_bytes: int | None = None
 
 
@@ -86,9 +89,13 @@ class Save:
 
 @dataclass
 class Call:
-    """One call of a module: the runs from ``begin`` to before ``end``, what it was given, what it saved."""
+    """One call of a module: the runs from ``begin`` to before ``end``, what it was given, what it saved.
+
+    ``called`` is how often each operator had been called before.
+    """
 
     begin: int
+    called: Counter[Any]
     end: int = 0
     given: tuple[int, ...] = ()
     saves: list[Save] = field(default_factory=list)
@@ -154,6 +161,7 @@ class Recorder(TorchDispatchMode):
         self.outside_bytes = 0
         self.returned_cache = False
         self.is_over = False
+        self._called: Counter[Any] = Counter()
         self._known: dict[int, int | None] = {}
         self._stack: list[tuple[str, Call]] = []
         self._module = ""
@@ -172,6 +180,7 @@ class Recorder(TorchDispatchMode):
         else:
             peak_bytes, result = 0, function(*args, **kwargs)
         run = self._record(function, args, kwargs, result)
+        self._called[function] += 1
         if watched and run is not None:
             run.workspace_bytes = max(0, peak_bytes - sum(self.storages[value].size_bytes for value in run.makes))
         return result
@@ -195,6 +204,7 @@ class Recorder(TorchDispatchMode):
             source=_source() if self.backward < 0 else "",
             flops=count_flops(function, args, kwargs, result),
             moved_bytes=moved_bytes(function, args, kwargs, result),
+            occurrence=self._called[function],
         )
         for tensor in fresh:
             self.storages[self._new(tensor)].size_bytes = storage_bytes(function, given, tensor)
@@ -303,7 +313,8 @@ class Recorder(TorchDispatchMode):
     def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call and note its runs."""
         given = (self._look_up(t) for t in tensors_in((args, kwargs)))
-        call = Call(len(self.runs), given=tuple(dict.fromkeys(v for v in given if v is not None)))
+        called = self._called.copy()
+        call = Call(len(self.runs), called, given=tuple(dict.fromkeys(v for v in given if v is not None)))
         self.calls.setdefault(name, []).append(call)
         self._stack.append((name, call))
         self._module = name

@@ -20,6 +20,7 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile
 from planner import devices, timings, workspace
 from planner.capture import is_fake
+from planner.checkpoints import KEPT
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.cuda_attention import Attention, attention_on
 from planner.device_file import find as find_device
@@ -386,7 +387,8 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
 def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
     digest = hashlib.sha256()
-    for operation in graph.operations:
+    operations = [operation for operation in graph.operations if operation.target != KEPT]
+    for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
     parameters = {id(p) for p in [*model.parameters(), *model.buffers()]}
@@ -400,6 +402,6 @@ def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: Join
         "device": device,
         "torch": torch.__version__,
         "assumes": ", ".join(joint.assumes),
-        "operations": len(graph.operations),
+        "operations": len(operations),
         "graph": digest.hexdigest()[:16],
     }

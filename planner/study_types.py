@@ -16,6 +16,7 @@ from planner.plan_parts import PlanOrigin
 from planner.plan_types import Plan
 from planner.planning import Size, make_plan, make_problem
 from planner.problem import Problem, Progress
+from planner.selective import ways_of, with_kept
 from planner.surroundings import Surroundings
 
 
@@ -127,7 +128,8 @@ class EagerStudy(Study):
         if offload:
             raise UsageError("the runtime 'modules' cannot offload: study the step for runtime 'graph'")
         clock = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic).clock()
-        return make_plan(
+        ways = ways_of(self.regions, self.graph, self.costs)
+        made = make_plan(
             self.graph,
             self.costs,
             budget=budget,
@@ -135,5 +137,6 @@ class EagerStudy(Study):
             origin=self.origin,
             surroundings=self.surroundings,
             compare=False,
-            propose=lambda problem: Chooser(problem, self.regions, clock, progress).cheapest(),
+            propose=lambda problem: Chooser(problem, ways, clock, progress).cheapest(),
         )
+        return with_kept(made, self.graph, self.regions)

@@ -35,8 +35,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import checkpoint
 
 from planner.errors import PlannerError
 
@@ -82,8 +82,11 @@ __all__ = [
     "written_arguments",
 ]
 
-CHECKPOINT = inspect.unwrap(checkpoint).__code__
-"""What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped."""
+CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
+"""What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
+
+From torch 2.15 on it is a decorator too, and both ways lead to one function.
+"""
 
 _NO_LIMIT = 2**31 - 1
 _DYNAMIC_MARKS = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices"}
@@ -371,7 +374,7 @@ def self_test() -> None:
         seen["around"] = [frame.f_code for frame, _ in walk_stack(inspect.currentframe())]
         return y
 
-    checkpoint(look_around, x, use_reentrant=False)
+    checkpointing.checkpoint(look_around, x, use_reentrant=False)
     if CHECKPOINT not in seen["around"]:
         problems.append("torch.utils.checkpoint runs what it checkpoints elsewhere")
     torch._dynamo.mark_dynamic(x, 0, max=8)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import pickle
 import warnings
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.checkpoint_choice import Chooser
-from planner.checkpoints import Needs, modules_of, nested, schedule_of, seconds_of
+from planner.checkpoints import Needs, Region, modules_of, rivals, schedule_of, seconds_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.effort import Effort
@@ -25,6 +25,7 @@ from planner.errors import CaptureError, PlanMismatchError, UsageError
 from planner.graph import OperationCost
 from planner.inputs import Inputs
 from planner.problem import Problem
+from planner.selective import ways_of
 from planner.simulate import simulate
 from planner.surroundings import LossMemory
 from planner.torch_internals import installed_call
@@ -99,7 +100,7 @@ def check(model: nn.Module, x: Any, budget: str = "70%", **options: Any) -> plan
     return plan
 
 
-def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, ...]]:
+def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:
     inputs = Inputs.of(x)
     step = lower_eager(
         record(model, inputs, has_loss=False), model, inputs.tensors(),
@@ -107,7 +108,8 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, .
     )  # fmt: skip
     graph = step.lowered.graph
     costs = tuple(
-        OperationCost(seconds=1e-6 * op.moved_bytes, workspace_bytes=op.flops % 4096) for op in graph.operations
+        OperationCost(seconds=1e-6 * (op.moved_bytes + op.flops), workspace_bytes=op.flops % 4096)
+        for op in graph.operations
     )
     return Problem(graph=graph, costs=costs, budget_bytes=0), step.regions
 
@@ -139,52 +141,62 @@ def test_a_loss_outside() -> None:
 def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
     x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else rows(16)
     problem, regions = problem_of(model, x)
-    needs = Needs(problem.graph, problem.costs, regions)
-    clash = nested(regions)
-    for count in range(3):
-        for chosen in itertools.combinations(range(len(regions)), count):
-            if any(a in chosen and b in chosen for a, b in clash):
-                continue
-            schedule = schedule_of(problem.graph, [regions[r] for r in chosen])
-            timeline = simulate(problem.graph, problem.costs, schedule).timeline_bytes
-            ran: set[int] = set()
-            within: dict[int, int] = {}
-            for index, size in zip(schedule.order, timeline, strict=True):
-                if index not in ran:
-                    assert needs.at(index).bytes_with(chosen) == size
-                ran_again = [r for r in chosen if index in regions[r].again]
-                if index in ran and ran_again:
-                    within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
-                ran.add(index)
-            assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
+    ways = ways_of(regions, problem.graph, problem.costs)
+    assert any(way.kept for way in ways)
+    needs = Needs(problem.graph, problem.costs, ways)
+    for chosen in choices(ways, at_most=2):
+        schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
+        timeline = simulate(problem.graph, problem.costs, schedule).timeline_bytes
+        ran: set[int] = set()
+        within: dict[int, int] = {}
+        for index, size in zip(schedule.order, timeline, strict=True):
+            if index not in ran:
+                assert needs.at(index).bytes_with(chosen) == size
+            ran_again = [r for r in chosen if index in ways[r].again]
+            if index in ran and ran_again:
+                within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
+            ran.add(index)
+        assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
 
 
 def test_the_choice_is_the_best_of_all() -> None:
     problem, regions = problem_of(Stack(3), rows(64))
-    clash = nested(regions)
-    choices = [
-        chosen
-        for count in range(len(regions) + 1)
-        for chosen in itertools.combinations(range(len(regions)), count)
-        if not any(a in chosen and b in chosen for a, b in clash)
-    ]
+    ways = ways_of(regions, problem.graph, problem.costs)
     outcome = {
         chosen: (
-            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [regions[r] for r in chosen])).peak_bytes,
-            sum(seconds_of(regions[r], problem.costs) for r in chosen),
+            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [ways[r] for r in chosen])).peak_bytes,
+            sum(seconds_of(ways[r], problem.costs) for r in chosen),
         )
-        for chosen in choices
+        for chosen in choices(ways)
     }
     lowest = min(peak for peak, _ in outcome.values())
-    for budget in {lowest, problem.baseline.peak_bytes, (lowest + problem.baseline.peak_bytes) // 2}:
+    whole = {chosen: found for chosen, found in outcome.items() if not any(ways[r].kept for r in chosen)}
+    cheaper = 0
+    for budget in {lowest + (problem.baseline.peak_bytes - lowest) * part // 4 for part in range(5)}:
         posed = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=budget)
-        chooser = Chooser(posed, regions, Effort(time_limit_seconds=30).clock())
+        chooser = Chooser(posed, ways, Effort(time_limit_seconds=30).clock())
         solution = chooser.cheapest()
         best = min(seconds for peak, seconds in outcome.values() if peak <= budget)
         assert solution.recompute_seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
         assert solution.lower_bound_seconds <= best * (1 + 1e-9)
         assert solution.lower_bound_seconds == pytest.approx(best, rel=1e-4, abs=1e-12)
         assert outcome[tuple(sorted(chooser.lowest()))][0] == lowest
+        cheaper += all(best < seconds for peak, seconds in whole.values() if peak <= budget)
+    assert cheaper
+
+
+def choices(ways: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
+    """Give every choice of so many ways, at most one on each path of the module tree."""
+    together = [set(numbers) for numbers in rivals(ways)]
+    found: list[tuple[int, ...]] = [()]
+    for number in range(len(ways)):
+        found += [
+            (*chosen, number)
+            for chosen in found
+            if (at_most is None or len(chosen) < at_most)
+            and not any(number in numbers and not numbers.isdisjoint(chosen) for numbers in together)
+        ]
+    return found
 
 
 def test_recording_leaves_no_trace() -> None:

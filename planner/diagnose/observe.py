@@ -208,7 +208,7 @@ def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _
         frame=frame,
         region=paths.get(module) or str(getattr(function, "__qualname__", type(function).__name__)),
         reentrant=given["use_reentrant"] is not False,  # torch takes silence for yes
-        preserves_random_state=bool(given["kwargs"].get("preserve_rng_state", True)),
+        preserves_random_state=bool({"preserve_rng_state": True, **given["kwargs"], **given}["preserve_rng_state"]),
         selective=given["context_fn"] is not noop_context_fn,
         nested=nested,
         gets_gradient=any(isinstance(x, torch.Tensor) and x.requires_grad for x in given["args"]),
