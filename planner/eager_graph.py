@@ -93,7 +93,7 @@ class _Lowering:
         self.values = [
             Value(
                 name=f"storage {index}",
-                size_bytes=self._round(storage.size_bytes),
+                size_bytes=0 if storage.is_number and not on_cpu else self._round(storage.size_bytes),
                 retained=storage.died is None,
                 kind=storage.kind,
             )

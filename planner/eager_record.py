@@ -127,7 +127,7 @@ def _step(
         recorder.returned_cache = getattr(outputs, "past_key_values", None) is not None
         _backward(recorder, outputs, has_loss)
         recorder.name(outputs, "output")
-        recorder.is_over = True
+        recorder.finish()
         recorder.name([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
 
 

@@ -15,7 +15,7 @@ from planner.checkpoints import Region, modules_of, schedule_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.eager_trace import Trace
-from planner.effort import Effort
+from planner.effort import Clock, Effort
 from planner.errors import PlanMismatchError
 from planner.findings import Finding
 from planner.graph import OperationCost
@@ -28,7 +28,7 @@ from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
-from planner.selective import way_named, ways_of, with_kept
+from planner.selective import cheapest, way_named, ways_of, with_kept
 from planner.session import Options, cost, device_spec, fingerprint, problems_of
 from planner.simulate import simulate
 from planner.step_details import step_details
@@ -143,15 +143,14 @@ class _Session:
 
     @timings.stage("solving")
     def _cheapest(self, problem: Problem) -> Solution:
-        return self._chooser(problem).cheapest()
+        return cheapest(problem, self.regions, self._clock(), self.options.progress)
 
-    def _chooser(self, problem: Problem) -> Chooser:
+    def _clock(self) -> Clock:
         options = self.options
         effort = Effort(
             time_limit_seconds=options.time_limit_seconds, deterministic=options.deterministic, seed=options.seed
         )
-        ways = ways_of(self.regions, self.graph, self.costs)
-        return Chooser(problem, ways, effort.clock(), options.progress)
+        return effort.clock()
 
     def _check_match(self, plan: Plan) -> None:
         """Refuse a plan of something else; a step that depends on its data need not be the same twice."""
@@ -198,7 +197,8 @@ class _Session:
     def _compared(self, plan: Plan) -> Plan:
         """Set the plan beside other choices of modules."""
         problem = make_problem(self.graph, self.costs, budget=plan.budget_bytes)
-        chooser = self._chooser(problem)
+        ways = ways_of(self.regions, self.graph, self.costs)
+        chooser = Chooser(problem, ways, self._clock(), self.options.progress)
         lowest = simulate(self.graph, self.costs, chooser.schedule(chooser.lowest()))
         smallest_bytes = min(lowest.peak_bytes + self.graph.total_static_bytes, plan.peak_bytes)
         blocks = set(find_layers(self.graph).blocks)

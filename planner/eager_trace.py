@@ -30,6 +30,7 @@ from planner.torch_internals import (
     FakeTensor,
     call_implementation,
     is_mutable,
+    numbers_among,
     profiler_is_running,
     storage_id,
     written_arguments,
@@ -40,6 +41,12 @@ _CHECKPOINTS_ITSELF = (
     "again: call there what is checkpointed, as block(x) in place of checkpoint(block, x), or plan for the runtime "
     "'graph', which captures through such calls and decides in their place"
 )
+
+
+_KEEP_NUMBERS = {getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_")}
+"""Operators whose derivative needs the number that they are called with, of which torch makes a tensor."""
+
+_NUMBER_BYTES = 8
 
 
 @dataclass
@@ -65,12 +72,16 @@ class Run:
 
 @dataclass
 class Storage:
-    """One storage of the step: it died before the run ``died``, or outlived the step."""
+    """One storage of the step: it died before the run ``died``, or outlived the step.
+
+    A number is one of Python's that autograd keeps as a tensor, in the host's memory.
+    """
 
     size_bytes: int
     maker: int
     died: int | None = None
     kind: str = "activation"
+    is_number: bool = False
 
 
 @dataclass
@@ -194,6 +205,8 @@ class Recorder(TorchDispatchMode):
             return None  # a view, or a number for Python
         written = [self._look_up(t) for t in written_arguments(function, args, kwargs)]
         makes = tuple(dict.fromkeys(self._new(t) for t in fresh))
+        if self.backward < 0 and function in _KEEP_NUMBERS and any(t.requires_grad for t in given):
+            makes = (*makes, *self._new_numbers(numbers_among(function, args)))
         run = Run(
             node=self._node(function, args, kwargs, result),
             reads=reads,
@@ -261,6 +274,19 @@ class Recorder(TorchDispatchMode):
         self.storages.append(Storage(storage.nbytes(), len(self.runs)))
         weakref.finalize(storage, self._died, identity, index)
         return index
+
+    def _new_numbers(self, count: int) -> range:
+        """Add numbers that are kept for the backward: no hook tells when they go, so they are there to its end."""
+        first = len(self.storages)
+        self.storages += [Storage(_NUMBER_BYTES, len(self.runs), is_number=True) for _ in range(count)]
+        return range(first, len(self.storages))
+
+    def finish(self) -> None:
+        """End the step: what is alive now outlives it."""
+        self.is_over = True
+        for storage in self.storages:
+            if storage.is_number:
+                storage.died = len(self.runs)
 
     def _died(self, identity: int, index: int) -> None:
         self._known.pop(identity, None)

@@ -10,12 +10,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from planner.checkpoint_choice import Chooser
 from planner.checkpoints import Keepable, Region, modules_of
+from planner.effort import Clock
+from planner.errors import InfeasibleBudgetError
 from planner.graph import OperationCost, TrainingGraph
 from planner.plan_types import Plan
+from planner.problem import Problem, Progress, Solution
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the seconds that keeping can save: each way saves as much, or is the next that saves more."""
+
+
+def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None) -> Solution:
+    """Give the choice of ways to run regions again that keeps the budget with the least recompute.
+
+    Whole regions are chosen first, which is quick: that choice stands where the other does not end in time.
+
+    Raises
+    ------
+    InfeasibleBudgetError
+        If none was found; with the lowest peak that was.
+    """
+    found: list[Solution] = []
+    refused: list[InfeasibleBudgetError] = []
+    bound = 0.0
+    for ways in (regions, ways_of(regions, problem.graph, problem.costs)):
+        try:
+            found.append(Chooser(problem, ways, clock, progress).cheapest())
+            bound = found[-1].lower_bound_seconds
+        except InfeasibleBudgetError as error:
+            refused.append(error)
+            bound = error.lower_bound_seconds
+    if not found:
+        raise min(refused, key=lambda error: error.minimum_feasible_peak_bytes)
+    best = min(found, key=lambda solution: solution.recompute_seconds)
+    return replace(
+        best,
+        lower_bound_seconds=min(best.recompute_seconds, bound),  # of the second: it chooses among more
+        solve_seconds=sum(solution.solve_seconds for solution in found),
+    )
 
 
 def ways_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:

@@ -69,6 +69,7 @@ __all__ = [
     "is_marked_dynamic",
     "is_mutable",
     "min_cut_partition",
+    "numbers_among",
     "outside_tracing",
     "profiler_is_running",
     "run_and_save_rng_state",
@@ -217,6 +218,15 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in (value if isinstance(value, (list, tuple)) else [value]) if leaf is not None]
     return found
+
+
+def numbers_among(operator: OpOverload, args: Sequence[Any]) -> int:
+    """Count the numbers of Python that a call takes for tensors: eager torch makes a tensor of each."""
+    expected = (argument.type for argument in operator._schema.arguments)
+    return sum(
+        isinstance(given, (bool, int, float, complex)) and isinstance(kind, torch.TensorType)
+        for kind, given in zip(expected, args, strict=False)
+    )
 
 
 def profiler_is_running() -> bool:
@@ -370,10 +380,13 @@ def self_test() -> None:
     compile_isolated(doubled, lambda graph_module, _: graph_module)(x)
     if run_compiled(doubled, (x,), {}) is None or run_compiled(doubled, (x[:1],), {}) is not None:
         problems.append("compiled graphs are not run alone, or not only for what they were compiled for")
+
     def look_around(y: torch.Tensor) -> torch.Tensor:
         seen["around"] = [frame.f_code for frame, _ in walk_stack(inspect.currentframe())]
         return y
 
+    if [numbers_among(torch.ops.aten.mul.Tensor, (x, other)) for other in (2.0, x)] != [1, 0]:
+        problems.append("numbers are told from tensors in another way")
     checkpointing.checkpoint(look_around, x, use_reentrant=False)
     if CHECKPOINT not in seen["around"]:
         problems.append("torch.utils.checkpoint runs what it checkpoints elsewhere")
