@@ -25,6 +25,7 @@ from planner.layouts import correct_layouts
 from planner.masks import Assumption, simplify_masks
 from planner.recurrent import keep_recurrent
 from planner.torch_internals import (
+    GUARDS_PARAMETERS,
     Compiler,
     FakeTensor,
     FakeTensorMode,
@@ -35,6 +36,7 @@ from planner.torch_internals import (
     eliminate_common_subexpressions,
     run_compiled,
     storage_id,
+    training_switches,
 )
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
@@ -108,7 +110,7 @@ def until_stopped(
 ) -> Any:
     """Compile one call until something in it raises :class:`Stopped`, and give what that carries."""
     check_capturable(model, inputs)
-    call = IsolatedCall(implementation or call_implementation(model), partition, **options)
+    call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
     try:
         with explain_forward(model), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
@@ -129,27 +131,28 @@ class IsolatedCall:
 
     Parameters
     ----------
+    module : torch.nn.Module
     implementation : callable
+        Of the module.
     partition, **options
         See :class:`Backend`.
     """
 
-    def __init__(self, implementation: Callable[..., Any], partition: Partition, **options: Any) -> None:
-        def planned(*args: Any, **kwargs: Any) -> Any:
-            return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
-
-        # Dynamo keeps its graphs by code object: each call gets one of its own.
-        code = planned.__code__.replace(co_name=f"planned_{next(_counter)}")
+    def __init__(
+        self, module: nn.Module, implementation: Callable[..., Any], partition: Partition, **options: Any
+    ) -> None:
+        self._module = module
         self._implementation = implementation
-        self._own = types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
-        self._compiled = compile_isolated(self._own, Backend(partition, **options))
+        self._backend = Backend(partition, **options)
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for these arguments; capture it first if there is none."""
         result = self.known(args, kwargs)
         if result is NOT_CAPTURED:
             with dynamo_settings():
-                result = self._compiled(*args, **kwargs)
+                result = compile_isolated(self._function(), self._backend)(*args, **kwargs)
         # Where torch leaves the function alone (it is being exported, say) nothing is planned.
         return self._implementation(*args, **kwargs) if result is NOT_CAPTURED else result
 
@@ -159,7 +162,23 @@ class IsolatedCall:
         Dynamo's guards decide, and nothing that only a capture needs is prepared.
         """
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-        return NOT_CAPTURED if is_traced else run_compiled(self._own, args, kwargs)
+        return NOT_CAPTURED if is_traced else run_compiled(self._function(), args, kwargs)
+
+    def _function(self) -> Callable[..., Any]:
+        trained = None if GUARDS_PARAMETERS else training_switches(self._module)
+        if trained not in self._functions:
+            self._functions[trained] = _own_function(self._implementation)
+        return self._functions[trained]
+
+
+def _own_function(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function of its own code object, by which Dynamo keeps its graphs."""
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
+
+    code = planned.__code__.replace(co_name=f"planned_{next(_counter)}")
+    return types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
 
 
 class Backend:

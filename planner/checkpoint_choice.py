@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from planner.checkpoints import Group, Need, Needs, Region, nested, schedule_of, seconds_of
+from planner.checkpoints import Group, Need, Needs, Region, rivals, schedule_of, seconds_of
 from planner.effort import Clock
 from planner.errors import InfeasibleBudgetError
 from planner.problem import Problem, Progress, Solution
@@ -180,8 +180,9 @@ class Chooser:
         for seconds in self._seconds:
             model.column(seconds / self._unit_seconds if budget_bytes is not None else 0.0, integer=True)
         peak = model.column(1.0) if budget_bytes is None else -1
-        for outer, inner in nested(self.regions):
-            model.at_least(-1.0, (outer, -1.0), (inner, -1.0))
+        for together in rivals(self.regions):
+            if len(together) > 1:
+                model.at_least(-1.0, *((number, -1.0) for number in together))
         columns: dict[Group, int] = {}
         for need in self._moments.values():
             terms: dict[int, float] = {}

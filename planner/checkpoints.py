@@ -3,9 +3,11 @@
 In the graph of an eager step each region brings three operations of no cost along: ``hold``,
 run again when the checkpoint lets go of its inputs and of the random state; ``scratch``, run again
 before the region is, for the random state that is put back afterwards; ``stop``, run again after
-its last operation, which reads what is alive there. With them the lifetimes of a checkpointed step
-are those of a schedule, and ``simulate`` judges it like any other. In a captured step a region is
-what runs again and no more; ``planner.module_regions`` gives those.
+its last operation, which reads what is alive there. An operation whose outputs a checkpoint can keep
+has a fourth beside it, ``kept``, run again in its place, which reads what it reads and makes. With
+them the lifetimes of a checkpointed step are those of a schedule, and ``simulate`` judges it like any
+other. In a captured step a region is what runs again and no more; ``planner.module_regions`` gives
+those.
 """
 
 from __future__ import annotations
@@ -17,9 +19,35 @@ from planner.graph import OperationCost, TrainingGraph
 from planner.plan_types import Plan
 from planner.schedule import Schedule
 
-HOLD, SCRATCH, STOP, END = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "end of the step"
-BOOKKEEPING = (HOLD, SCRATCH, STOP)
+HOLD, SCRATCH, STOP, KEPT = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "checkpoint.kept"
+END = "end of the step"
+BOOKKEEPING = (HOLD, SCRATCH, STOP, KEPT)
 """Operations that run nothing: they say how long something lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepable:
+    """An operation of a region whose outputs its checkpoint can keep, so that it does not run again.
+
+    Parameters
+    ----------
+    index : int
+        The operation.
+    stand_in : int
+        What runs again in its place.
+    operator : str
+        Its target.
+    occurrence : int
+        How often the region has called that operator before.
+    is_random : bool
+        Whether it draws random numbers: of such operations a checkpoint keeps all or none.
+    """
+
+    index: int
+    stand_in: int
+    operator: str
+    occurrence: int
+    is_random: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +67,10 @@ class Region:
         Operation of the backward right before which that happens.
     until : int
         Operation of the backward before which its inputs are let go.
+    keepable : tuple of Keepable
+        Operations of it that need not run again.
+    kept : tuple of Keepable
+        Those that do not: their stand-ins are in ``again``.
     """
 
     module: str
@@ -46,6 +78,8 @@ class Region:
     again: tuple[int, ...]
     before: int
     until: int
+    keepable: tuple[Keepable, ...] = ()
+    kept: tuple[Keepable, ...] = ()
 
 
 def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
@@ -71,17 +105,23 @@ def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
     return sum(costs[index].seconds for index in region.again)
 
 
-def nested(regions: Sequence[Region]) -> list[tuple[int, int]]:
-    """Give the pairs of regions of which one holds the other: they cannot both be checkpointed."""
-    inside = {region.module: index for index, region in enumerate(regions)}
-    pairs = []
-    for index, region in enumerate(regions):
-        path = region.module
-        while path:
-            path = path.rpartition(".")[0]
-            if path in inside:
-                pairs.append((inside[path], index))
-    return pairs
+def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
+    """Give the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
+    of_module: dict[str, list[int]] = {}
+    for number, region in enumerate(regions):
+        of_module.setdefault(region.module, []).append(number)
+    around = {module: [path for path in _paths_around(module) if path in of_module] for module in of_module}
+    holding = {path for paths in around.values() for path in paths}
+    return [
+        tuple(number for path in (module, *around[module]) for number in of_module[path])
+        for module in of_module
+        if module not in holding
+    ]
+
+
+def _paths_around(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 Group = tuple[frozenset[int] | None, frozenset[int]]
@@ -152,30 +192,46 @@ class Needs:
         self._holders: list[list[tuple[int, int]]] = [[] for _ in graph.values]
         """For each value, the regions that need it from outside, and until when."""
         self._own: list[set[int]] = []
+        """For each region, the values that it makes again."""
+        self._passing: list[set[int]] = []
+        """For each region, the values from outside that nothing needs any more once it has run again."""
         for number, region in enumerate(regions):
             made = {value for index in region.again for value in graph.operations[index].outputs}
             self._own.append(made)
             for value in made:
                 self._makers[value].append(number)
-            for value in {v for index in region.again for v in graph.operations[index].inputs} - made:
+            outside = {v for index in region.again for v in graph.operations[index].inputs} - made
+            for value in outside:
                 self._holders[value].append((number, _rerun(region.before)))
-            if region.hold is not None:
-                for value in graph.operations[region.hold].inputs:
-                    self._holders[value].append((number, _released(region.until)))
+            held = set(graph.operations[region.hold].inputs) if region.hold is not None else set[int]()
+            for value in held:
+                self._holders[value].append((number, _released(region.until)))
+            self._passing.append(
+                {
+                    value
+                    for value in outside - held
+                    if not graph.values[value].retained and max(graph.readers[value]) < region.before
+                }
+            )
 
     def at(self, step: int) -> Need:
         """Give what is there while an operation of the base order has its first run."""
         return self._need(_first_run(step), self.costs[step].workspace_bytes, None)
 
     def within(self, number: int) -> Need:
-        """Give the most that is there while a region is run again."""
+        """Give the most that is there while a region is run again.
+
+        What it is the last to need goes meanwhile, even if another region holds it: the need is then a lower bound.
+        """
         graph, region = self.graph, self.regions[number]
         end = len(region.again)
         last: dict[int, int] = {}
         for position, index in enumerate(region.again):
             last.update(dict.fromkeys((*graph.operations[index].outputs, *graph.operations[index].inputs), position))
-        live = peak = 0
         freed = [0] * (end + 1)
+        for value in self._passing[number]:
+            freed[last[value]] += graph.values[value].size_bytes
+        live = peak = sum(freed)
         for position, index in enumerate(region.again):
             for value in graph.operations[index].outputs:
                 live += graph.values[value].size_bytes
@@ -188,7 +244,7 @@ class Needs:
 
     def _need(self, moment: int, fixed_bytes: int, when: int | None) -> Need:
         graph, regions = self.graph, self.regions
-        own = self._own[when] if when is not None else ()
+        own = self._own[when] | self._passing[when] if when is not None else set[int]()
         groups: dict[Group, int] = {}
         for value, maker in enumerate(graph.producer):
             size_bytes = graph.values[value].size_bytes

@@ -6,7 +6,7 @@ alive: so the simulator frees things when eager does.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ import torch
 from torch import fx, nn
 
 from planner import operands
-from planner.checkpoints import END, HOLD, SCRATCH, STOP, Region
+from planner.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, Keepable, Region
 from planner.eager_trace import Call, Run, Trace
 from planner.graph import Operation, Phase, TrainingGraph, Value
-from planner.joint import JointGraph, is_collective, tensors_of
+from planner.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LOSS_NAME, LOSS_TARGET, LoweredGraph
 from planner.provenance import Keys
 from planner.surroundings import LossMemory
-from planner.torch_internals import BatchNorm
+from planner.torch_internals import BatchNorm, OpOverload, is_mutable
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
 """What Hugging Face's models derive their layers from."""
@@ -39,7 +39,11 @@ class EagerStep:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A call that can be checkpointed: its runs from ``begin`` to before ``stop`` are run again."""
+    """A call that can be checkpointed: its runs from ``begin`` to before ``stop`` are run again.
+
+    ``keepable`` are those of them that need not be, if their outputs are kept; ``called`` is how often each operator
+    had been called before the call.
+    """
 
     module: str
     begin: int
@@ -48,6 +52,8 @@ class _Candidate:
     until: int
     given: tuple[int, ...]
     statistics_bytes: int
+    keepable: tuple[int, ...]
+    called: Counter[Any]
 
 
 def lower_eager(
@@ -87,7 +93,7 @@ class _Lowering:
         self.values = [
             Value(
                 name=f"storage {index}",
-                size_bytes=self._round(storage.size_bytes),
+                size_bytes=0 if storage.is_number and not on_cpu else self._round(storage.size_bytes),
                 retained=storage.died is None,
                 kind=storage.kind,
             )
@@ -102,6 +108,7 @@ class _Lowering:
         for save in trace.saves:
             if save.storage is not None:
                 self._lives_until(save.storage, save.released)
+        self.written = {value for run in trace.runs for value in run.writes}
 
     def _lives_until(self, storage: int, position: int | None) -> None:
         last = (len(self.trace.runs) if position is None else position) - 1
@@ -110,6 +117,7 @@ class _Lowering:
 
     def run(self, inputs: list[torch.Tensor], static_bytes: dict[str, int], name: str, loss: LossMemory) -> EagerStep:
         candidates = list(self._candidates())
+        keepable = {position for candidate in candidates for position in candidate.keepable}
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
             begins[candidate.begin].append(candidate)
@@ -117,6 +125,7 @@ class _Lowering:
         holds: dict[str, int] = {}
         ends: dict[str, tuple[int, ...]] = {}
         run_at: list[int] = []
+        stand_ins: dict[int, int] = {}
         runs = self.trace.runs
         for position in range(len(runs) + 1):
             for candidate in stops[position]:
@@ -130,6 +139,8 @@ class _Lowering:
                 self._add_loss(loss)
             if position < len(runs):
                 run_at.append(self._add_run(runs[position], position))
+            if position in keepable:
+                stand_ins[position] = self._add_stand_in(self.operations[-1])
         run_at.append(self._add(END, Phase.BACKWARD, "", ()))
         graph = TrainingGraph(
             operations=tuple(self.operations),
@@ -148,6 +159,16 @@ class _Lowering:
                     again=(*scratch, *run_at[candidate.begin : candidate.stop], stop),
                     before=run_at[candidate.before],
                     until=run_at[candidate.until],
+                    keepable=tuple(
+                        Keepable(
+                            index=run_at[position],
+                            stand_in=stand_ins[position],
+                            operator=self.operations[run_at[position]].target,
+                            occurrence=runs[position].occurrence - candidate.called[runs[position].node.target],
+                            is_random=is_random(runs[position].node),
+                        )
+                        for position in candidate.keepable
+                    ),
                 )
             )
         nodes = fx.Graph()
@@ -225,6 +246,11 @@ class _Lowering:
         if self.trace.tangents > self.trace.backward:
             self.kept_by_last[self.trace.tangents - 1] += made
 
+    def _add_stand_in(self, operation: Operation) -> int:
+        """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""
+        alive = dict.fromkeys((*operation.inputs, *operation.outputs))
+        return self._add(KEPT, Phase.FORWARD, operation.module, alive, name=f"{KEPT} {operation.name}")
+
     def _add_stop(self, candidate: _Candidate) -> tuple[int, ...]:
         alive = [
             value
@@ -268,7 +294,39 @@ class _Lowering:
         later = {value for run in runs[call.end : before] for value in run.writes}
         if later & (outside | set(call.given)):
             return None
-        return _Candidate(module, call.begin, stop, before, until, call.given, self._statistics_bytes(module))
+        return _Candidate(
+            module=module,
+            begin=call.begin,
+            stop=stop,
+            before=before,
+            until=until,
+            given=call.given,
+            statistics_bytes=self._statistics_bytes(module),
+            keepable=self._keepable(range(call.begin, stop)),
+            called=call.called,
+        )
+
+    def _keepable(self, positions: range) -> tuple[int, ...]:
+        """Give the runs that are worth keeping: products, convolutions, attention.
+
+        What is kept must still be what its operator gave: nothing writes into it. A random operation that is kept does
+        not draw again, so those that come after it would draw what it drew: all are kept, or none.
+        """
+        runs = self.trace.runs
+        found = [position for position in positions if self._can_be_kept(runs[position])]
+        random = {position for position in positions if is_random(runs[position].node)}
+        return tuple(p for p in found if p not in random or random.issubset(found))
+
+    def _can_be_kept(self, run: Run) -> bool:
+        target, tensors = run.node.target, tensors_of(run.node)
+        return (
+            isinstance(target, OpOverload)
+            and not is_mutable(target)
+            and not operands.is_opaque(target)
+            and len(tensors) == len(run.makes)
+            and self.written.isdisjoint(run.makes)
+            and run.flops > max((tensor.numel() for tensor in tensors), default=0)
+        )
 
     def _is_repeatable(self, call: Call) -> bool:
         """Whether a second run of a call would find, and leave, everything outside it as the first did."""

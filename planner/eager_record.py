@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture import fake_mode, is_fake
 from planner.eager_trace import Recorder, Trace, tensors_in
-from planner.errors import CaptureError
+from planner.errors import CaptureError, PlannerError
 from planner.failures import raised_at
 from planner.hugging_face import as_with_data, masking_of
 from planner.inputs import Inputs
@@ -46,6 +46,8 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
     ------
     CaptureError
         If the step fails, or nothing in it requires gradients.
+    UsageError
+        If the model calls ``torch.utils.checkpoint`` itself.
     """
     try:
         misses = FakeTensorMode.cache_info().misses
@@ -55,14 +57,14 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
             trace = _record(model, inputs, has_loss=has_loss, real=False)
         if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
             return trace
-    except CaptureError:
+    except PlannerError:
         raise
     except Exception as error:
         if is_fake(model):
             raise _failed(model, error, "; if it depends on data, build the model for real") from error
     try:
         return _record(model, inputs, has_loss=has_loss, real=True)
-    except CaptureError:
+    except PlannerError:
         raise
     except Exception as error:
         raise _failed(model, error) from error
@@ -111,6 +113,8 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
         backward=recorder.backward,
         tangents=max(recorder.backward, recorder.tangents),
         is_real=real,
+        outside_bytes=recorder.outside_bytes,
+        returned_cache=recorder.returned_cache,
     )
 
 
@@ -120,9 +124,10 @@ def _step(
     with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
         outputs = call(*inputs.args, **inputs.kwargs)
         recorder.backward = len(recorder.runs)
+        recorder.returned_cache = getattr(outputs, "past_key_values", None) is not None
         _backward(recorder, outputs, has_loss)
         recorder.name(outputs, "output")
-        recorder.is_over = True
+        recorder.finish()
         recorder.name([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
 
 
@@ -146,6 +151,8 @@ def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
     if not tensors:
         raise CaptureError("nothing of the model needs a backward: no output requires gradients")
+    if all(t.dim() for t in tensors):
+        recorder.outside_bytes = sum(t.numel() * t.element_size() for t in tensors)
     if has_loss:
         torch.autograd.backward(
             [

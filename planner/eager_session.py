@@ -15,7 +15,7 @@ from planner.checkpoints import Region, modules_of, schedule_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.eager_trace import Trace
-from planner.effort import Effort
+from planner.effort import Clock, Effort
 from planner.errors import PlanMismatchError
 from planner.findings import Finding
 from planner.graph import OperationCost
@@ -28,11 +28,15 @@ from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
-from planner.session import Options, cost, device_spec, fingerprint
+from planner.selective import cheapest, way_named, ways_of, with_kept
+from planner.session import Options, cost, device_spec, fingerprint, problems_of
 from planner.simulate import simulate
 from planner.step_details import step_details
 from planner.study_types import EagerStudy
 from planner.surroundings import LossMemory, as_planned
+
+_NO_TROUBLE = ("full-backward-hooks",)
+"""Rules that an eager step may break."""
 
 
 def plan_eager(
@@ -86,7 +90,17 @@ class _Session:
             device=spec.name,
             torch_version=torch.__version__,
             runtime=options.runtime,
-            warnings=(*costing.warnings, *_notes(trace)),
+            warnings=(
+                *costing.warnings,
+                *_notes(trace),
+                *problems_of(
+                    model,
+                    options,
+                    outside_bytes=trace.outside_bytes if trace.outside_bytes > spec.alignment_bytes else 0,
+                    returned_cache=trace.returned_cache,
+                    allowed=_NO_TROUBLE,
+                ),
+            ),
         )
         self.graph = step.lowered.graph
         self.regions = step.regions
@@ -124,18 +138,19 @@ class _Session:
             compare=False,
             propose=self._cheapest,
         )
+        made = with_kept(made, self.graph, self.regions)
         return self._compared(made) if options.compare else made
 
     @timings.stage("solving")
     def _cheapest(self, problem: Problem) -> Solution:
-        return self._chooser(problem).cheapest()
+        return cheapest(problem, self.regions, self._clock(), self.options.progress)
 
-    def _chooser(self, problem: Problem) -> Chooser:
+    def _clock(self) -> Clock:
         options = self.options
         effort = Effort(
             time_limit_seconds=options.time_limit_seconds, deterministic=options.deterministic, seed=options.seed
         )
-        return Chooser(problem, self.regions, effort.clock(), options.progress)
+        return effort.clock()
 
     def _check_match(self, plan: Plan) -> None:
         """Refuse a plan of something else; a step that depends on its data need not be the same twice."""
@@ -147,12 +162,16 @@ class _Session:
         check_match(plan, origin)
 
     def _take_over(self, plan: Plan) -> Plan | None:
-        """Carry the choice of modules over, if they are there and the step keeps the budget."""
+        """Carry the choice of modules over, if they and what they keep are there and the step keeps the budget."""
         region_of = {region.module: region for region in self.regions}
         names = modules_of(plan)
-        if not all(name in region_of for name in names):
-            return None
-        schedule = schedule_of(self.graph, [region_of[name] for name in names])
+        chosen = []
+        for name in names:
+            way = way_named(region_of[name], plan.kept.get(name, {})) if name in region_of else None
+            if way is None:
+                return None
+            chosen.append(way)
+        schedule = schedule_of(self.graph, chosen)
         options = self.options
         problem = make_problem(
             self.graph, self.costs, budget=options.budget, activation_budget=options.activation_budget
@@ -170,14 +189,16 @@ class _Session:
             recompute_seconds=evaluation.recompute_seconds,
             lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same else 0.0,
         )
-        return plan_from_solution(problem, solution, origin=self.origin, surroundings=self.around, compare=False)
+        taken = plan_from_solution(problem, solution, origin=self.origin, surroundings=self.around, compare=False)
+        return with_kept(taken, self.graph, self.regions)
 
     # For the report.
 
     def _compared(self, plan: Plan) -> Plan:
         """Set the plan beside other choices of modules."""
         problem = make_problem(self.graph, self.costs, budget=plan.budget_bytes)
-        chooser = self._chooser(problem)
+        ways = ways_of(self.regions, self.graph, self.costs)
+        chooser = Chooser(problem, ways, self._clock(), self.options.progress)
         lowest = simulate(self.graph, self.costs, chooser.schedule(chooser.lowest()))
         smallest_bytes = min(lowest.peak_bytes + self.graph.total_static_bytes, plan.peak_bytes)
         blocks = set(find_layers(self.graph).blocks)

@@ -8,6 +8,7 @@ apart from that. Both together give the memory of the step under any choice of c
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,23 +21,39 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.flops import count_flops, moved_bytes
+from planner.errors import UsageError
 from planner.memory import measure_peak
 from planner.operands import is_opaque, storage_bytes
 from planner.provenance import is_library, short_path
 from planner.torch_internals import (
+    CHECKPOINT,
     FakeTensor,
     call_implementation,
     is_mutable,
+    numbers_among,
     profiler_is_running,
     storage_id,
     written_arguments,
 )
+
+_CHECKPOINTS_ITSELF = (
+    "the model calls torch.utils.checkpoint itself, at {}; under the runtime 'modules' the plan decides what runs "
+    "again: call there what is checkpointed, as block(x) in place of checkpoint(block, x), or plan for the runtime "
+    "'graph', which captures through such calls and decides in their place"
+)
+
+
+_KEEP_NUMBERS = {getattr(torch.ops.aten, name).Tensor for name in ("mul", "mul_", "div", "div_")}
+"""Operators whose derivative needs the number that they are called with, of which torch makes a tensor."""
+
+_NUMBER_BYTES = 8
 
 
 @dataclass
 class Run:
     """One operator that ran; ``flops`` and ``moved_bytes`` are counted on what it was called with.
 
+    ``occurrence`` is how often the operator had been called before.
     ``workspace_bytes`` is known where the run itself had to be watched: see :func:`planner.operands.is_opaque`.
     """
 
@@ -49,17 +66,22 @@ class Run:
     source: str
     flops: int
     moved_bytes: int
+    occurrence: int
     workspace_bytes: int | None = None
 
 
 @dataclass
 class Storage:
-    """One storage of the step: it died before the run ``died``, or outlived the step."""
+    """One storage of the step: it died before the run ``died``, or outlived the step.
+
+    A number is one of Python's that autograd keeps as a tensor, in the host's memory.
+    """
 
     size_bytes: int
     maker: int
     died: int | None = None
     kind: str = "activation"
+    is_number: bool = False
 
 
 @dataclass
@@ -78,9 +100,13 @@ class Save:
 
 @dataclass
 class Call:
-    """One call of a module: the runs from ``begin`` to before ``end``, what it was given, what it saved."""
+    """One call of a module: the runs from ``begin`` to before ``end``, what it was given, what it saved.
+
+    ``called`` is how often each operator had been called before.
+    """
 
     begin: int
+    called: Counter[Any]
     end: int = 0
     given: tuple[int, ...] = ()
     saves: list[Save] = field(default_factory=list)
@@ -92,6 +118,8 @@ class Trace:
 
     ``runs`` from ``backward`` on are of the backward; before ``tangents`` those that stand for a loss outside
     have given the outputs their gradients. ``is_real`` says that the step was run with data.
+    ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
+    it gives a cache of keys and values back.
     """
 
     runs: list[Run]
@@ -101,6 +129,8 @@ class Trace:
     backward: int
     tangents: int
     is_real: bool
+    outside_bytes: int = 0
+    returned_cache: bool = False
 
 
 class _Saved:
@@ -139,7 +169,10 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[str, list[Call]] = {}
         self.backward = -1
         self.tangents = -1
+        self.outside_bytes = 0
+        self.returned_cache = False
         self.is_over = False
+        self._called: Counter[Any] = Counter()
         self._known: dict[int, int | None] = {}
         self._stack: list[tuple[str, Call]] = []
         self._module = ""
@@ -158,6 +191,7 @@ class Recorder(TorchDispatchMode):
         else:
             peak_bytes, result = 0, function(*args, **kwargs)
         run = self._record(function, args, kwargs, result)
+        self._called[function] += 1
         if watched and run is not None:
             run.workspace_bytes = max(0, peak_bytes - sum(self.storages[value].size_bytes for value in run.makes))
         return result
@@ -171,6 +205,8 @@ class Recorder(TorchDispatchMode):
             return None  # a view, or a number for Python
         written = [self._look_up(t) for t in written_arguments(function, args, kwargs)]
         makes = tuple(dict.fromkeys(self._new(t) for t in fresh))
+        if self.backward < 0 and function in _KEEP_NUMBERS and any(t.requires_grad for t in given):
+            makes = (*makes, *self._new_numbers(numbers_among(function, args)))
         run = Run(
             node=self._node(function, args, kwargs, result),
             reads=reads,
@@ -181,6 +217,7 @@ class Recorder(TorchDispatchMode):
             source=_source() if self.backward < 0 else "",
             flops=count_flops(function, args, kwargs, result),
             moved_bytes=moved_bytes(function, args, kwargs, result),
+            occurrence=self._called[function],
         )
         for tensor in fresh:
             self.storages[self._new(tensor)].size_bytes = storage_bytes(function, given, tensor)
@@ -238,6 +275,19 @@ class Recorder(TorchDispatchMode):
         weakref.finalize(storage, self._died, identity, index)
         return index
 
+    def _new_numbers(self, count: int) -> range:
+        """Add numbers that are kept for the backward: no hook tells when they go, so they are there to its end."""
+        first = len(self.storages)
+        self.storages += [Storage(_NUMBER_BYTES, len(self.runs), is_number=True) for _ in range(count)]
+        return range(first, len(self.storages))
+
+    def finish(self) -> None:
+        """End the step: what is alive now outlives it."""
+        self.is_over = True
+        for storage in self.storages:
+            if storage.is_number:
+                storage.died = len(self.runs)
+
     def _died(self, identity: int, index: int) -> None:
         self._known.pop(identity, None)
         if not self.is_over:
@@ -289,7 +339,8 @@ class Recorder(TorchDispatchMode):
     def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call and note its runs."""
         given = (self._look_up(t) for t in tensors_in((args, kwargs)))
-        call = Call(len(self.runs), given=tuple(dict.fromkeys(v for v in given if v is not None)))
+        called = self._called.copy()
+        call = Call(len(self.runs), called, given=tuple(dict.fromkeys(v for v in given if v is not None)))
         self.calls.setdefault(name, []).append(call)
         self._stack.append((name, call))
         self._module = name
@@ -307,8 +358,22 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _source() -> str:
+    """Give the line of the user's code that runs an operator.
+
+    Raises
+    ------
+    UsageError
+        If that is inside a call of ``torch.utils.checkpoint``.
+    """
+    source, checkpointed = "", False
     for frame, line in walk_stack(None):
         file = frame.f_code.co_filename
-        if not is_library(file) and not file.endswith("eager_trace.py") and not file.endswith("flops.py"):
-            return f"{short_path(file)}:{line}"
-    return ""
+        if file.endswith("eager_record.py"):
+            break  # what lies further out called the planner, not the operator
+        if frame.f_code is CHECKPOINT:
+            checkpointed = True
+        elif not is_library(file) and not file.endswith(("eager_trace.py", "flops.py")):
+            if checkpointed:
+                raise UsageError(_CHECKPOINTS_ITSELF.format(f"{short_path(file)}:{line}"))
+            source = source or f"{short_path(file)}:{line}"
+    return source

@@ -194,8 +194,9 @@ def table_of(plan: Plan) -> ValueTable:
         return plan.values
     if plan.runtime == "modules":
         raise UsageError(
-            "the plan is for the runtime 'modules', which runs whole modules again: its report says which, and there "
-            "is no choice to explain for each value; plan with --runtime graph if the model can be captured"
+            "the plan is for the runtime 'modules', which runs modules again: its report says which, and what they "
+            "keep, and there is no choice to explain for each value; plan with --runtime graph if the model can be "
+            "captured"
         )
     raise UsageError(
         "the plan has no table of its values: it was made without comparisons (compare=False, or by auto_wrap), for a "

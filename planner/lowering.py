@@ -36,7 +36,7 @@ from planner.joint import (
     weight_copies,
 )
 from planner.surroundings import LossMemory
-from planner.torch_internals import storage_id
+from planner.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
 
@@ -295,7 +295,8 @@ class _Lowering:
             for tensor in tensors_of(node):
                 made.append(self._new_value(node, tensor, 0, 1))
                 # Whoever differentiates by hand holds the gradients that he gives; those of a loss go to the backward.
-                self.values[-1] = replace(self.values[-1], kind="tangent", retained=not loss.is_known)
+                retained = not (loss.is_known and GIVES_GRADIENTS_AWAY)
+                self.values[-1] = replace(self.values[-1], kind="tangent", retained=retained)
             self.storage_of[node] = tuple(made)
             outputs.extend(made)
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.

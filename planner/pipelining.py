@@ -27,7 +27,7 @@ from planner.resident import surroundings
 from planner.session import LoweredStep, Options, attention_for, cost, lower_step
 from planner.stages import Stage, cut
 from planner.surroundings import LossMemory, Surroundings
-from planner.torch_internals import storage_id
+from planner.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.training import Training
 from planner.verification import LossFunction
 
@@ -138,7 +138,7 @@ def plan_pipeline(
     joint = capture(model, inputs, attention=attention_for(model, options))
     step = lower_step(model, joint, options)
     costing = cost(model, step.lowered, step.spec, options)
-    parts = cut(step.lowered.graph, costing.costs, stages * chunks)
+    parts = cut(step.lowered.graph, costing.costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
     devices = [parts[index::stages] for index in range(stages)]
     return make_pipeline_plan(
         devices,

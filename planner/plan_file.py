@@ -62,6 +62,8 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
         "baselines": [asdict(row) for row in plan.baselines],
         "warnings": [asdict(warning) for warning in plan.warnings],
     }
+    if plan.kept:
+        data["kept"] = {module: {name: list(n) for name, n in kept.items()} for module, kept in plan.kept.items()}
     if plan.offloading is not None:
         data["offload"] = asdict(plan.offloading)
     if plan.reserved is not None:
@@ -158,6 +160,7 @@ def from_json(text: str) -> Plan:
         optimizer_peak_bytes=root["optimizer_step"]["peak_bytes"].integer(),
         runtime=root["runtime"].text(),
         offloading=_offloading(root["offload"]) if root.has("offload") else None,
+        kept={module: _kept(node) for module, node in root["kept"].fields()} if root.has("kept") else {},
         reserved=_reserved(root["predicted"]["cuda_allocator"]) if root["predicted"].has("cuda_allocator") else None,
         details=read_details(root["details"]) if root.has("details") else None,
         values=_values(root["values"]) if root.has("values") else None,
@@ -227,6 +230,10 @@ def _offloaded(node: Node) -> OffloadedValue:
         leaves=_place(node["leaves"]),
         returns=tuple(_place(place) for place in node["returns"].items()),
     )
+
+
+def _kept(node: Node) -> dict[str, tuple[int, ...]]:
+    return {operator: tuple(n.integer() for n in occurrences.items()) for operator, occurrences in node.fields()}
 
 
 def _place(node: Node) -> Place:

@@ -73,6 +73,9 @@ class Plan:
         Other ways, and last the plan itself.
     recomputations : dict of str to tuple of str
         The decisions: for an operation's key, the keys of what is run again right before it.
+    kept : dict of str to dict of str to tuple of int
+        For a module that ``torch.utils.checkpoint`` runs again, what does not run again because its outputs are kept:
+        for an operator, which of its calls within the module.
     warnings : tuple of Finding
     verification : Verification, optional
         What real steps showed, once they have been run.
@@ -119,6 +122,7 @@ class Plan:
     details: StepDetails | None = None
     values: ValueTable | None = None
     offloading: Offloading | None = None
+    kept: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property

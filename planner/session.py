@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile
 from planner import devices, timings, workspace
 from planner.capture import is_fake
+from planner.checkpoints import KEPT
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.cuda_attention import Attention, attention_on
 from planner.device_file import find as find_device
@@ -235,7 +236,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
             *costing.warnings,
             *step.warnings,
             *_assumed(step.lowered.joint),
-            *_problems_of(model, step.lowered.graph, options),
+            *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
         ),
     )
     return Study(
@@ -323,16 +324,27 @@ def _assumed(joint: JointGraph) -> Iterator[Finding]:
         )
 
 
-def _problems_of(model: nn.Module, graph: TrainingGraph, options: Options) -> Iterator[Finding]:
-    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer."""
+def problems_of(
+    model: nn.Module,
+    options: Options,
+    *,
+    outside_bytes: int,
+    returned_cache: bool = False,
+    allowed: Collection[str] = (),
+) -> Iterator[Finding]:
+    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer.
+
+    ``outside_bytes`` and ``returned_cache`` are those of :class:`~planner.diagnose.subject.Subject`; rules that are
+    allowed to be broken are of what the runtime has no trouble with.
+    """
     subject = Subject(
         modules=module_facts(model),
-        returned_cache=False,
-        outside_bytes=outside_bytes(graph),
+        returned_cache=returned_cache,
+        outside_bytes=outside_bytes,
         counts_loss=options.loss is not None,
     )
     found = examine(subject, (*checkpoint_rules.RULES, *model_rules.RULES))
-    return (finding for finding in found if finding.is_problem)
+    return (finding for finding in found if finding.is_problem and finding.rule not in allowed)
 
 
 @timings.stage("costing")
@@ -381,7 +393,8 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
 def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
     digest = hashlib.sha256()
-    for operation in graph.operations:
+    operations = [operation for operation in graph.operations if operation.target != KEPT]
+    for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
     parameters = {id(p) for p in [*model.parameters(), *model.buffers()]}
@@ -395,6 +408,6 @@ def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: Join
         "device": device,
         "torch": torch.__version__,
         "assumes": ", ".join(joint.assumes),
-        "operations": len(graph.operations),
+        "operations": len(operations),
         "graph": digest.hexdigest()[:16],
     }

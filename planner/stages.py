@@ -81,7 +81,9 @@ class Stage:
         return Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
 
 
-def cut(graph: TrainingGraph, costs: Sequence[OperationCost], count: int) -> tuple[Stage, ...]:
+def cut(
+    graph: TrainingGraph, costs: Sequence[OperationCost], count: int, *, holds_received: bool = False
+) -> tuple[Stage, ...]:
     """Cut a step into stages that take about equally long.
 
     Parameters
@@ -92,6 +94,8 @@ def cut(graph: TrainingGraph, costs: Sequence[OperationCost], count: int) -> tup
         One for each operation.
     count : int
         How many stages.
+    holds_received : bool
+        Whether the gradients that a stage receives are there until its backward ends, and not until they are read.
 
     Raises
     ------
@@ -104,7 +108,9 @@ def cut(graph: TrainingGraph, costs: Sequence[OperationCost], count: int) -> tup
     """
     graph, costs = _copies_apart(graph, costs)
     stage_of, names = _assign(graph, costs, count)
-    return tuple(_Cut(graph, costs, stage_of, index, count).stage(names[index]) for index in range(count))
+    return tuple(
+        _Cut(graph, costs, stage_of, index, count).stage(names[index], holds_received) for index in range(count)
+    )
 
 
 def _assign(
@@ -213,7 +219,7 @@ class _Cut:
         self.costs: list[OperationCost] = []
         self.local: dict[int, int] = {}
 
-    def stage(self, layers: tuple[str, ...]) -> Stage:
+    def stage(self, layers: tuple[str, ...], holds_received: bool) -> Stage:
         own = [index for index, stage in enumerate(self.stage_of) if stage == self.index]
         read = dict.fromkeys(value for index in own for value in self.inputs_of(index))
         foreign = [value for value in read if self.home(value) != self.index]
@@ -232,6 +238,8 @@ class _Cut:
             if index >= self.turn:
                 self.add(index)
         back = [value for value in self.made(own) if self.read_before(value)]
+        if holds_received:
+            back += [value for value in late if not self.is_forward(value)]
         self.hand_over("gradients sent", Phase.BACKWARD, sends=[*map(self.local.__getitem__, back), *beside_backward])
         graph = replace(self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={})
         return Stage(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from cost_models.devices import DeviceSpec
-from planner.checkpoint_choice import Chooser
 from planner.checkpoints import Region
 from planner.effort import Effort
 from planner.errors import UsageError
@@ -16,6 +15,7 @@ from planner.plan_parts import PlanOrigin
 from planner.plan_types import Plan
 from planner.planning import Size, make_plan, make_problem
 from planner.problem import Problem, Progress
+from planner.selective import cheapest, with_kept
 from planner.surroundings import Surroundings
 
 
@@ -134,7 +134,7 @@ class EagerStudy(Study):
         if offload:
             raise UsageError("the runtime 'modules' cannot offload: study the step for runtime 'graph'")
         clock = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic).clock()
-        return make_plan(
+        made = make_plan(
             self.graph,
             self.costs,
             budget=budget,
@@ -142,5 +142,6 @@ class EagerStudy(Study):
             origin=self.origin,
             surroundings=self.surroundings,
             compare=False,
-            propose=lambda problem: Chooser(problem, self.regions, clock, progress).cheapest(),
+            propose=lambda problem: cheapest(problem, self.regions, clock, progress),
         )
+        return with_kept(made, self.graph, self.regions)

@@ -6,9 +6,11 @@ A new torch release that moves one of them breaks this file, with one message: s
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_stack
 from typing import Any
 from unittest.mock import patch
 
@@ -33,11 +35,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 
 from planner.errors import PlannerError
 
 __all__ = [
+    "CHECKPOINT",
+    "GIVES_GRADIENTS_AWAY",
+    "GUARDS_PARAMETERS",
     "BatchNorm",
     "Compiler",
     "FakeTensor",
@@ -65,6 +71,7 @@ __all__ = [
     "is_marked_dynamic",
     "is_mutable",
     "min_cut_partition",
+    "numbers_among",
     "outside_tracing",
     "profiler_is_running",
     "run_and_save_rng_state",
@@ -77,6 +84,12 @@ __all__ = [
     "without_dynamic_marks",
     "written_arguments",
 ]
+
+CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
+"""What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
+
+From torch 2.15 on it is a decorator too, and both ways lead to one function.
+"""
 
 _NO_LIMIT = 2**31 - 1
 _DYNAMIC_MARKS = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices"}
@@ -99,6 +112,13 @@ PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 Compiler = Callable[[PartitionFunction], Callable[..., Any]]
 """From our partition to a ``torch.compile`` backend that uses it."""
+
+
+GIVES_GRADIENTS_AWAY = hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Whether AOTAutograd's backward is the only one to hold the gradients that it is given; else they stay to its end."""
+
+GUARDS_PARAMETERS = torch.__version__ >= (2, 13)  # type: ignore[operator]
+"""Whether Dynamo captures anew when a parameter begins or ceases to train; 2.11 runs the graph that it has."""
 
 
 def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable[[list[Any]], Any]:
@@ -207,6 +227,15 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += [leaf for leaf in (value if isinstance(value, (list, tuple)) else [value]) if leaf is not None]
     return found
+
+
+def numbers_among(operator: OpOverload, args: Sequence[Any]) -> int:
+    """Count the numbers of Python that a call takes for tensors: eager torch makes a tensor of each."""
+    expected = (argument.type for argument in operator._schema.arguments)
+    return sum(
+        isinstance(given, (bool, int, float, complex)) and isinstance(kind, torch.TensorType)
+        for kind, given in zip(expected, args, strict=False)
+    )
 
 
 def profiler_is_running() -> bool:
@@ -360,6 +389,16 @@ def self_test() -> None:
     compile_isolated(doubled, lambda graph_module, _: graph_module)(x)
     if run_compiled(doubled, (x,), {}) is None or run_compiled(doubled, (x[:1],), {}) is not None:
         problems.append("compiled graphs are not run alone, or not only for what they were compiled for")
+
+    def look_around(y: torch.Tensor) -> torch.Tensor:
+        seen["around"] = [frame.f_code for frame, _ in walk_stack(inspect.currentframe())]
+        return y
+
+    if [numbers_among(torch.ops.aten.mul.Tensor, (x, other)) for other in (2.0, x)] != [1, 0]:
+        problems.append("numbers are told from tensors in another way")
+    checkpointing.checkpoint(look_around, x, use_reentrant=False)
+    if CHECKPOINT not in seen["around"]:
+        problems.append("torch.utils.checkpoint runs what it checkpoints elsewhere")
     torch._dynamo.mark_dynamic(x, 0, max=8)
     if not is_marked_dynamic(x) or dynamic_ranges(x) != {0: 8}:
         problems.append("mark_dynamic leaves other marks on a tensor")

@@ -23,6 +23,7 @@ from planner.region_trace import RESIDENT, Event, Kind, Trace
 from planner.regions import Block
 from planner.sharding import Parameter, Sharding
 from planner.surroundings import LossMemory
+from planner.torch_internals import GIVES_GRADIENTS_AWAY
 
 RETURN_TARGET = "returns"
 
@@ -219,6 +220,8 @@ class Builder:
             )
             self.nodes.append(node)
         held = self._reads(self.held.get(index, ()), made=())
+        if event.kind is not Kind.FORWARD and not GIVES_GRADIENTS_AWAY:
+            held += [v for v in handed.values() if v != RESIDENT]
         self.add(target=RETURN_TARGET, module=path, reads=held, makes=[])
         if self.sharding and event.kind is Kind.FORWARD:
             self.sharding.after_forward(path)

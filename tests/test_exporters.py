@@ -529,7 +529,11 @@ def test_the_options_of_the_trainer_choose_the_same_layers(tmp_path: Path):
 
 def test_a_plan_of_modules_is_carried_over_exactly_with_its_peak(tmp_path: Path):
     model, inputs = gpt()
-    plan = planner.plan(model, inputs, budget="65%", runtime="modules", compare=False)
+    study = planner.study(model, inputs, runtime="modules")
+    assert isinstance(study, EagerStudy)
+    selective = study.plan(budget="65%")
+    whole = dataclasses.replace(study, regions=tuple(dataclasses.replace(r, keepable=()) for r in study.regions))
+    plan = whole.plan(budget="65%")
     plan.save(tmp_path / "a.plan")
     plan = planner.Plan.load(tmp_path / "a.plan")
     made = planner.export(plan, to="fsdp")
@@ -539,6 +543,9 @@ def test_a_plan_of_modules_is_carried_over_exactly_with_its_peak(tmp_path: Path)
     assert_peak(made, checkpointed, inputs)
     with pytest.raises(UsageError, match=r"planner\.study"):
         planner.export(plan, to="megatron")
+    assert selective.kept and not plan.kept
+    made = planner.export(selective, to="fsdp", study=study)
+    assert made.label is Label.APPROXIMATE and any("plan keeps results" in line for line in made.lost)
 
 
 # The command.

@@ -124,6 +124,15 @@ def test_a_change_is_seen_and_captured_again(model: Model, change: Callable[[Mod
     check(model)
 
 
+def test_what_begins_to_train_gets_its_gradient() -> None:
+    model = Model()
+    freeze(model)
+    planner.auto_wrap(model, activation_budget="75%", time_limit_seconds=1.0)
+    frozen = check(model)
+    model.requires_grad_(True)
+    assert check(model).fingerprint["graph"] != frozen.fingerprint["graph"]
+
+
 def test_switching_back_and_forth_comes_back_to_the_plans() -> None:
     model = planner.auto_wrap(Model(), activation_budget="75%", time_limit_seconds=1.0)
     trained = check(model)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import inspect
 import pickle
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.checkpoint_choice import Chooser
-from planner.checkpoints import Needs, modules_of, nested, schedule_of, seconds_of
+from planner.checkpoints import Needs, Region, modules_of, rivals, schedule_of, seconds_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.effort import Effort
-from planner.errors import CaptureError, PlanMismatchError, UsageError
+from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
 from planner.graph import OperationCost
 from planner.inputs import Inputs
+from planner.memory import measure_peak
 from planner.problem import Problem
+from planner.selective import cheapest, ways_of
 from planner.simulate import simulate
 from planner.surroundings import LossMemory
 from planner.torch_internals import installed_call
@@ -96,7 +102,7 @@ def check(model: nn.Module, x: Any, budget: str = "70%", **options: Any) -> plan
     return plan
 
 
-def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, ...]]:
+def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:
     inputs = Inputs.of(x)
     step = lower_eager(
         record(model, inputs, has_loss=False), model, inputs.tensors(),
@@ -104,7 +110,8 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, .
     )  # fmt: skip
     graph = step.lowered.graph
     costs = tuple(
-        OperationCost(seconds=1e-6 * op.moved_bytes, workspace_bytes=op.flops % 4096) for op in graph.operations
+        OperationCost(seconds=1e-6 * (op.moved_bytes + op.flops), workspace_bytes=op.flops % 4096)
+        for op in graph.operations
     )
     return Problem(graph=graph, costs=costs, budget_bytes=0), step.regions
 
@@ -113,6 +120,23 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Any, .
 def test_peak_and_bits_are_those_that_were_predicted(model: nn.Module) -> None:
     x = torch.randn(4, 16, 24, 24) if isinstance(model, Convolutions) else rows()
     check(model, x)
+
+
+class Scaled(nn.Module):
+    """Saves 64 numbers, and next to nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(32):
+            x = 1.5 * x / 1.5
+        return x.sum()
+
+
+def test_numbers_that_autograd_keeps_are_counted() -> None:
+    x = torch.randn(16, requires_grad=True)  # a storage of 64 bytes: no rounding hides what is missed
+    plan = planner.plan(Scaled(), x, budget="100%", runtime="modules", compare=False)
+    peak_bytes, _ = measure_peak(lambda: Scaled()(x).backward(), torch.device("cpu"))
+    predicted_bytes = plan.peak_bytes - plan.total_static_bytes
+    assert 64 * 8 < peak_bytes <= predicted_bytes <= peak_bytes + 70 * 64
 
 
 def test_frozen_parameters_autocast_and_other_dtypes() -> None:
@@ -136,52 +160,89 @@ def test_a_loss_outside() -> None:
 def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
     x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else rows(16)
     problem, regions = problem_of(model, x)
-    needs = Needs(problem.graph, problem.costs, regions)
-    clash = nested(regions)
-    for count in range(3):
-        for chosen in itertools.combinations(range(len(regions)), count):
-            if any(a in chosen and b in chosen for a, b in clash):
-                continue
-            schedule = schedule_of(problem.graph, [regions[r] for r in chosen])
-            timeline = simulate(problem.graph, problem.costs, schedule).timeline_bytes
-            ran: set[int] = set()
-            within: dict[int, int] = {}
-            for index, size in zip(schedule.order, timeline, strict=True):
-                if index not in ran:
-                    assert needs.at(index).bytes_with(chosen) == size
-                ran_again = [r for r in chosen if index in regions[r].again]
-                if index in ran and ran_again:
-                    within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
-                ran.add(index)
-            assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
+    ways = ways_of(regions, problem.graph, problem.costs)
+    assert any(way.kept for way in ways)
+    needs = Needs(problem.graph, problem.costs, ways)
+    for chosen in choices(ways, at_most=2):
+        schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
+        timeline = simulate(problem.graph, problem.costs, schedule).timeline_bytes
+        ran: set[int] = set()
+        within: dict[int, int] = {}
+        for index, size in zip(schedule.order, timeline, strict=True):
+            if index not in ran:
+                assert needs.at(index).bytes_with(chosen) == size
+            ran_again = [r for r in chosen if index in ways[r].again]
+            if index in ran and ran_again:
+                within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
+            ran.add(index)
+        assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
 
 
 def test_the_choice_is_the_best_of_all() -> None:
     problem, regions = problem_of(Stack(3), rows(64))
-    clash = nested(regions)
-    choices = [
-        chosen
-        for count in range(len(regions) + 1)
-        for chosen in itertools.combinations(range(len(regions)), count)
-        if not any(a in chosen and b in chosen for a, b in clash)
-    ]
+    ways = ways_of(regions, problem.graph, problem.costs)
     outcome = {
         chosen: (
-            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [regions[r] for r in chosen])).peak_bytes,
-            sum(seconds_of(regions[r], problem.costs) for r in chosen),
+            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [ways[r] for r in chosen])).peak_bytes,
+            sum(seconds_of(ways[r], problem.costs) for r in chosen),
         )
-        for chosen in choices
+        for chosen in choices(ways)
     }
     lowest = min(peak for peak, _ in outcome.values())
-    for budget in {lowest, problem.baseline.peak_bytes, (lowest + problem.baseline.peak_bytes) // 2}:
+    whole = {chosen: found for chosen, found in outcome.items() if not any(ways[r].kept for r in chosen)}
+    cheaper = 0
+    for budget in {lowest + (problem.baseline.peak_bytes - lowest) * part // 4 for part in range(5)}:
         posed = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=budget)
-        chooser = Chooser(posed, regions, Effort(time_limit_seconds=30).clock())
+        chooser = Chooser(posed, ways, Effort(time_limit_seconds=30).clock())
         solution = chooser.cheapest()
         best = min(seconds for peak, seconds in outcome.values() if peak <= budget)
         assert solution.recompute_seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
         assert solution.lower_bound_seconds <= best * (1 + 1e-9)
         assert solution.lower_bound_seconds == pytest.approx(best, rel=1e-4, abs=1e-12)
         assert outcome[tuple(sorted(chooser.lowest()))][0] == lowest
+        cheaper += all(best < seconds for peak, seconds in whole.values() if peak <= budget)
+    assert cheaper
+
+
+class RunsOut:
+    """A clock that says so many times that there is time left."""
+
+    counts_work = False
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def left(self) -> float:
+        self.times -= 1
+        return 30.0 if self.times >= 0 else 0.0
+
+
+def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
+    problem, regions = problem_of(Stack(3), rows(64))
+    problem = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=problem.baseline.peak_bytes * 3 // 4)
+    clock: Any = RunsOut(10**6)
+    whole = Chooser(problem, regions, clock).cheapest()
+    assert cheapest(problem, regions, clock).recompute_seconds < whole.recompute_seconds
+    clock = RunsOut(10**6)
+    Chooser(problem, regions, clock).cheapest()
+    found = cheapest(problem, regions, RunsOut(10**6 - clock.times))  # type: ignore[arg-type]
+    assert found.schedule == whole.schedule and found.lower_bound_seconds <= whole.recompute_seconds
+    with pytest.raises(InfeasibleBudgetError):
+        cheapest(replace(problem, budget_bytes=64), regions, RunsOut(10**6))  # type: ignore[arg-type]
+
+
+def choices(ways: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
+    """Give every choice of so many ways, at most one on each path of the module tree."""
+    together = [set(numbers) for numbers in rivals(ways)]
+    found: list[tuple[int, ...]] = [()]
+    for number in range(len(ways)):
+        found += [
+            (*chosen, number)
+            for chosen in found
+            if (at_most is None or len(chosen) < at_most)
+            and not any(number in numbers and not numbers.isdisjoint(chosen) for numbers in together)
+        ]
+    return found
 
 
 def test_recording_leaves_no_trace() -> None:
@@ -249,6 +310,87 @@ def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
     assert modules_of(planner.plan_of(model)) == modules_of(plan)
     with pytest.raises(PlanMismatchError, match="made for something else"):
         planner.auto_wrap(Stack(3), rows(), plan=plan)
+
+
+class CheckpointsItself(Stack):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0].inner(x)
+        x = checkpoint(torch.sin, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+class CheckpointsInARow(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.blocks[0].inner, 2, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [CheckpointsItself(use_reentrant=False), CheckpointsItself(use_reentrant=True), CheckpointsInARow()],
+    ids=["non-reentrant", "reentrant", "sequential"],
+)
+def test_a_model_that_calls_checkpoint_itself_is_refused_with_the_line(model: nn.Module) -> None:
+    source, first = inspect.getsourcelines(type(model).forward)
+    line = first + next(number for number, text in enumerate(source) if "checkpoint" in text)
+    with pytest.raises(UsageError, match=rf"test_modules.py:{line};.*decides.*runtime 'graph'"):
+        planner.plan(model, rows(), activation_budget="80%", runtime="modules")
+    with pytest.raises(UsageError, match="checkpoint itself, at"):
+        planner.auto_wrap(model, activation_budget="80%", runtime="modules")(rows())
+    assert all(installed_call(module) is None for name, module in model.named_modules() if name)
+
+
+def test_a_wrapped_model_may_run_under_a_checkpoint_of_the_callers() -> None:
+    model = planner.auto_wrap(Stack(), activation_budget="100%", runtime="modules")
+    checkpoint(model, rows(), use_reentrant=False).backward()
+    assert planner.plan_of(model).recomputations == {}
+
+
+class Classifier(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+class Given(NamedTuple):
+    """Named as models of transformers name what they return."""
+
+    loss: torch.Tensor
+    past_key_values: torch.Tensor | None
+
+
+class Caching(Stack):
+    config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Given(loss=super().forward(x), past_key_values=x if self.config.use_cache else None)
+
+
+def test_findings_are_those_of_whole_graphs() -> None:
+    model = Classifier()
+    model.head.register_full_backward_hook(lambda *_: None)
+    assert findings(model) == set()  # hooks are called, as in eager
+    part = model.blocks[0].inner
+    assert findings(part) == {"loss-not-counted"} and findings(part, loss_fn=torch.sum) == set()
+    model = Caching()
+    assert findings(model) == {"use-cache"}
+    model.config = SimpleNamespace(use_cache=False)
+    assert findings(model) == set()
+    found = findings(Classifier(), budget="95%")
+    assert "logits-dominate" in found and found == findings(Classifier(), budget="95%", runtime="graph")
+
+
+def findings(model: nn.Module, *, budget: str = "100%", runtime: str = "modules", **options: Any) -> set[str]:
+    made = planner.plan(model, rows(), budget=budget, runtime=runtime, compare=False, **options)
+    return {warning.rule for warning in made.warnings}
 
 
 class CountsItsCalls(nn.Module):

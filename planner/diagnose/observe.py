@@ -7,7 +7,6 @@ imported long ago), the interpreter calls its code object, and says so to a prof
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
 from planner.capture import fake_mode
 from planner.diagnose.facts import tied_parameters, updates_statistics
@@ -28,11 +27,17 @@ from planner.diagnose.subject import CheckpointCall
 from planner.failures import raised_at
 from planner.inputs import Inputs
 from planner.joint import draws
-from planner.torch_internals import FakeTensor, FakeTensorMode, call_implementation, is_mutable, storage_id
+from planner.torch_internals import (
+    CHECKPOINT,
+    FakeTensor,
+    FakeTensorMode,
+    call_implementation,
+    is_mutable,
+    storage_id,
+)
 
 aten = torch.ops.aten
 
-_CHECKPOINT = inspect.unwrap(checkpoint).__code__
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
 _CHOOSING = (aten.topk, aten.sort, aten.argmax)
 
@@ -159,7 +164,7 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.within.pop()
 
     def _profile(self, frame: FrameType, event: str, _argument: Any) -> None:
-        if frame.f_code is not _CHECKPOINT:
+        if frame.f_code is not CHECKPOINT:
             return
         if event == "call":
             self.open.append(_opened(frame, self.paths, nested=bool(self.open)))
@@ -203,7 +208,7 @@ def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _
         frame=frame,
         region=paths.get(module) or str(getattr(function, "__qualname__", type(function).__name__)),
         reentrant=given["use_reentrant"] is not False,  # torch takes silence for yes
-        preserves_random_state=bool(given["kwargs"].get("preserve_rng_state", True)),
+        preserves_random_state=bool({"preserve_rng_state": True, **given["kwargs"], **given}["preserve_rng_state"]),
         selective=given["context_fn"] is not noop_context_fn,
         nested=nested,
         gets_gradient=any(isinstance(x, torch.Tensor) and x.requires_grad for x in given["args"]),

@@ -16,6 +16,7 @@ from planner.errors import UsageError
 from planner.export_types import Export, Figures, Label, Placement
 from planner.exporters._step import CannotExpressError, Step
 from planner.exporters._text import comment, figures
+from planner.findings import collapsed
 from planner.plan_match import check_match, check_same_step
 from planner.plan_types import Plan
 from planner.registry import defined, unknown
@@ -97,8 +98,9 @@ def get(name: str) -> Exporter:
 def carries_exactly(plan: Plan, to: str) -> bool:
     """Whether a framework can be told a plan as it is, so that nothing needs to be chosen or simulated.
 
-    So it is with a plan that recomputes and offloads nothing, and with one of whole modules (``runtime="modules"``)
-    where the framework checkpoints modules of the same model by their names, as that runtime does.
+    So it is with a plan that recomputes and offloads nothing, and with one of whole modules (``runtime="modules"``,
+    with nothing kept in them) where the framework checkpoints modules of the same model by their names, as that
+    runtime does.
     """
     exporter = get(to)
     if plan.offloading is not None and plan.offloading.values:
@@ -108,6 +110,7 @@ def carries_exactly(plan: Plan, to: str) -> bool:
     return (
         plan.runtime == "modules"
         and not exporter.to_the_end
+        and not plan.kept
         and exporter.takes(modules_of(plan))
         and not _updates_statistics(plan)
     )
@@ -231,6 +234,8 @@ def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
             f"the plan lets {format_bytes(plan.offloading.host_bytes)} wait in the host's memory, here nothing does: "
             "more is recomputed"
         )
+    if plan.kept:
+        yield f"of modules that run again the plan keeps results ({collapsed(list(plan.kept))}); here nothing is kept"
     if not exporter.eager:
         yield "the figures are of the PyTorch step as it is captured"
     if plan.runtime != study.origin.runtime:

@@ -10,6 +10,7 @@ from planner.plan_types import Plan
 from planner.report import (
     anatomy,
     baselines,
+    kept,
     offloading,
     operations,
     origin,
@@ -67,6 +68,7 @@ def render(plan: Plan, console: Console, *, show_operations: bool = False, show_
         anatomy.render(plan),
         baselines.render(plan),
         placement.render(plan),
+        kept.render(plan),
         tree.render(plan) if show_tree else None,
         timeline.render(plan),
         room.render(plan),

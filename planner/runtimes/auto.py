@@ -135,7 +135,7 @@ def _note(reason: _Refusal) -> Finding:
     return Finding(
         rule=_RULE,
         evidence=str(reason),
-        cause=f"planned for the runtime {INSTEAD!r} in place of {FIRST!r}, which can choose only whole modules",
+        cause=f"planned for the runtime {INSTEAD!r} in place of {FIRST!r}, which can choose among modules only",
         fix="remove what stops the capture, and plans are finer",
     )
 

@@ -132,6 +132,7 @@ class GraphRuntime:
 
     def _new_call(self, *, assume: bool = True) -> IsolatedCall:
         return IsolatedCall(
+            self.model,
             call_implementation(self.model),
             self.partition,
             choose_outputs=self._choose_outputs,

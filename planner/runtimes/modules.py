@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.checkpoints import modules_of
-from planner.eager_graph import keeps_statistics
 from planner.eager_session import plan_eager
 from planner.errors import PlanMismatchError
 from planner.inputs import Inputs, check_device, check_own_checkpointing
 from planner.planning import Plan
 from planner.runtimes import Prepare
+from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._situation import situation_of
 from planner.session import Options
 from planner.torch_internals import call_implementation, install_call, installed_call, uninstall_call
@@ -50,7 +50,7 @@ class ModulesRuntime:
         self.plan = plan
         self.replan = replan
         self.prepare = prepare
-        self._chosen: dict[Any, tuple[nn.Module, ...]] = {}
+        self._chosen: dict[Any, tuple[tuple[nn.Module, Kept], ...]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with checkpoints if gradients are on."""
@@ -66,7 +66,7 @@ class ModulesRuntime:
     def stop(self) -> None:
         """Do nothing: between calls the model's parts are as they were."""
 
-    def _choose(self, inputs: Inputs) -> tuple[nn.Module, ...]:
+    def _choose(self, inputs: Inputs) -> tuple[tuple[nn.Module, Kept], ...]:
         if self.prepare is not None:
             self.options = self.prepare(inputs)
         must_match = self.plan is not None and not self._chosen and not self.replan
@@ -75,15 +75,15 @@ class ModulesRuntime:
         names = modules_of(self.plan)
         if missing := [name for name in names if name not in by_name]:
             raise PlanMismatchError(f"the plan checkpoints {missing[0]!r}, which this model does not have")
-        return tuple(by_name[name] for name in names)
+        return tuple((by_name[name], self.plan.kept.get(name, {})) for name in names)
 
 
 @contextmanager
-def _checkpointed(modules: tuple[nn.Module, ...]) -> Iterator[None]:
+def _checkpointed(chosen: tuple[tuple[nn.Module, Kept], ...]) -> Iterator[None]:
     """Let calls of these modules be checkpointed."""
-    before = [(module, installed_call(module)) for module in modules]
-    for module in modules:
-        install_call(module, partial(_run, module))
+    before = [(module, installed_call(module)) for module, _ in chosen]
+    for module, kept in chosen:
+        install_call(module, partial(_run, module, kept))
     try:
         yield
     finally:
@@ -91,37 +91,13 @@ def _checkpointed(modules: tuple[nn.Module, ...]) -> Iterator[None]:
             uninstall_call(module) if call is None else install_call(module, call)
 
 
-def _run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, kept: Kept, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return call_implementation(module)(*args, **kwargs)
     # What a second run goes through is the module's own call: it is not checkpointed again.
     run = partial(call_implementation(module), **kwargs) if kwargs else call_implementation(module)
-    return checkpoint(
-        run, *args, use_reentrant=False, preserve_rng_state=True, context_fn=partial(_contexts, module), debug=False
-    )
-
-
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _Apart(module)
-
-
-class _Apart(AbstractContextManager[None]):
-    """Lets each further run update copies of running statistics, which the first has brought up to date."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.kept: list[tuple[nn.Module, str, torch.Tensor]] = []
-
-    def __enter__(self) -> None:
-        parts = [part for part in self.module.modules() if keeps_statistics(part)]
-        self.kept = [(part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)]
-        for part, name, buffer in self.kept:
-            setattr(part, name, buffer.clone())
-
-    def __exit__(self, *_: object) -> None:
-        for part, name, buffer in self.kept:
-            setattr(part, name, buffer)
-        self.kept = []
+    context_fn = partial(contexts, module, kept)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
 
 
 def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:

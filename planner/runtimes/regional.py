@@ -147,7 +147,7 @@ class _Planned:
             return finished
 
         return IsolatedCall(
-            block.forward, partition, choose_outputs=differentiable_outputs, finish=finish, assume=False
+            block, block.forward, partition, choose_outputs=differentiable_outputs, finish=finish, assume=False
         )
 
 
