@@ -230,6 +230,7 @@ class Backend:
         assumption = simplify_masks(narrowed, example_inputs, assume=self.assume)
         if self.attention is not None:
             replace_attention(narrowed, self.attention)
+        tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -238,14 +239,14 @@ class Backend:
             functional = self.compiler is not aot_backend
             if not functional:  # Inductor lays out what it makes by what is recorded
                 correct_layouts(graph)
-            tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
             assumes = assumption.names if assumption else ()
             outside_bytes = gradients_outside(narrowed, differentiable)
             return self.partition(
-                JointGraph(joint, graph, num_fwd_outputs, tensors, assumes, functional, outside_bytes)
+                JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
             )
 
         run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
+        tensors.clear()  # AOTAutograd keeps the function: in torch 2.11 these are what the first step holds
         run = self.finish(run, graph_module, differentiable) if self.finish else run
         return _under(assumption, run) if assumption else run
 
