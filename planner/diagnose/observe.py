@@ -187,7 +187,8 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reads = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = storage_id(args[0]) if is_mutable(func) and isinstance(args[0], torch.Tensor) else None
         for call in self.open:
-            call.trainable |= any(tensor.requires_grad for tensor in reads)
+            # An empty one is checkpoint's own: it always requires a gradient.
+            call.trainable |= any(tensor.requires_grad and tensor.numel() for tensor in reads)
             if draws(func, args, kwargs):
                 call.draws.append(place)
             if func.overloadpacket in _CHOOSING:
