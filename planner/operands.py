@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,15 @@ _INDEX_BOUND = {
 }
 """What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
 
+
+def _rows_of_groups(args: Sequence[Any]) -> int:
+    """Give what the groups of a grouped product divide: rows, columns, or what both sides are summed over."""
+    left, right = args[:2]
+    return int(right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else 1])
+
+
+_GROUP_ENDS = {aten._grouped_mm.default: _rows_of_groups}
+"""Where groups end: as if the first had everything, for then a kernel that copies group by group needs most memory."""
 
 _OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
 """Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
@@ -121,6 +130,7 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
     fake = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     bound = _INDEX_BOUND.get(node.target)  # type: ignore[call-overload]
     below = int(bound(fake[0])) if bound else 1
+    ends = _GROUP_ENDS.get(node.target)  # type: ignore[call-overload]
     storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def filled(leaf: FakeTensor) -> torch.Tensor:
@@ -128,6 +138,8 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
         where = device if leaf.device.type != "cpu" or device.type == "cpu" else leaf.device
         if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
             return torch.ones(elements, dtype=leaf.dtype, device=where)
+        if ends is not None:
+            return torch.full((elements,), ends(fake[0]), dtype=leaf.dtype, device=where)
         if below > 1 and leaf.dtype in (torch.int64, torch.int32):
             # A stride that shares no factor with most bounds visits rows in no order that a cache would like.
             return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(leaf.dtype)

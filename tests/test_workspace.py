@@ -65,6 +65,21 @@ class Recurrent(nn.Module):
         return self.layers(x.view(4, -1, WIDTH))[0].square().mean()
 
 
+class Experts(nn.Module):
+    """A grouped product, whose kernel copies as much as the largest group has rows: only the data say how much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Parameter(torch.randn(4, WIDTH, 4 * WIDTH, dtype=torch.bfloat16))
+        self.fall = nn.Parameter(torch.randn(4, 4 * WIDTH, WIDTH, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, :4].argmax(dim=1)
+        ends = (chosen[None] <= torch.arange(4)[:, None]).sum(dim=1).to(torch.int32)
+        hidden = torch.tanh(torch._grouped_mm(x.bfloat16(), self.rise, offs=ends))
+        return torch._grouped_mm(hidden, self.fall, offs=ends).float().square().mean()
+
+
 def data(width: int = WIDTH) -> torch.Tensor:
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(3))
 
@@ -109,6 +124,21 @@ def test_losses_keep_the_memory_that_their_kernels_keep(loss: Callable[..., torc
 def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
     model = planner.auto_wrap(Recurrent(), activation_budget="100%")
     assert_peak_is_as_predicted(model, data())
+
+
+@pytest.mark.parametrize("shift", [0.0, 9.0])
+def test_groups_may_be_of_any_size(shift: float) -> None:
+    step = planner.study(Experts(), data())
+    seen = {o.key: c.workspace_bytes for o, c in zip(step.graph.operations, step.costs, strict=True)}
+    grouped = {key: size_bytes for key, size_bytes in seen.items() if "_grouped_mm" in key}
+    assert min(grouped.values()) > 0
+    x = data() + shift * (torch.arange(WIDTH) == 1)  # with a shift all rows are of one group
+    model = planner.auto_wrap(Experts(), activation_budget="100%", time_limit_seconds=1.0)
+    model(x).backward()
+    model.zero_grad()
+    plan = planner.plan_of(model)
+    measured_bytes = measure_peak(lambda: model(x).backward(), torch.device("cpu"))[0]
+    assert measured_bytes + sum(plan.static_bytes.values()) <= plan.peak_bytes
 
 
 def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
