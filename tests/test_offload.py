@@ -39,6 +39,7 @@ from planner.solvers._asif import AsIf
 from planner.solvers._offload_bound import build
 from planner.solvers._pulp import Library
 from planner.solvers._windows import widened
+from planner.solvers.mixed import ENOUGH
 from tests.example_graphs import transformer
 from tests.offload_oracle import cheapest_offloading
 from tests.oracle import random_graph
@@ -209,7 +210,8 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
 
 def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
     graph, costs = transformer(3)
-    budget = Problem(graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes // 2
+    baseline = Problem(graph=graph, costs=costs, budget_bytes=0).baseline
+    budget = baseline.peak_bytes // 2
     alone = solvers.solve(Problem(graph=graph, costs=costs, budget_bytes=budget), time_limit_seconds=3)
     assert not alone.schedule.offloads
     added = [alone.recompute_seconds]
@@ -219,7 +221,8 @@ def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
         found = solvers.solve(problem, time_limit_seconds=3)
         assert all(graph.values[o.value].size_bytes >= host.least_bytes for o in found.schedule.offloads)
         added.append(found.recompute_seconds)
-    assert added == sorted(added, reverse=True) and added[-1] < added[0]
+    near_seconds = ENOUGH * baseline.seconds  # what is nearer to the bound is not searched for
+    assert all(later <= before + near_seconds for before, later in pairwise(added)) and added[-1] < added[0]
 
 
 @pytest.mark.parametrize("rate", [1e8, 1e9])

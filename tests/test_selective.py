@@ -205,7 +205,7 @@ def test_double_backward_and_two_steps_under_one_autocast() -> None:
     torch.manual_seed(0)
     plain = Transformer(dropout=0.0)
     wrapped = copy.deepcopy(plain)
-    planner.auto_wrap(wrapped, X, activation_budget="65%", runtime="modules")
+    planner.auto_wrap(wrapped, X, activation_budget="70%", runtime="modules")
     assert planner.plan_of(wrapped).kept
     for model in (plain, wrapped):
         with sdpa_kernel(SDPBackend.MATH):  # the other kernel has no second derivative
@@ -219,7 +219,8 @@ def test_double_backward_and_two_steps_under_one_autocast() -> None:
 
 
 def test_the_plan_says_what_is_kept() -> None:
-    plan = plan_of(Transformer(), "65%")
+    plan = plan_of(Transformer(), "70%")
+    assert plan.kept
     read = Plan.from_json(plan.to_json())
     assert read.kept == plan.kept
     model = planner.auto_wrap(Transformer(), plan=read)

@@ -439,7 +439,7 @@ def test_names_with_numbers() -> None:
     assert {"every-N", "selective"} <= set(strategies.names())
     for wrong in ("every-0", "every-", "selective-2", "every-x", "every-99999", "-2", ""):
         assert strategies.find(wrong) is None
-    with pytest.raises(UsageError, match=r"no strategy 'megatron-blok'; did you mean .*'megatron-block'"):
+    with pytest.raises(UsageError, match=r"no strategy 'megatron-blok'; did you mean .*'megatron-block-N'"):
         strategies.get("megatron-blok")
 
 

@@ -30,7 +30,7 @@ _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
 good, and the search ends where plan and bound are near each other."""
 
-_ENOUGH = 3e-4
+ENOUGH = 3e-4
 """How near that is, as a share of the step."""
 
 _LP_SECONDS_PER_ROW = 1e-4
@@ -82,7 +82,7 @@ class _Mix:
         self.movable = ranked(self.problem)
         self.tried: set[tuple[frozenset[int], int, float, bool]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
-        self.enough_seconds = 0.0 if self.is_small else _ENOUGH * self.problem.baseline.seconds
+        self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
         self.best: frozenset[int] = frozenset()
         """The values that the best plan offloads."""
 
