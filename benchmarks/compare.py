@@ -188,7 +188,7 @@ def _try(loaded: ZooModel, peer: Peer, references: _References, device: torch.de
     try:
         row["peak_bytes"], row["gradients"] = _measure(loaded, prepare, references, peer.compiles, device)
     except NotForThisModelError as error:
-        return {**row, "status": "not run", "reason": f"{peer.name} does not run it: {error}"}, None
+        return {**row, "status": "not run", "reason": f"does not take it: {error}"}, None
     except Exception as error:
         error = getattr(error, "inner_exception", None) or error  # Dynamo wraps what a backend raises
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
