@@ -166,7 +166,8 @@ def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
     bar(f"{name}: all ways in turn, {args.seconds:g} s or five rounds")
     rounds = in_turn([(way.prepare, way.step) for way in ways], args.seconds, device, bar.count)
     for position, way in enumerate(ways):
-        way.row["time_ratio"] = median(took[position] / took[0] for took in rounds)
+        ratios = [took[position] / took[0] for took in rounds]
+        way.row["time_ratio"], way.row["time_ratio_error"] = median(ratios), comparison.error_of(ratios)
         way.row["rounds"] = len(rounds)
     _take_out(loaded)
     _take_out(apart)

@@ -242,3 +242,24 @@ def test_alternatives_are_compared_at_the_same_or_a_lower_peak():
     assert found["lowest_peak_bytes"] == {"ours": 39, "theirs": 40}
     (layer,) = (row for row in comparison.summary([{"model": "m", **found}]) if row["kind"] == "every layer")
     assert layer["met"] and layer["points"] == 1
+
+
+def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
+    def worse(paid: float, error: float) -> bool:
+        shared = {"status": "run", "gradients": "equal", "time_ratio_error": error}
+        eager = {"way": "eager", "ours": False, "peak_bytes": 100, "time_ratio": 1.0, **shared}
+        theirs = {"way": "every layer", "ours": False, "peak_bytes": 50, "time_ratio": 1.1, **shared}
+        ours = {
+            "way": "planned",
+            "ours": True,
+            "peak_bytes": 50,
+            "time_ratio": paid,
+            "predicted_overhead": 0.1,
+            **shared,
+        }
+        entry = {"model": "m", **comparison.against([eager, theirs, ours])}
+        (row,) = (row for row in comparison.summary([entry]) if row["kind"] == "every layer")
+        return bool(row["worse"])
+
+    assert worse(1.2, 0.03) and not worse(1.2, 0.04) and not worse(1.05, 0.0)
+    assert comparison.error_of([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2533 * 0.3 / 1.349 / 5**0.5)
