@@ -427,4 +427,4 @@ def verify(
 def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
     if loss_fn is None:
         return options
-    return replace(options, loss=loss.memory_of(model, inputs, loss_fn))
+    return replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.device))

@@ -129,7 +129,7 @@ def plan_pipeline(
         cost_model=cost_model,
         profile=profile,
         training=Training(tensor_parallel=tensor_parallel),
-        loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else LossMemory(),
+        loss=loss.memory_of(model, inputs, loss_fn, device) if loss_fn is not None else LossMemory(),
         name=name,
         progress=progress,
     )

@@ -118,6 +118,11 @@ class Recorder(TorchDispatchMode):
         """Give the number of a tensor's storage; one that was never made here is resident."""
         return self._numbers.get(storage_id(tensor), RESIDENT)
 
+    def size_bytes(self, tensor: torch.Tensor) -> int:
+        """Give the bytes behind a tensor that was made here; 0 for what is resident."""
+        number = self.number(tensor)
+        return 0 if number == RESIDENT else self.trace.storages[number].size_bytes
+
     def follow(self, tensor: torch.Tensor, kind: str = "activation") -> int:
         """Give a new storage its number, and note when it is freed."""
         storage = tensor.untyped_storage()

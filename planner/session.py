@@ -210,6 +210,17 @@ def surroundings_of(
     return around if options.taken_over is None else as_planned(around, options.taken_over)
 
 
+def device_here(model: nn.Module, spec: DeviceSpec) -> torch.device | None:
+    """Give the device that the model is on if it is the one that is planned for, so that it can be asked."""
+    where = devices.of_model(model)
+    return where if devices.is_here(spec, where) else None
+
+
+def effort_for(model: nn.Module) -> workspace.Effort:
+    """Say what trying kernels may take: those of a model that is about to run here may take what it takes."""
+    return workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN
+
+
 def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
     """Give the figures of a named device, or of the one that the model is on."""
     return find_device(name) if name else devices.here(devices.of_model(model))
@@ -357,15 +368,14 @@ def cost(
     time_limit_seconds: float = SECONDS_TO_MEASURE,
 ) -> Costing:
     """Find out what every operation costs, by asking the device where it is here."""
-    where = devices.of_model(model)
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
             lowered,
             spec,
             cost_model=options.cost_model,
-            here=where if devices.is_here(spec, where) else None,
+            here=device_here(model, spec),
             inputs=input_shapes(model, lowered.joint.inputs),
-            effort=workspace.TO_PLAN if is_fake(model) else workspace.TO_RUN,
+            effort=effort_for(model),
             profile=options.profile,
             time_limit_seconds=time_limit_seconds,
             progress=options.progress,

@@ -89,7 +89,7 @@ def study(
         training=Training(**training),
         runtime=runtime,
         name=name,
-        loss=loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None,
+        loss=loss.memory_of(model, inputs, loss_fn, device) if loss_fn is not None else None,
         progress=progress,
     )
     if runtime == "modules":

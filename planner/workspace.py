@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import fx
 from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
+from cost_models.flops import moved_bytes
 from planner import operands
 from planner.graph import OperationCost
 from planner.lowering import LoweredGraph
@@ -86,13 +87,34 @@ def measure(
     }
     first = {signature: index for index, signature in reversed(signatures.items()) if signature not in _known}
     affordable = _affordable(lowered, costs, sorted(first.values()), effort)
-    nodes = {index: node for index in affordable if (node := lowered.operation_nodes[index]) is not None}
-    if nodes:
-        measured = _on_cuda if device.type == "cuda" else _on_cpu
-        with operands.running_alone(device):
-            for index, workspace_bytes in measured(nodes, device):
-                _known[signatures[index]] = workspace_bytes
+    _see({index: node for index in affordable if (node := lowered.operation_nodes[index])}, signatures, device)
     return {index: _known.get(signature) for index, signature in signatures.items()}
+
+
+def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Effort) -> list[int]:
+    """See how much workspace single calls need; 0 where a call cannot be tried, or is too large to be."""
+    able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
+    where = (device.type, torch.get_num_threads())
+    signatures = {index: (where, operands.signature(node)) for index, node in able.items()}
+    small = [index for index, node in able.items() if _moved_bytes(node) <= effort.operation_bytes]
+    first = {signatures[index]: index for index in small if signatures[index] not in _known}
+    _see({index: able[index] for index in first.values()}, signatures, device)
+    return [_known.get(signatures.get(index), 0) for index in range(len(nodes))]
+
+
+def _see(nodes: Mapping[int, fx.Node], signatures: Mapping[int, Hashable], device: torch.device) -> None:
+    """Run these calls, and keep what was seen of each by its signature."""
+    if not nodes:
+        return
+    measured = _on_cuda if device.type == "cuda" else _on_cpu
+    with operands.running_alone(device):
+        for index, workspace_bytes in measured(nodes, device):
+            _known[signatures[index]] = workspace_bytes
+
+
+def _moved_bytes(node: fx.Node) -> int:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    return moved_bytes(node.target, args, kwargs, node.meta["val"])
 
 
 def _affordable(
@@ -107,7 +129,7 @@ def _affordable(
             yield index
 
 
-def _on_cpu(nodes: dict[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
+def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
     if profiler_is_running():
         warnings.warn(
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
@@ -134,7 +156,7 @@ def _on_cpu(nodes: dict[int, fx.Node], device: torch.device) -> Iterator[tuple[i
         yield index, max(0, peak_bytes - output_bytes)
 
 
-def _on_cuda(nodes: dict[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
+def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
     for index, node in nodes.items():
         try:
             args, kwargs = operands.arguments(node, device)

@@ -114,7 +114,7 @@ def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunct
     """Capture a step, with the schedule that recomputes nothing."""
     joint = capture(model, inputs, attention=attention_for(model, options))
     if loss_fn is not None:
-        options = replace(options, loss=loss.memory_of(model, inputs, loss_fn))
+        options = replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.device))
     lowered = lower_step(model, joint, options)
     graph, costs = lowered.lowered.graph, cost(model, lowered.lowered, lowered.spec, options).costs
     unbounded = Problem(graph=graph, costs=costs, budget_bytes=0)
