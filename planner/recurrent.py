@@ -153,8 +153,8 @@ def _(
     x: Tensor, w0: Tensor, w1: Tensor, b0: Tensor, b1: Tensor, hidden: Tensor, cell: Tensor, reverse: bool, train: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     output = x.new_empty((*x.shape[:2], hidden.shape[-1]))
-    kept = _kept(tuple(x.shape), hidden.shape[-1], x.dtype) if train else (0, torch.uint8)
-    return output, torch.empty_like(hidden), torch.empty_like(cell), x.new_empty(kept[0], dtype=kept[1])
+    kept, dtype = _kept(tuple(x.shape), hidden.shape[-1], x.dtype)  # whatever "train" says
+    return output, torch.empty_like(hidden), torch.empty_like(cell), x.new_empty(kept, dtype=dtype)
 
 
 @cache

@@ -81,8 +81,9 @@ def test_a_layer_of_onednn_is_one_operation_each_way() -> None:
     assert targets.count("checkpoint_planner.lstm_layer_backward.default") == 3
 
 
-def test_a_planned_stack_keeps_bits_and_budget() -> None:
-    model = Stack("LSTM", num_layers=3, dropout=0.3, batch_first=True)
+@pytest.mark.parametrize("training", [True, False])  # oneDNN keeps as much for the backward of a layer in evaluation
+def test_a_planned_stack_keeps_bits_and_budget(training: bool) -> None:
+    model = Stack("LSTM", num_layers=3, dropout=0.3, batch_first=True).train(training)
     wide = torch.randn(64, 32, FEATURES)
     model(wide)
     plan = planner.plan(model, wide, activation_budget="85%", time_limit_seconds=1.0)

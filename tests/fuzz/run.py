@@ -10,7 +10,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 MODELS_PER_PROCESS = 250
@@ -50,14 +52,41 @@ def main() -> int:
     return 1 if summary["failed"] else 0
 
 
-def _checked(seeds: Iterable[int], jobs: int, until: float) -> Iterable[tuple[dict[str, Any], str]]:
+def _checked(seeds: Iterable[int], jobs: int, until: float) -> Iterator[tuple[dict[str, Any], str]]:
+    """Check models in processes; where one dies, the first that has not ended is tried alone, to know which it was."""
+    left = list(seeds)
+    while left:
+        with _processes(jobs) as pool:
+            tasks = [(seed, pool.submit(_check, seed, until)) for seed in left]
+            try:
+                for _, task in tasks:
+                    yield task.result()
+                    del left[0]
+                return
+            except BrokenProcessPool:
+                pass
+        yield _alone(left.pop(0), until)
+
+
+def _alone(seed: int, until: float) -> tuple[dict[str, Any], str]:
+    with _processes(1) as pool:
+        try:
+            return pool.submit(_check, seed, until).result()
+        except BrokenProcessPool as error:
+            from tests.fuzz import source
+            from tests.fuzz.check import Failure, Outcome
+
+            failure = Failure("process died", str(error))
+            outcome = Outcome(seed, "", tuple(range(source.count(seed))), [failure])
+            return dataclasses.asdict(outcome), f"\nseed {seed}: its process died\n{source.write(seed)}"
+
+
+def _processes(jobs: int) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    with context.Pool(jobs, maxtasksperchild=MODELS_PER_PROCESS) as pool:
-        yield from pool.imap_unordered(_check, [(seed, until) for seed in seeds])
+    return ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=MODELS_PER_PROCESS)
 
 
-def _check(task: tuple[int, float]) -> tuple[dict[str, Any], str]:
-    seed, until = task
+def _check(seed: int, until: float) -> tuple[dict[str, Any], str]:
     if time.monotonic() > until:
         return {"seed": seed, "skipped": True}, ""
     import logging
