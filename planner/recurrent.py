@@ -174,7 +174,7 @@ def lstm_layer_backward(
     output: Tensor, last_hidden: Tensor, last_cell: Tensor,
     of_output: Tensor, of_hidden: Tensor, of_cell: Tensor, reverse: bool, kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Give the gradients of all that :func:`lstm_layer` reads."""
+    """Give the gradients of all that :func:`lstm_layer` reads, in 32 bits whatever it computes in."""
     return torch.ops.aten.mkldnn_rnn_layer_backward(  # type: ignore[no-any-return]
         x, w0, w1, b0, b1, hidden, cell, output, last_hidden, last_cell, of_output, of_hidden, of_cell,
         reverse, _LSTM_MODE, hidden.shape[-1], 1, True, True, False, [], False, kept,
@@ -183,7 +183,9 @@ def lstm_layer_backward(
 
 @lstm_layer_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in arguments[:7])
+    return tuple(
+        torch.empty_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format) for tensor in arguments[:7]
+    )
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

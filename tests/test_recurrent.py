@@ -61,6 +61,15 @@ def test_an_lstm_gives_what_eager_gives(options: dict[str, object], dtype: torch
         torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
 
 
+def test_what_comes_before_a_stack_of_16_bits_gets_its_gradient() -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, FEATURES), Stack("LSTM", num_layers=2)).to(torch.bfloat16)
+    model(x(torch.bfloat16))
+    expected = step(model, x(torch.bfloat16))
+    planner.auto_wrap(model, x(torch.bfloat16), budget="100%")
+    for actual, wanted in zip(step(model, x(torch.bfloat16)), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_a_state_that_is_given_gets_its_gradient() -> None:
     model = Stack("LSTM", num_layers=2)
     state = torch.randn(2, LENGTH, SIZE, generator=torch.Generator().manual_seed(3), requires_grad=True)
@@ -82,10 +91,12 @@ def test_a_layer_of_onednn_is_one_operation_each_way() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])  # oneDNN keeps as much for the backward of a layer in evaluation
-def test_a_planned_stack_keeps_bits_and_budget(training: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # and gives gradients in 32 bits
+def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtype) -> None:
     model = Stack("LSTM", num_layers=3, dropout=0.3, batch_first=True).train(training)
-    wide = torch.randn(64, 32, FEATURES)
-    model(wide)
+    model(x())
+    model.to(dtype)
+    wide = torch.randn(64, 32, FEATURES, dtype=dtype)
     plan = planner.plan(model, wide, activation_budget="85%", time_limit_seconds=1.0)
     proof = planner.verify(model, wide, plan, timed_steps=1)
     assert plan.recomputations
