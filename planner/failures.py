@@ -28,7 +28,10 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
         name, where = type(model).__name__, _user_line(error)
         if raised := _RAISED.search(f"{error} {cause}"):
             raise CaptureError(f"the forward of {name} fails: {raised['kind']}: {raised['message']}{where}") from error
-        reason = str(error).strip().splitlines()[0]
+        raised_by = getattr(error, "inner_exception", None)
+        reason = (str(raised_by or error).strip().splitlines() or [""])[0]
+        if raised_by is not None:
+            reason = f"{type(raised_by).__name__}: {reason}"
         if depends_on_data(error):
             raise CaptureError(
                 f"{name} cannot be captured as one graph: what it runs depends on data{where}"

@@ -1,7 +1,8 @@
 """Layouts as kernels give them, where fake tensors trace others.
 
 Some elementwise operators are traced through a decomposition whose result is laid out in another way than the
-kernel's (``elu_backward`` of a transposed gradient, say). What follows may then copy, and that would go unseen.
+kernel's (``elu_backward`` of a transposed gradient, say), and so is BatchNorm of a transposed input on a CPU. What
+follows may then copy, and that would go unseen; or it was traced as a view of what can only be copied, and fails.
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,14 +20,24 @@ from planner import operands
 from planner.joint import is_random, mutates, tensors_of
 from planner.torch_internals import FakeTensor, OpOverload, storage_id
 
+aten = torch.ops.aten
+
+_NORMS = {
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm_backward.default,
+}
+"""Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
+
 
 def correct_layouts(graph: fx.Graph) -> None:
-    """Give the recorded results of elementwise operators the strides that their kernels give them.
+    """Give the recorded results of elementwise operators, and of BatchNorm, the strides that their kernels give them.
 
     Parameters
     ----------
     graph : torch.fx.Graph
-        Its nodes' recorded values are changed in place; storages that are shared stay shared.
+        Its nodes' recorded values are changed in place; storages that are shared stay shared. Where a view is no
+        longer possible a copy is put in before it, as eager makes one.
 
     Notes
     -----
@@ -59,32 +69,63 @@ def _reads_unusual(node: fx.Node) -> bool:
 
 
 def _view_again(node: fx.Node) -> None:
-    """Record a view anew, of what it now looks at."""
+    """Record a view anew, of what it now looks at: of a copy of that, where there is no other way."""
     (like, *_) = tensors_of(node)
-    with like.fake_mode, suppress(RuntimeError):  # type: ignore[attr-defined]
-        node.meta["val"] = node.target(*_values(node.args), **_values(node.kwargs))  # type: ignore[operator]
+    with like.fake_mode:  # type: ignore[attr-defined]
+        try:
+            node.meta["val"] = _result(node)
+        except (RuntimeError, ValueError):
+            if node.target is not aten.view.default:
+                return
+            (source,) = node.all_input_nodes
+            with node.graph.inserting_before(node):
+                copy = node.graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
+            copy.meta = {**node.meta, "val": _result(copy)}
+            node.replace_input_with(source, copy)
+            node.meta["val"] = _result(node)
+
+
+def _result(node: fx.Node) -> Any:
+    return node.target(*_values(node.args), **_values(node.kwargs))  # type: ignore[operator]
 
 
 def _lay_out(node: fx.Node) -> bool:
-    """Give a node's result the strides of its kernel, and tell whether that changed anything."""
+    """Give a node's results the strides of its kernel, and tell whether that changed anything."""
     outputs = tensors_of(node)
     read = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
-    if len(outputs) != 1 or is_random(node) or storage_id(outputs[0]) in map(storage_id, read):
+    if is_random(node) or not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
         return False
-    (output,) = outputs
-    if not isinstance(output, FakeTensor) or any(not _goes_with(tensor, output) for tensor in read):
+    if not all(isinstance(output, FakeTensor) for output in outputs):
+        return False
+    if node.target in _NORMS:
+        if outputs[0].device.type != "cpu":
+            return False
+    elif len(outputs) != 1 or not all(_goes_with(tensor, outputs[0]) for tensor in read):
         return False
     try:
         with operands.running_alone(torch.device("cpu")):
             found = node.target(*_in_small(node.args), **_in_small(node.kwargs))  # type: ignore[operator]
     except (RuntimeError, IndexError, TypeError, ValueError):
         return False  # it takes no sizes but its own
-    if not isinstance(found, torch.Tensor) or found.dim() != output.dim() or found.stride() == _small(output).stride():
-        return False
-    with output.fake_mode:
-        strides = _dense(output.shape, _order(found))
-        node.meta["val"] = torch.empty_strided(output.shape, strides, dtype=output.dtype, device=output.device)
-    return True
+    val = node.meta["val"]
+    if isinstance(val, torch.Tensor):
+        node.meta["val"] = _like(val, found)
+        return node.meta["val"] is not val
+    node.meta["val"] = type(val)(map(_like, val, found))
+    return any(new is not old for new, old in zip(node.meta["val"], val, strict=True))
+
+
+def _like(traced: Any, found: Any) -> Any:
+    """Give what was traced with the strides of what the kernel gave."""
+    if not isinstance(traced, FakeTensor) or not isinstance(found, torch.Tensor):
+        return traced
+    if found.dim() != traced.dim() or found.stride() == _small(traced).stride():
+        return traced
+    with traced.fake_mode:
+        strides = _dense(traced.shape, _order(found))
+        return torch.empty_strided(traced.shape, strides, dtype=traced.dtype, device=traced.device)
 
 
 def _goes_with(tensor: torch.Tensor, output: torch.Tensor) -> bool:
