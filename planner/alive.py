@@ -10,7 +10,7 @@ from planner.graph import OperationCost, Phase, TrainingGraph
 from planner.layers import number_ranges
 from planner.plan_details import AliveTensors, Allocation
 from planner.schedule import Schedule
-from planner.simulate import FetchedCopy, lifetimes
+from planner.simulate import FetchedCopy, lifetimes, workspaces
 
 _OWN_KINDS = {
     "gradient": "gradients",
@@ -47,7 +47,8 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
     """
     backward_position = backward_begins(graph, schedule)
     made: set[int] = set()
-    for copy in lifetimes(graph, schedule):
+    copies = lifetimes(graph, schedule)
+    for copy in copies:
         value = graph.values[copy.value]
         producer = graph.producer[copy.value]
         if isinstance(copy, FetchedCopy):
@@ -64,9 +65,9 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
             kind = "forward temporaries"
         made.add(copy.value)
         yield _allocation(graph, producer, kind, value.size_bytes, copy.born, copy.died)
-    for position, index in enumerate(schedule.order):
-        if size_bytes := costs[index].workspace_bytes:
-            yield _allocation(graph, index, WORKSPACE, size_bytes, position, position)
+    for position, size_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
+        if size_bytes:
+            yield _allocation(graph, schedule.order[position], WORKSPACE, size_bytes, position, position)
     for index, (first, last) in _first_and_last(schedule).items():
         if (size_bytes := graph.operations[index].state_bytes) and first < last:
             yield _allocation(graph, index, RANDOM_STATE, size_bytes, first, last)

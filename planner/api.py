@@ -13,7 +13,7 @@ from cost_models.measured import MeasuredCosts, Profile
 from planner import loss, runtimes
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
-from planner.going_together import ONLY_GRAPH_OFFLOADS, check_can_run, check_one_budget, sliced_graph, whole_graph
+from planner.going_together import check_can_run, check_one_budget, offloading_graph, sliced_graph, whole_graph
 from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
 from planner.planning import Plan, Size, Verification
@@ -57,6 +57,7 @@ def plan(
     offload: bool = False,
     host_budget: Size | None = None,
     offload_at_least: Size = LEAST_BYTES,
+    offload_lossy: bool = False,
     name: str = "",
     compare: bool = True,
     progress: Progress | None = None,
@@ -116,6 +117,8 @@ def plan(
         What they may take of it: bytes, ``"64GiB"`` or ``"60%"``; by default half of what this machine has.
     offload_at_least : int, float or str
         Values below this size stay on the device.
+    offload_lossy : bool
+        Whether values of float32 wait there rounded to bfloat16, in half the room: gradients are then not bit-equal.
     name : str
         Name of the model in the report.
     compare : bool
@@ -149,8 +152,7 @@ def plan(
     chunk = check_chunk(chunk)
     if tensor_parallel > 1:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
-    if offload:
-        runtime = whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
+    runtime = offloading_graph(runtime, offload=offload, lossy=offload_lossy)
     if chunk != 1:
         runtime = sliced_graph(runtime, tensor_parallel)
     options = Options(
@@ -176,6 +178,7 @@ def plan(
         offload=offload,
         host_budget=host_budget,
         offload_at_least=offload_at_least,
+        offload_lossy=offload_lossy,
         name=name,
         compare=compare,
         progress=progress,
@@ -263,6 +266,7 @@ def auto_wrap(
     offload: bool = False,
     host_budget: Size | None = None,
     offload_at_least: Size = LEAST_BYTES,
+    offload_lossy: bool = False,
     maximum_shapes: int = 64,
     progress: Progress | None = None,
 ) -> ModelT:
@@ -284,7 +288,7 @@ def auto_wrap(
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
         See :func:`plan`.
-    offload, host_budget, offload_at_least
+    offload, host_budget, offload_at_least, offload_lossy
         See :func:`plan`. With ``plan`` they are the plan's.
     maximum_shapes : int
         How many sets of input sizes may have graphs; the next one is refused with an error.
@@ -329,8 +333,8 @@ def auto_wrap(
         budget = plan.budget_bytes
     if plan is not None and plan.offloading is not None:
         offload, host_budget = True, plan.offloading.host_budget_bytes
-    if offload:
-        runtime = whole_graph(runtime, ONLY_GRAPH_OFFLOADS)
+        offload_lossy = plan.offloading.lossy
+    runtime = offloading_graph(runtime, offload=offload, lossy=offload_lossy)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -357,6 +361,7 @@ def auto_wrap(
         offload=offload,
         host_budget=host_budget,
         offload_at_least=offload_at_least,
+        offload_lossy=offload_lossy,
         chunk=chunk,
     )
     check_one_budget(options.budget, options.activation_budget)

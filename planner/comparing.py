@@ -36,6 +36,7 @@ _HEADER: dict[str, Callable[[Plan], Any]] = {
     "budget_bytes": lambda plan: plan.budget_bytes,
     "static_bytes": lambda plan: plan.total_static_bytes,
     "host_budget_bytes": lambda plan: plan.offloading.host_budget_bytes if plan.offloading else 0,
+    "offload_lossy": lambda plan: plan.offloading is not None and plan.offloading.lossy,
     "slices": lambda plan: slices_of(plan.fingerprint),
     "solver": lambda plan: plan.solver,
     "status": lambda plan: plan.status,

@@ -24,6 +24,15 @@ def whole_graph(runtime: str, why: str) -> str:
     return "graph"
 
 
+def offloading_graph(runtime: str, *, offload: bool, lossy: bool) -> str:
+    """Give the runtime for a plan with or without offload, and refuse to round what is not offloaded."""
+    if lossy and not offload:
+        raise UsageError("offload_lossy rounds what is offloaded: give offload too")
+    if lossy:
+        return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
+    return whole_graph(runtime, ONLY_GRAPH_OFFLOADS) if offload else runtime
+
+
 def sliced_graph(runtime: str, tensor_parallel: int = 1) -> str:
     """Give the runtime that a step in slices is planned for."""
     if tensor_parallel > 1 or has_several_ranks():

@@ -43,12 +43,16 @@ class Value:
     kind : str
         ``"activation"``, ``"output"``, ``"gradient"`` (of a parameter or input),
         ``"tangent"``: what the anatomy of the peak calls it.
+    roundable : bool
+        Whether it is of float32, and gradients are no worse than a little off if a copy of it is rounded to
+        bfloat16; see :mod:`planner.rounding`.
     """
 
     name: str
     size_bytes: int
     retained: bool = False
     kind: str = "activation"
+    roundable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +89,8 @@ class Operation:
         What it is called with, the same for calls that run the same kernels; ``""`` if it cannot be run alone.
     region : str
         What it is compiled with, if that is not the whole step: it runs again only while its region runs.
+    decides : bool
+        Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once.
     """
 
     name: str
@@ -102,6 +108,7 @@ class Operation:
     dtype: str = "float32"
     signature: str = ""
     region: str = ""
+    decides: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

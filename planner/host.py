@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cost_models
 from cost_models.devices import DeviceSpec
 from planner.errors import UsageError
-from planner.graph import Phase, TrainingGraph
+from planner.graph import Phase, TrainingGraph, Value
+from planner.schedule import host_bytes
 from planner.units import parse_size
 
 LEAST_BYTES = 2**20
@@ -30,11 +31,23 @@ class Host:
         What offloaded values may take of the host's memory.
     least_bytes : int
         Values below this size stay on the device.
+    lossy : bool
+        Whether values of float32 are rounded to bfloat16 on their way, where that leaves gradients a little off and
+        breaks nothing.
     """
 
     bytes_per_second: float
     budget_bytes: int
     least_bytes: int = LEAST_BYTES
+    lossy: bool = False
+
+    def rounds(self, value: Value) -> bool:
+        """Whether a value is rounded on its way."""
+        return self.lossy and value.roundable
+
+    def bytes_of(self, value: Value) -> int:
+        """Give what a value takes here."""
+        return host_bytes(value, lossy=self.rounds(value))
 
     def seconds(self, size_bytes: int) -> float:
         """Give the time of a transfer one way."""
@@ -52,8 +65,24 @@ class Host:
         )
 
 
+def graph_for(graph: TrainingGraph, host: Host | None) -> TrainingGraph:
+    """Give a graph as plans may carry it out: where copies are rounded, what decides by numbers runs once."""
+    if host is None or not host.lossy or not any(operation.decides for operation in graph.operations):
+        return graph
+    return replace(
+        graph,
+        operations=tuple(
+            replace(operation, recomputable=False) if operation.decides else operation for operation in graph.operations
+        ),
+    )
+
+
 def host_of(
-    spec: DeviceSpec, budget: int | float | str | None = None, *, at_least: int | float | str = LEAST_BYTES
+    spec: DeviceSpec,
+    budget: int | float | str | None = None,
+    *,
+    at_least: int | float | str = LEAST_BYTES,
+    lossy: bool = False,
 ) -> Host:
     """Give the host memory of a device, by default half of what this machine has.
 
@@ -65,6 +94,8 @@ def host_of(
         What offloaded values may take; ``"60%"`` is of this machine's memory.
     at_least : int, float or str
         Values below this size stay on the device.
+    lossy : bool
+        Whether values of float32 are rounded to bfloat16 on their way.
 
     Raises
     ------
@@ -82,4 +113,5 @@ def host_of(
         bytes_per_second=spec.host_link_bytes_per_second * spec.bandwidth_efficiency,
         budget_bytes=budget_bytes,
         least_bytes=parse_size(at_least),
+        lossy=lossy,
     )

@@ -100,6 +100,11 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is fused attention, whose integers are random states and lengths."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _ATTENTION_DROPOUT_ARGUMENT
+
+
 def weight_copies(joint: JointGraph) -> set[fx.Node]:
     """Give the nodes that cast a parameter to another type, as autocast does with weights."""
     placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]

@@ -118,11 +118,7 @@ def solving_options() -> Parser:
     )
     group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded, here or on another machine")
     group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
-    group.add_argument("--offload", action="store_true", help="let values wait in the host's memory too")
-    group.add_argument(
-        "--host-budget", metavar="SIZE", help="what they may take of it: 64GiB, 60%% (default 50%% of this machine's)"
-    )
-    group.add_argument("--offload-at-least", metavar="SIZE", default="1MiB", help="smaller values stay (default 1MiB)")
+    offload_options(group)
     group.add_argument("--solver", metavar="NAME", default="auto")
     group.add_argument(
         "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
@@ -135,6 +131,18 @@ def solving_options() -> Parser:
     group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
     group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
     return parser
+
+
+def offload_options(parser: argparse._ArgumentGroup) -> None:
+    """Add what lets values wait in the host's memory."""
+    parser.add_argument("--offload", action="store_true", help="let values wait in the host's memory too")
+    parser.add_argument(
+        "--host-budget", metavar="SIZE", help="what they may take of it: 64GiB, 60%% (default 50%% of this machine's)"
+    )
+    parser.add_argument("--offload-at-least", metavar="SIZE", default="1MiB", help="smaller values stay (default 1MiB)")
+    parser.add_argument(
+        "--offload-lossy", action="store_true", help="as bfloat16 in place of float32: gradients are not bit-equal"
+    )
 
 
 def timings_option(parser: argparse.ArgumentParser) -> None:

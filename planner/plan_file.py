@@ -219,6 +219,7 @@ def _offloading(node: Node) -> Offloading:
         bytes_per_second=node["bytes_per_second"].number(),
         transfer_seconds=node["transfer_seconds"].number(),
         stall_seconds=node["stall_seconds"].number(),
+        lossy=node["lossy"].boolean() if node.has("lossy") else False,
     )
 
 
@@ -229,6 +230,7 @@ def _offloaded(node: Node) -> OffloadedValue:
         size_bytes=node["size_bytes"].integer(),
         leaves=_place(node["leaves"]),
         returns=tuple(_place(place) for place in node["returns"].items()),
+        lossy=node["lossy"].boolean() if node.has("lossy") else False,
     )
 
 
@@ -254,11 +256,15 @@ def _layer(node: Node) -> LayerPlacement:
     )
 
 
+def _number_or_none(node: Node) -> float | None:
+    return None if node.is_null() else node.number()
+
+
 def _baseline(node: Node) -> BaselineRow:
     return BaselineRow(
         name=node["name"].text(),
         peak_bytes=None if node["peak_bytes"].is_null() else node["peak_bytes"].integer(),
-        overhead=None if node["overhead"].is_null() else node["overhead"].number(),
+        overhead=_number_or_none(node["overhead"]),
         seconds=node["seconds"].number(),
         fits=node["fits"].boolean(),
         reason=node["reason"].text(),
@@ -299,7 +305,7 @@ def _value(number: int, row: dict[str, Node]) -> ValueRow:
         runs=row["runs"].integer(),
         seconds=row["seconds"].number(),
         again_runs=row["again_runs"].integer(),
-        again_seconds=None if row["again_seconds"].is_null() else row["again_seconds"].number(),
+        again_seconds=_number_or_none(row["again_seconds"]),
         made_from=made_from,
         idle_from=row["idle_from"].integer(),
         idle_to=row["idle_to"].integer(),
@@ -333,4 +339,5 @@ def _verification(node: Node) -> Verification:
         steps=node["steps"].integer(),
         tolerance=node["tolerance"].number(),
         from_one_piece=node["from_one_piece"].number() if node.has("from_one_piece") else 0.0,
+        rounding_error=_number_or_none(node["rounding_error"]) if node.has("rounding_error") else None,
     )

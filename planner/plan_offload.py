@@ -30,10 +30,13 @@ class OffloadedValue:
     output : int
         Which of its outputs it is.
     size_bytes : int
+        Of the device.
     leaves : Place
         Right before this run it is freed on the device.
     returns : tuple of Place
         Right before each of these runs it is taken there again.
+    lossy : bool
+        Whether it is rounded to bfloat16 there, and takes half.
     """
 
     operation: str
@@ -41,6 +44,7 @@ class OffloadedValue:
     size_bytes: int
     leaves: Place
     returns: tuple[Place, ...]
+    lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +60,8 @@ class Offloading:
         Rate of the link to the host, each way, that times stand on.
     transfer_seconds, stall_seconds : float
         Time of all transfers, and what of it does not hide behind computing.
+    lossy : bool
+        Whether values may be rounded on their way.
     """
 
     values: tuple[OffloadedValue, ...]
@@ -64,6 +70,12 @@ class Offloading:
     bytes_per_second: float
     transfer_seconds: float
     stall_seconds: float
+    lossy: bool = False
+
+    @property
+    def rounded(self) -> int:
+        """How many values are rounded: if there is one, gradients are not bit-equal."""
+        return sum(value.lossy for value in self.values)
 
     @property
     def hidden_seconds(self) -> float:
@@ -87,6 +99,7 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
                 size_bytes=graph.values[offload.value].size_bytes,
                 leaves=places[offload.leaves],
                 returns=tuple(places[position] for position in offload.returns),
+                lossy=offload.lossy,
             )
         )
     return Offloading(
@@ -96,6 +109,7 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
         bytes_per_second=host.bytes_per_second,
         transfer_seconds=evaluation.transfer_seconds,
         stall_seconds=evaluation.stall_seconds,
+        lossy=host.lossy or any(offload.lossy for offload in schedule.offloads),
     )
 
 
@@ -123,11 +137,18 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
     offloads = []
     for value in offloading.values:
         try:
+            made = graph.operations[index_of[value.operation]].outputs[value.output]
+            if value.lossy and not graph.values[made].roundable:
+                raise PlanMismatchError(
+                    f"the plan rounds output {value.output} of {value.operation}, and in {graph.name or 'this model'} "
+                    "that must stay exact; make a new plan for this model and these shapes"
+                )
             offloads.append(
                 Offload(
-                    graph.operations[index_of[value.operation]].outputs[value.output],
+                    made,
                     position_of(value.leaves),
                     tuple(map(position_of, value.returns)),
+                    value.lossy,
                 )
             )
         except (KeyError, IndexError) as error:

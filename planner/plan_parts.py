@@ -143,6 +143,9 @@ class Verification:
     from_one_piece : float
         How far loss and gradients are from those of the step in one piece, if the plan's is in slices: the largest
         difference as a share of the length, see :func:`planner.verification.distance`.
+    rounding_error : float, optional
+        How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the
+        largest difference as a share of the length, and ``tolerance`` what is allowed of it, in any type.
     """
 
     peak_bytes: int
@@ -155,6 +158,7 @@ class Verification:
     steps: int = 1
     tolerance: float = 0.0
     from_one_piece: float = 0.0
+    rounding_error: float | None = None
 
     @property
     def exact(self) -> bool:

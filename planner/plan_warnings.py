@@ -10,7 +10,7 @@ from planner.diagnose.subject import Step, Subject
 from planner.findings import Finding
 from planner.problem import Problem, Solution
 from planner.simulate import Evaluation
-from planner.units import format_percent
+from planner.units import format_bytes, format_percent
 
 _WORTH_MORE_SEARCH = 0.02
 
@@ -25,10 +25,26 @@ def plan_warnings(problem: Problem, evaluation: Evaluation, solution: Solution) 
         Simulation of the solution's schedule.
     solution : Solution
     """
+    rounded = tuple(_rounded(problem, solution))
     if evaluation.added_seconds <= 0:
-        return ()
+        return rounded
     step = Step(problem=problem, schedule=solution.schedule, evaluation=evaluation)
-    return (*examine(Subject(step=step), BOTTLENECKS), *_unproven(problem, evaluation, solution))
+    return (*rounded, *examine(Subject(step=step), BOTTLENECKS), *_unproven(problem, evaluation, solution))
+
+
+def _rounded(problem: Problem, solution: Solution) -> Iterator[Finding]:
+    offloads = solution.schedule.offloads
+    lossy = [offload for offload in offloads if offload.lossy]
+    if lossy:
+        size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
+        yield Finding(
+            rule="lossy-offload",
+            evidence=f"{len(lossy)} of the {len(offloads)} values that wait on the host, {format_bytes(size_bytes)}, "
+            "are rounded there to bfloat16",
+            cause="they come back off by up to a 256th part, and so does what is recomputed from them: gradients are "
+            "not bit-equal to those of the step without recompute",
+            fix="let 'verify' measure how far off they are; leave out --offload-lossy (offload_lossy) for equal bits",
+        )
 
 
 def _unproven(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from planner.effort import Effort
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.floor import lowest_peak
 from planner.graph import OperationCost, TrainingGraph
-from planner.host import Host
+from planner.host import Host, graph_for
 from planner.layers import find_layers
 from planner.plan_infeasible import infeasible_message, infeasible_report
 from planner.plan_offload import offloading_of
@@ -185,7 +185,7 @@ def make_problem(
         assert activation_budget is not None
         limit_bytes = parse_size(activation_budget, whole_bytes=step_bytes)
     limit_bytes = max(limit_bytes, at_least_bytes - static_bytes)
-    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host)
+    return Problem(graph=graph_for(graph, host), costs=tuple(costs), budget_bytes=limit_bytes, host=host)
 
 
 def plan_from_solution(

@@ -124,7 +124,7 @@ class _Emitter:
         self.taken_places: dict[int, fx.Node] = {}
         self.arriving = set(arriving)
         """Values that are being fetched, and that nobody has read yet."""
-        self._sends = {offload.value for offload in schedule.offloads}
+        self._sends = {offload.value: offload.lossy for offload in schedule.offloads}
         self._leaving: dict[int, list[int]] = {}
         self._returning: dict[int, list[int]] = {}
         for offload in schedule.offloads:
@@ -159,7 +159,8 @@ class _Emitter:
 
     def _send(self, value: int) -> None:
         node = self.lowered.value_nodes[value]
-        self.places[value] = self._call(host_copies.send, self.current[node])
+        send = host_copies.send_rounded if self._sends[value] else host_copies.send
+        self.places[value] = self._call(send, self.current[node])
         self.places[value].meta = self._meta_of_place(value)
 
     def _arrive(self, value: int) -> None:
@@ -177,7 +178,8 @@ class _Emitter:
     def _meta_of_place(self, value: int) -> dict[str, Any]:
         val = self.lowered.value_nodes[value].meta["val"]
         with val.fake_mode:
-            return {"val": torch.empty(val.untyped_storage().nbytes(), dtype=torch.uint8)}
+            size_bytes = val.untyped_storage().nbytes() // (2 if self._sends[value] else 1)
+            return {"val": torch.empty(size_bytes, dtype=torch.uint8)}
 
     def _call(self, function: Any, *arguments: fx.Node, like: fx.Node | None = None) -> fx.Node:
         node = self.graph.call_function(function, arguments)
@@ -269,8 +271,9 @@ class _Emitter:
             new = self.graph.node_copy(node, self.resolve)
         self._adopt(index, node, new, again)
         if not again:
-            for value in self._sends.intersection(self.lowered.graph.operations[index].outputs):
-                self._send(value)
+            for value in self.lowered.graph.operations[index].outputs:
+                if value in self._sends:
+                    self._send(value)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
         operation, values = self.lowered.graph.operations[index], self.lowered.graph.values

@@ -15,7 +15,20 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.errors import ScheduleError
-from planner.graph import TrainingGraph
+from planner.graph import TrainingGraph, Value
+
+PIECE_BYTES = 4 * 2**20
+"""What is rounded at a time for the way to the host, or comes back rounded, takes so much of the device at most."""
+
+
+def host_bytes(value: Value, *, lossy: bool) -> int:
+    """Give what a value takes of the host's memory, and of the link to it: half if it is rounded from 32 to 16 bits."""
+    return value.size_bytes // 2 if lossy else value.size_bytes
+
+
+def piece_bytes(graph: TrainingGraph, value: Value) -> int:
+    """Give what rounding a value, or fetching one that is rounded, takes of the device for itself."""
+    return -(-min(host_bytes(value, lossy=True), PIECE_BYTES) // graph.alignment_bytes) * graph.alignment_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +44,18 @@ class Offload:
     returns : tuple of int
         Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run
         that reads the copy waits for that to end.
+    lossy : bool
+        Whether the host has its numbers as bfloat16.
     """
 
     value: int
     leaves: int
     returns: tuple[int, ...]
+    lossy: bool = False
+
+    def host_bytes(self, value: Value) -> int:
+        """Give what the value takes of the host's memory, and of the link to it."""
+        return host_bytes(value, lossy=self.lossy)
 
 
 @dataclass(frozen=True, slots=True)

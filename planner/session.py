@@ -18,7 +18,7 @@ from torch import nn
 
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile
-from planner import devices, timings, workspace
+from planner import devices, rounding, timings, workspace
 from planner.capture import is_fake
 from planner.checkpoints import KEPT
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
@@ -96,6 +96,8 @@ class Options:
         What they may take of it; by default half of what this machine has.
     offload_at_least : int, float or str
         Values below this size stay on the device.
+    offload_lossy : bool
+        Whether values of float32 wait there rounded to bfloat16.
     chunk : int or str
         In how many slices to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
     """
@@ -122,6 +124,7 @@ class Options:
     offload: bool = False
     host_budget: Size | None = None
     offload_at_least: Size = LEAST_BYTES
+    offload_lossy: bool = False
     chunk: Chunk = 1
 
     def after(self, plan: Plan) -> Options:
@@ -145,6 +148,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         compare=False,
         offload=plan.offloading is not None,
         host_budget=plan.offloading.host_budget_bytes if plan.offloading else None,
+        offload_lossy=plan.offloading is not None and plan.offloading.lossy,
         chunk=slices_of(plan.fingerprint),
     )
     return replace(made, **changes)
@@ -192,7 +196,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         gradient_shards=around.gradient_shards,
     )
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
-    return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins)
+    return LoweredStep(rounding.marked(lowered), spec, around, facts, local.notes, stand_ins=local.stand_ins)
 
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
@@ -298,7 +302,9 @@ def plan_studied(
             budget=options.budget,
             activation_budget=options.activation_budget,
             at_least_bytes=options.at_least_bytes,
-            host=study.host(options.host_budget, options.offload_at_least) if options.offload else None,
+            host=study.host(options.host_budget, options.offload_at_least, lossy=options.offload_lossy)
+            if options.offload
+            else None,
         )
         taken_over = take_over(study, problem, reuse, compare=options.compare, asked_for=must_match)
         if taken_over is not None:
@@ -318,6 +324,7 @@ def plan_studied(
         offload=options.offload,
         host_budget=options.host_budget,
         offload_at_least=options.offload_at_least,
+        offload_lossy=options.offload_lossy,
         compare=options.compare,
         progress=options.progress,
     )

@@ -8,13 +8,14 @@ offloaded value is away from where the schedule lets it go to where it has it fe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.errors import ScheduleError
 from planner.graph import OperationCost, TrainingGraph
 from planner.host import Host
-from planner.schedule import Schedule
+from planner.schedule import Schedule, piece_bytes
 from planner.transfers import transfer_times
 
 _AWAY = -2
@@ -186,7 +187,8 @@ def simulate(
     """
     order, operations, values = schedule.order, graph.operations, graph.values
     change = [0] * (len(order) + 1)
-    for copy in lifetimes(graph, schedule):
+    copies = lifetimes(graph, schedule)
+    for copy in copies:
         size = values[copy.value].size_bytes
         change[copy.born] += size
         change[copy.died + 1] -= size
@@ -207,9 +209,9 @@ def simulate(
 
     timeline: list[int] = []
     live = 0
-    for position, index in enumerate(order):
+    for position, workspace_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
         live += change[position]
-        timeline.append(live + costs[index].workspace_bytes)
+        timeline.append(live + workspace_bytes)
     peak = max(timeline, default=0)
     stall_seconds = transfer_seconds = 0.0
     if schedule.offloads:
@@ -223,5 +225,43 @@ def simulate(
         timeline_bytes=tuple(timeline),
         stall_seconds=stall_seconds,
         transfer_seconds=transfer_seconds,
-        host_bytes=sum(values[offload.value].size_bytes for offload in schedule.offloads),
+        host_bytes=sum(offload.host_bytes(values[offload.value]) for offload in schedule.offloads),
     )
+
+
+def workspaces(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, copies: Sequence[Copy]
+) -> list[int]:
+    """Give what each run of a schedule needs beside the copies that are there while it is under way.
+
+    That is its kernels' own memory; or the piece of a value that is being rounded after it, or that has come back
+    rounded before it, where that is more than what is gone by then, or not there yet.
+    """
+    order, operations, values = schedule.order, graph.operations, graph.values
+    needed = [costs[index].workspace_bytes for index in order]
+    lossy = {offload.value for offload in schedule.offloads if offload.lossy}
+    if not lossy:
+        return needed
+    moved = {offload.value for offload in schedule.offloads}
+    rerun = {index for index, again in Counter(order).items() if again > 1}
+    ending, beginning = Counter[int](), Counter[int]()
+    fetched: dict[int, list[int]] = {}
+    ran: set[int] = set()
+    for copy in copies:
+        if isinstance(copy, FetchedCopy):
+            fetched.setdefault(copy.born, []).append(copy.value)
+        else:
+            beginning[copy.born] += values[copy.value].size_bytes
+        if not (copy.value in moved and copy.born == copy.died and not isinstance(copy, FetchedCopy)):
+            ending[copy.died] += values[copy.value].size_bytes
+    for position, index in enumerate(order):
+        first = index not in ran
+        ran.add(index)
+        sent = [piece_bytes(graph, values[u]) for u in operations[index].outputs if u in lossy] if first else []
+        needed[position] = max([needed[position], *(piece - ending[position] for piece in sent)])
+        later = beginning[position] + (operations[index].state_bytes if first and index in rerun else 0)
+        for u in reversed(fetched.get(position, ())):
+            if u in lossy:
+                needed[position] = max(needed[position], piece_bytes(graph, values[u]) - later)
+            later += values[u].size_bytes
+    return needed

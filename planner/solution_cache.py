@@ -69,7 +69,7 @@ def key_of(problem: Problem, solver: str, effort: Effort) -> str:
     for part in (
         _versions(),
         (solver, effort.time_limit_seconds, effort.deterministic, effort.seed, problem.budget_bytes),
-        [(v.size_bytes, v.retained) for v in graph.values],
+        [(v.size_bytes, v.retained, v.roundable) for v in graph.values],
         [(o.inputs, o.outputs, o.phase, o.module, o.recomputable, o.state_bytes, o.region) for o in graph.operations],
         [(c.seconds, c.workspace_bytes) for c in problem.costs],
         problem.host,
@@ -107,7 +107,7 @@ def keep(key: str, solution: Solution) -> None:
         "key": key,
         "solver": solution.solver,
         "recomputations": {str(index): again for index, again in solution.schedule.recomputations().items()},
-        "offloads": [[o.value, o.leaves, list(o.returns)] for o in solution.schedule.offloads],
+        "offloads": [[o.value, o.leaves, list(o.returns), o.lossy] for o in solution.schedule.offloads],
         "peak_bytes": solution.peak_bytes,
         "recompute_seconds": solution.recompute_seconds,
         "lower_bound_seconds": solution.lower_bound_seconds,
@@ -198,10 +198,12 @@ def _index(problem: Problem, text: str) -> int:
 
 def _offload(problem: Problem, node: Node) -> Offload:
     parts = list(node.items())
-    if len(parts) != 3 or parts[0].integer() >= len(problem.graph.values):
+    if len(parts) != 4 or parts[0].integer() >= len(problem.graph.values):
         raise UsageError("that is no offload of this step")
-    value, leaves, returns = parts
-    return Offload(value.integer(), leaves.integer(), tuple(item.integer() for item in returns.items()))
+    value, leaves, returns, lossy = parts
+    return Offload(
+        value.integer(), leaves.integer(), tuple(item.integer() for item in returns.items()), lossy.boolean()
+    )
 
 
 def _indices(problem: Problem, node: Node) -> tuple[int, ...]:

@@ -53,11 +53,11 @@ class Study:
         """
         return make_problem(self.graph, self.costs, budget=budget)
 
-    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES) -> Host:
+    def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
         """Give the host memory that values may be offloaded to; see :func:`planner.host.host_of`."""
         if self.device is None:
             raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
-        return host_of(self.device, budget, at_least=at_least)
+        return host_of(self.device, budget, at_least=at_least, lossy=lossy)
 
     def unlimited_host(self) -> Host | None:
         """Give the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
@@ -79,6 +79,7 @@ class Study:
         offload: bool = False,
         host_budget: Size | None = None,
         offload_at_least: Size = LEAST_BYTES,
+        offload_lossy: bool = False,
         compare: bool = True,
         progress: Progress | None = None,
     ) -> Plan:
@@ -95,7 +96,7 @@ class Study:
             seed=seed,
             origin=self.origin,
             surroundings=self.surroundings,
-            host=self.host(host_budget, offload_at_least) if offload else None,
+            host=self.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None,
             compare=compare,
             progress=progress,
         )

@@ -56,7 +56,7 @@ def transfer_times(
     if host is None:
         raise ScheduleError("the schedule offloads values, and there is no host to take them")
     operations, values = graph.operations, graph.values
-    moved = {offload.value for offload in schedule.offloads}
+    seconds = {offload.value: host.seconds(offload.host_bytes(values[offload.value])) for offload in schedule.offloads}
     leaving: dict[int, list[int]] = {}
     returning: dict[int, list[int]] = {}
     for offload in schedule.offloads:
@@ -81,8 +81,8 @@ def transfer_times(
         for value in returning.get(position, ()):
             if value in arrives:
                 raise ScheduleError(f"{values[value].name} is fetched twice for one use")
-            fetching_until = max(fetching_until, now) + host.seconds(values[value].size_bytes)
-            transfer_seconds += host.seconds(values[value].size_bytes)
+            fetching_until = max(fetching_until, now) + seconds[value]
+            transfer_seconds += seconds[value]
             arrives[value] = fetching_until
         for value in operations[index].inputs:
             if value in arrives:
@@ -92,9 +92,9 @@ def transfer_times(
         for value in operations[index].outputs:
             if value in arrives:
                 raise ScheduleError(f"{values[value].name} is fetched, and made again before it is read")
-            if value in moved and value not in sent:
-                sending_until = max(sending_until, now) + host.seconds(values[value].size_bytes)
-                transfer_seconds += host.seconds(values[value].size_bytes)
+            if value in seconds and value not in sent:
+                sending_until = max(sending_until, now) + seconds[value]
+                transfer_seconds += seconds[value]
                 sent[value] = sending_until
     if arrives:
         raise ScheduleError(f"{values[next(iter(arrives))].name} is fetched and not read")

@@ -52,6 +52,29 @@ def check_solving(args: argparse.Namespace) -> None:
         raise UsageError(str(error)) from error
 
 
+def check_offload(args: argparse.Namespace) -> None:
+    """Refuse options on offload without it, and a device of which nothing is known of the link to the host."""
+    from planner import device_file
+    from planner.host import host_of
+
+    given = {"--host-budget": args.host_budget, "--offload-lossy": args.offload_lossy}
+    for option, value in given.items():
+        if value and not args.offload:
+            raise UsageError(f"{option} is for what is offloaded: give --offload too")
+    if args.offload and args.device:
+        host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least)
+
+
+def offload(args: argparse.Namespace) -> dict[str, Any]:
+    """Give what a plan is told of the host's memory."""
+    return {
+        "offload": args.offload,
+        "host_budget": args.host_budget,
+        "offload_at_least": args.offload_at_least,
+        "offload_lossy": args.offload_lossy,
+    }
+
+
 def training(args: argparse.Namespace) -> Training:
     """Give what surrounds the step."""
     from planner.training import Training

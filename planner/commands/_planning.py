@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from planner import timings
 from planner.commands import _asked
-from planner.errors import CaptureError, PlannerError, UsageError
+from planner.errors import CaptureError, PlannerError
 from planner.terminal import quiet, reporting, show, write_json
 
 if TYPE_CHECKING:
@@ -19,17 +19,12 @@ if TYPE_CHECKING:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
-    from planner import device_file
-    from planner.host import host_of
     from planner.units import parse_size
 
     _asked.check_solving(args)
+    _asked.check_offload(args)
     if budget := args.budget or args.activation_budget:
         parse_size(budget, whole_bytes=2**60)
-    if args.host_budget and not args.offload:
-        raise UsageError("--host-budget is for what is offloaded: give --offload too")
-    if args.offload and args.device:
-        host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least)
 
 
 def report_plan(
@@ -87,10 +82,8 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
             budget=args.budget,
             activation_budget=args.activation_budget,
             runtime=args.runtime,
-            offload=args.offload,
-            host_budget=args.host_budget,
-            offload_at_least=args.offload_at_least,
             chunk=args.chunk,
+            **_asked.offload(args),
             **_asked.how(args, loaded, progress),
         )
 
@@ -120,7 +113,8 @@ def _hold_to_measured(plan: Plan) -> None:
     if not measured.agrees:
         first = measured.differences[0] if measured.differences else "see the report"
         same = f"the same numbers to within {measured.tolerance:g}" if measured.tolerance else "the same bits"
-        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}")
+        lossy = "; leave out --offload-lossy" if measured.rounding_error is not None else ""
+        raise PlannerError(f"the planned step does not give {same} as the step without recompute: {first}{lossy}")
     if measured.peak_bytes > plan.budget_bytes:
         raise PlannerError(
             f"the measured peak, {measured.peak_bytes} bytes, is above the budget of {plan.budget_bytes} bytes"

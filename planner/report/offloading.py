@@ -17,11 +17,18 @@ def render(plan: Plan) -> Text | None:
     if not offloading.values:
         return Text(f"Nothing is offloaded; the host's memory is reached with {link}.")
     count = len(offloading.values)
+    rounded = (
+        f" {offloading.rounded} of them {'is' if offloading.rounded == 1 else 'are'} rounded to bfloat16 there, at "
+        "half the size: gradients are not bit-equal, and 'verify' measures by how much."
+        if offloading.rounded
+        else ""
+    )
     here = " On a CPU that is the same memory, so all this shows is what would move." if plan.device == "cpu" else ""
     return Text(
         f"{count} {'value waits' if count == 1 else 'values wait'} in the host's memory: "
         f"{format_bytes(offloading.host_bytes)} ({offloading.host_bytes:,} bytes) of the "
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
         f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(offloading.hidden_seconds)} of it "
-        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest.{here}"
+        f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest."
+        f"{rounded}{here}"
     )

@@ -18,6 +18,8 @@ def verdict(plan: Plan) -> str:
     budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
     peak = in_unit_of(plan.whole_step_peak_bytes, plan.budget_bytes, digits=1).split()[0]
     away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
+    if plan.offloading and plan.offloading.rounded:
+        away += " LOSSY: rounded to bfloat16, gradients are not bit-equal"
     return f"FITS {peak} of {budget} · {_cost(plan)} · {layers(plan)}{away}"
 
 

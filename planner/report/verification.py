@@ -28,7 +28,12 @@ def render(plan: Plan) -> Group | None:
     )
     words = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in agree)
     exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
-    if measured.tolerance:
+    if measured.rounding_error is not None:
+        exact.append(
+            ". Values are rounded on their way to the host, so no bits are promised: loss and gradients are off by up "
+            f"to {measured.rounding_error:.2g} of their length ({measured.tolerance:g} is allowed)"
+        )
+    elif measured.tolerance:
         kept = "they stay within" if measured.agrees else "they DO NOT stay within"
         exact.append(f". This runtime promises no bits: {kept} {measured.tolerance:g} of each other")
     if measured.from_one_piece:

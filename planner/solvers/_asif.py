@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from planner.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.problem import Problem
-from planner.schedule import Offload, Schedule
+from planner.schedule import Offload, Schedule, piece_bytes
 
 
 class AsIf:
@@ -37,7 +37,7 @@ class AsIf:
 
     def __init__(self, problem: Problem, chosen: Collection[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
         assert problem.host is not None
-        self.real = problem
+        self.real, self.host = problem, problem.host
         graph = problem.graph
         values = list(graph.values)
         operations: list[Operation] = []
@@ -59,7 +59,12 @@ class AsIf:
                 operations.append(
                     Operation(name=name, key=name, target="", inputs=(ticket,), outputs=(u,), phase=operation.phase)
                 )
-                costs.append(OperationCost(seconds=price * problem.host.seconds(values[u].size_bytes)))
+                costs.append(
+                    OperationCost(
+                        seconds=price * self.host.seconds(self.host.bytes_of(values[u])),
+                        workspace_bytes=piece_bytes(graph, values[u]) if self.host.rounds(values[u]) else 0,
+                    )
+                )
                 self.stands_for.append(-1 - u)
         self.problem = Problem(
             graph=TrainingGraph(
@@ -104,7 +109,11 @@ class AsIf:
                 made.add(u)
                 last_use[u] = position
             position += 1
-        return Schedule(order, tuple(Offload(u, leaves[u], tuple(returns[u])) for u in sorted(returns)))
+        values = self.real.graph.values
+        return Schedule(
+            order,
+            tuple(Offload(u, leaves[u], tuple(returns[u]), self.host.rounds(values[u])) for u in sorted(returns)),
+        )
 
     def _needed(self, schedule: Schedule) -> list[int]:
         """Give the real operations in order, and -1 less the value for each fetching, of what somebody reads."""

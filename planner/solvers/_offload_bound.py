@@ -116,7 +116,7 @@ class _Builder:
         held = [(column, values[u].size_bytes) for u, column in self.held.items()]
         held += [(column, operations[o].state_bytes) for o, column in self.again.items()]
         self.at_most(self.room_bytes, held, unit=max(self.problem.budget_bytes, 1))
-        away = [(column, values[u].size_bytes) for u, column in self.away.items()]
+        away = [(column, self.host.bytes_of(values[u])) for u, column in self.away.items()]
         self.at_most(self.host.budget_bytes, away, unit=max(self.host.budget_bytes, 1))
 
     def allow_transfers(self) -> None:
@@ -155,7 +155,7 @@ class _Builder:
             before = [(column, total)]
 
     def seconds_of(self, u: int) -> float:
-        return self.host.seconds(self.graph.values[u].size_bytes)
+        return self.host.seconds(self.host.bytes_of(self.graph.values[u]))
 
     def at_most(self, most: float, terms: Sequence[tuple[int, float]], *, unit: float) -> None:
         self.model.at_least(-most / unit, *((column, -weight / unit) for column, weight in terms if weight))

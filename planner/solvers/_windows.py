@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 from planner.problem import Problem
-from planner.schedule import Offload, Schedule
+from planner.schedule import Offload, Schedule, piece_bytes
 
 
 def widened(problem: Problem, schedule: Schedule) -> Schedule:
@@ -59,7 +59,10 @@ class _Windows:
         assert problem.host is not None
         self.problem, self.host, self.order = problem, problem.host, schedule.order
         self.live = list(problem.evaluate(schedule).timeline_bytes)
-        self.size = {o.value: problem.graph.values[o.value].size_bytes for o in schedule.offloads}
+        values = problem.graph.values
+        self.size = {o.value: values[o.value].size_bytes for o in schedule.offloads}
+        self.seconds = {o.value: self.host.seconds(o.host_bytes(values[o.value])) for o in schedule.offloads}
+        self.piece = {o.value: piece_bytes(problem.graph, values[o.value]) for o in schedule.offloads if o.lossy}
         self.now = {offload.value: offload for offload in schedule.offloads}
         self.uses: dict[int, list[int]] = {u: [] for u in self.now}
         """For each offloaded value, where it is made or read."""
@@ -105,7 +108,7 @@ class _Windows:
             now += costs[index].seconds
             for u in operations[index].outputs:
                 if u in self.now and u not in sent:
-                    sending_until = sent[u] = max(sending_until, now) + self.host.seconds(self.size[u])
+                    sending_until = sent[u] = max(sending_until, now) + self.seconds[u]
 
     def may_stay(self, u: int) -> bool:
         """Whether a value can be kept after all: not if it is made again meanwhile."""
@@ -116,7 +119,7 @@ class _Windows:
         offload = self.now.pop(u)
         if len(offload.returns) > 1:
             leaves = self.last_use(u, offload.returns[1]) + 1
-            self.now[u] = Offload(u, leaves, offload.returns[1:])
+            self.now[u] = replace(offload, leaves=leaves, returns=offload.returns[1:])
             free.setdefault(leaves, []).append(u)
 
     def come_back(self) -> None:
@@ -129,7 +132,7 @@ class _Windows:
         in_time: list[int] = []
         latest = float("inf")
         for back, earliest, u in reversed(coming):
-            latest = min(latest, self.starts[back]) - self.host.seconds(self.size[u])
+            latest = min(latest, self.starts[back]) - self.seconds[u]
             in_time.append(max(earliest, bisect_right(self.starts, latest, 0, back) - 1))
         returns: dict[int, list[int]] = {u: [] for u in self.now}
         for (back, _, u), begin in zip(coming, reversed(in_time), strict=True):
@@ -137,5 +140,8 @@ class _Windows:
             while at > begin and self.live[at - 1] + self.size[u] <= self.problem.budget_bytes:
                 at -= 1
                 self.live[at] += self.size[u]
+            while at < back and self.live[at] + self.piece.get(u, 0) > self.problem.budget_bytes:
+                self.live[at] -= self.size[u]
+                at += 1
             returns[u].append(at)
         self.now = {u: replace(offload, returns=tuple(returns[u])) for u, offload in self.now.items()}

@@ -94,7 +94,7 @@ class _Mix:
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
-        everything = frozenset(_first_within(problem, self.movable, self.host.budget_bytes))
+        everything = frozenset(_first_within(problem, self.movable, self.host))
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.offload_alone(cuts)
         self.make_room()
@@ -235,12 +235,14 @@ def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
     return frozenset(u for u, column in cut.away.items() if columns[column] > 0.5)
 
 
-def _first_within(problem: Problem, values: Iterable[int], most_bytes: int) -> list[int]:
-    """Give the first values that fit in so much together."""
+def _first_within(problem: Problem, values: Iterable[int], host: Host) -> list[int]:
+    """Give the first values that fit into the host's memory together."""
     chosen: list[int] = []
+    left_bytes = host.budget_bytes
     for u in values:
-        if problem.graph.values[u].size_bytes <= most_bytes:
-            most_bytes -= problem.graph.values[u].size_bytes
+        size_bytes = host.bytes_of(problem.graph.values[u])
+        if size_bytes <= left_bytes:
+            left_bytes -= size_bytes
             chosen.append(u)
     return chosen
 
