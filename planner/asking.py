@@ -9,6 +9,8 @@ from torch import nn
 from planner import solvers
 from planner.effort import Effort
 from planner.errors import UsageError
+from planner.going_together import offloading_graph
+from planner.host import LEAST_BYTES
 from planner.planning import Size
 from planner.problem import Progress
 from planner.studying import study
@@ -26,6 +28,10 @@ def what_if(
     points: int = 20,
     budgets: str | None = None,
     solver: str = "auto",
+    offload: bool = False,
+    host_budget: Size | None = None,
+    offload_at_least: Size = LEAST_BYTES,
+    offload_lossy: bool = False,
     time_limit_seconds: float = 25.0,
     deterministic: bool = False,
     seed: int = 0,
@@ -44,8 +50,8 @@ def what_if(
         How many budgets, at equal distances.
     budgets : str, optional
         Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"``.
-    solver, deterministic, seed
-        See :func:`planner.plan`.
+    solver, offload, host_budget, offload_at_least, offload_lossy, deterministic, seed
+        See :func:`planner.plan`; with offload the curve is of plans that offload too.
     time_limit_seconds : float
         Roughly, for all points together.
     progress : callable, optional
@@ -80,8 +86,10 @@ def what_if(
     if budgets is not None:
         check_budgets(budgets)
     solvers.get(solver)
+    offloading_graph("graph", offload=offload, lossy=offload_lossy)
     effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     step = study(model, example_inputs, progress=progress, **options)
-    tracing = Tracing(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=effort)
+    host = step.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None
+    tracing = Tracing(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=effort, host=host)
     tracing.run(progress=progress)
     return tracing.curve()

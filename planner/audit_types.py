@@ -180,6 +180,11 @@ class _SetUp:
         return simulate(self.study.graph, self.study.costs, self.schedule, self.study.unlimited_host())
 
     @property
+    def rounds(self) -> bool:
+        """Whether it rounds what it offloads."""
+        return any(offload.lossy for offload in self.schedule.offloads)
+
+    @property
     def peak_bytes(self) -> int:
         graph = self.study.graph
         after_bytes = optimizer_peak_bytes(graph, self.study.surroundings)
@@ -194,7 +199,7 @@ class _SetUp:
             recompute_seconds=self.found.added_seconds,
             lower_bound_seconds=min(bound_seconds, self.found.added_seconds),
         )
-        host = self.study.host(self.found.host_bytes) if self.found.host_bytes else None
+        host = self.study.host(self.found.host_bytes, lossy=self.rounds) if self.found.host_bytes else None
         return plan_from_solution(
             replace(self.study.problem(budget_bytes), host=host),
             solution,
@@ -206,11 +211,11 @@ class _SetUp:
     def cheapest(self, budget_bytes: int, search: dict[str, Any]) -> Plan:
         """Give the cheapest plan that is known within a budget, which may be the set-up itself.
 
-        It may offload as much as the set-up does.
+        It may offload as much as the set-up does, and round what it offloads if that does.
         """
         fits = self.peak_bytes <= budget_bytes
         if self.found.host_bytes:
-            search = {**search, "offload": True, "host_budget": self.found.host_bytes}
+            search = {**search, "offload": True, "host_budget": self.found.host_bytes, "offload_lossy": self.rounds}
         try:
             found = self.study.plan(budget=budget_bytes, compare=False, **search)
         except NoPlanFitsError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.effort import Clock
 from planner.graph import OperationCost, TrainingGraph
@@ -112,9 +112,18 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
 
 def lowest_peak(problem: Problem) -> MinimumPeak:
     """Bound the smallest possible peak of a problem's plans, those with offload among them if there is a host."""
+    if problem.host is None:
+        return minimum_peak(problem.graph, problem.costs)
+    posed = AsIf(problem, problem.host.movable(problem.graph)).problem
+    return replace(minimum_peak(posed.graph, posed.costs), proven_peak_bytes=proven_lowest(problem))
+
+
+def proven_lowest(problem: Problem) -> int:
+    """Give a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
     if problem.host is not None:
-        problem = AsIf(problem, problem.host.movable(problem.graph)).problem
-    return minimum_peak(problem.graph, problem.costs)
+        exact = replace(problem, host=replace(problem.host, lossy=False))  # rounding takes room, and is no must
+        problem = AsIf(exact, problem.host.movable(problem.graph)).problem
+    return proven_floor(problem.graph, problem.costs)[0]
 
 
 def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:

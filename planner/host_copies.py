@@ -117,8 +117,9 @@ def _copy_back_rounded(source: torch.Tensor, place: torch.Tensor) -> None:
 
 
 def _in_pieces(numbers: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    count = PIECE_BYTES // 2
-    return zip(numbers.view(torch.float32).split(count), place.view(torch.bfloat16).split(count), strict=True)
+    numbers, place, count = numbers.view(torch.float32), place.view(torch.bfloat16), PIECE_BYTES // 2
+    for begin in range(0, numbers.numel(), count):
+        yield numbers[begin : begin + count], place[begin : begin + count]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -227,7 +227,7 @@ def plan_from_solution(
     baselines: tuple[BaselineRow, ...] = ()
     if compare:
         with timings.stage("baselines"):
-            more = one_more_gib(problem, evaluation.recompute_seconds) if problem.host is None else None
+            more = one_more_gib(problem, schedule, evaluation.added_seconds)
             details = step_details(problem, schedule, evaluation, more)
             minimum_peak_bytes = min(minimum_peak_bytes, lowest_peak(problem).found_peak_bytes)
             baselines = tuple(baseline_rows(problem, solution, layers))

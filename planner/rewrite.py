@@ -124,7 +124,8 @@ class _Emitter:
         self.taken_places: dict[int, fx.Node] = {}
         self.arriving = set(arriving)
         """Values that are being fetched, and that nobody has read yet."""
-        self._sends = {offload.value: offload.lossy for offload in schedule.offloads}
+        self._lossy = {offload.value: offload.lossy for offload in schedule.offloads}
+        """Whether an offloaded value is rounded."""
         self._leaving: dict[int, list[int]] = {}
         self._returning: dict[int, list[int]] = {}
         for offload in schedule.offloads:
@@ -141,25 +142,37 @@ class _Emitter:
     def run(self, positions: Iterable[int]) -> None:
         for position in positions:
             self.move(position)
-            self._run(self.order[position])
+            index = self.order[position]
+            made = self.lowered.graph.operations[index].outputs
+            sent = [value for value in made if value in self._lossy and index not in self.already_run]
+            self._run(index)
+            self._leave(position + 1, but=sent)  # rounding takes memory, and may have theirs
+            for value in sent:
+                self._send(value)
 
     def move(self, position: int) -> None:
         """Let offloaded values leave and return that do so right before a run."""
-        for value in self._leaving.get(position, ()):
-            node = self.lowered.value_nodes[value]
-            self.places[value] = self._call(host_copies.sent, self._place(value), self.resolve(node))
-            self.places[value].meta = self._meta_of_place(value)
-            self.current.pop(node)
-            self._forget_views(value)
+        self._leave(position)
         for value in self._returning.get(position, ()):
             node = self.lowered.value_nodes[value]
             self._forget_views(value)
             self.current[node] = self._call(host_copies.fetch, self._place(value), like=node)
             self.arriving.add(value)
 
+    def _leave(self, position: int, but: Sequence[int] = ()) -> None:
+        leaving = self._leaving.pop(position, [])
+        self._leaving[position] = [value for value in leaving if value in but]
+        for value in leaving:
+            if value not in but:
+                node = self.lowered.value_nodes[value]
+                self.places[value] = self._call(host_copies.sent, self._place(value), self.resolve(node))
+                self.places[value].meta = self._meta_of_place(value)
+                self.current.pop(node)
+                self._forget_views(value)
+
     def _send(self, value: int) -> None:
         node = self.lowered.value_nodes[value]
-        send = host_copies.send_rounded if self._sends[value] else host_copies.send
+        send = host_copies.send_rounded if self._lossy[value] else host_copies.send
         self.places[value] = self._call(send, self.current[node])
         self.places[value].meta = self._meta_of_place(value)
 
@@ -178,7 +191,7 @@ class _Emitter:
     def _meta_of_place(self, value: int) -> dict[str, Any]:
         val = self.lowered.value_nodes[value].meta["val"]
         with val.fake_mode:
-            size_bytes = val.untyped_storage().nbytes() // (2 if self._sends[value] else 1)
+            size_bytes = val.untyped_storage().nbytes() // (2 if self._lossy[value] else 1)
             return {"val": torch.empty(size_bytes, dtype=torch.uint8)}
 
     def _call(self, function: Any, *arguments: fx.Node, like: fx.Node | None = None) -> fx.Node:
@@ -270,10 +283,6 @@ class _Emitter:
         else:
             new = self.graph.node_copy(node, self.resolve)
         self._adopt(index, node, new, again)
-        if not again:
-            for value in self.lowered.graph.operations[index].outputs:
-                if value in self._sends:
-                    self._send(value)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
         operation, values = self.lowered.graph.operations[index], self.lowered.graph.values

@@ -101,7 +101,7 @@ def _numbers(lowered: LoweredGraph) -> Iterator[int]:
 def _is_main(node: fx.Node) -> bool:
     """Whether a node is the first result of its operation, and no sum or maximum over many numbers."""
     if node.target is operator.getitem:
-        return node.args[1] == 0 and all(_is_main(source) for source in node.all_input_nodes)
+        return bool(node.args[1] == 0) and all(_is_main(source) for source in node.all_input_nodes)
     return not (isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags)
 
 

@@ -242,7 +242,7 @@ def workspaces(
     lossy = {offload.value for offload in schedule.offloads if offload.lossy}
     if not lossy:
         return needed
-    moved = {offload.value for offload in schedule.offloads}
+    leaves = {offload.value: offload.leaves for offload in schedule.offloads}
     rerun = {index for index, again in Counter(order).items() if again > 1}
     ending, beginning = Counter[int](), Counter[int]()
     fetched: dict[int, list[int]] = {}
@@ -252,7 +252,7 @@ def workspaces(
             fetched.setdefault(copy.born, []).append(copy.value)
         else:
             beginning[copy.born] += values[copy.value].size_bytes
-        if not (copy.value in moved and copy.born == copy.died and not isinstance(copy, FetchedCopy)):
+        if not copy.born == copy.died == leaves.get(copy.value, 0) - 1:  # what is being sent is there
             ending[copy.died] += values[copy.value].size_bytes
     for position, index in enumerate(order):
         first = index not in ran

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from planner.alive import RANDOM_STATE, WORKSPACE, allocations_of, tensors_at
 from planner.anatomy import placement
+from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.layers import Layers
 from planner.plan_details import MoreMemory, StepDetails
@@ -11,11 +14,14 @@ from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.simulate import Evaluation
 from planner.solvers import solve
+from planner.solvers._standing import Standing
+from planner.solvers._windows import widened, without_unneeded
+from planner.solvers.auto import AutoSolver
 from planner.timeline import timeline_of
 
 _GIB = 2**30
 
-_SECONDS_FOR_MORE = 0.5
+_SECONDS_FOR_MORE, _SECONDS_FOR_MORE_WITH_OFFLOAD = 0.5, 2.0
 """For the plan of a larger budget; counted as work, so that the same report comes out every time."""
 
 
@@ -47,26 +53,37 @@ def step_details(
     )
 
 
-def one_more_gib(problem: Problem, overhead_seconds: float) -> MoreMemory | None:
-    """Say what a budget larger by a GiB would buy; nothing where nothing is recomputed now.
+def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
+    """Say what a budget larger by a GiB would buy; nothing where nothing is added to the step now.
 
     Parameters
     ----------
     problem : Problem
+    schedule : Schedule
+        The plan, which keeps the larger budget too.
     overhead_seconds : float
-        What the plan pays for recompute now, which no larger budget can make more.
+        What it pays for recompute and for waiting, which no larger budget can make more.
     """
     if overhead_seconds <= 0 or problem.baseline.seconds <= 0:
         return None
-    larger = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=problem.budget_bytes + _GIB)
+    larger = replace(problem, budget_bytes=problem.budget_bytes + _GIB)
     seconds = 0.0
     if problem.baseline.peak_bytes > larger.budget_bytes:
         try:
-            found = solve(larger, "ilp", time_limit_seconds=_SECONDS_FOR_MORE, deterministic=True)
-            seconds = min(overhead_seconds, found.recompute_seconds)
+            seconds = min(overhead_seconds, _found_seconds(larger, schedule))
         except (InfeasibleBudgetError, SolverUnavailableError):
             return None
     return MoreMemory(
         budget_bytes=larger.budget_bytes + problem.graph.total_static_bytes,
         overhead=seconds / problem.baseline.seconds,
     )
+
+
+def _found_seconds(problem: Problem, schedule: Schedule) -> float:
+    if problem.host is None:
+        return solve(problem, "ilp", time_limit_seconds=_SECONDS_FOR_MORE, deterministic=True).recompute_seconds
+    standing = Standing(problem)
+    standing.offer(without_unneeded(problem, widened(problem, schedule)), "")
+    effort = Effort(time_limit_seconds=_SECONDS_FOR_MORE_WITH_OFFLOAD, deterministic=True)
+    AutoSolver().improve(standing, effort=effort)
+    return standing.recompute_seconds

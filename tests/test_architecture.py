@@ -62,6 +62,7 @@ TOUCHES_TORCH = {
     "planner.resident",
     "planner.recurrent",
     "planner.rewrite",
+    "planner.rounding",
     "planner.session",
     "planner.shard_rules",
     "planner.shard_views",

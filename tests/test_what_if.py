@@ -25,6 +25,7 @@ from planner.baselines import every_nth_layer
 from planner.effort import Effort
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.graph import OperationCost, TrainingGraph
+from planner.host import Host
 from planner.plan_parts import PlanOrigin
 from planner.report import curve_picture, render_what_if, terminal_plot
 from planner.schedule import Schedule
@@ -38,7 +39,7 @@ from planner.trade_off.curve import MORE_BYTES, Tracing, coarse_to_fine
 from planner.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
 from planner.trade_off.sizes import SizeSearch
 from planner.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
-from planner.trade_off.ways import WaySearch
+from planner.trade_off.ways import RECOMPUTE_ALONE, WaySearch
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICK = Effort(time_limit_seconds=2.0, deterministic=True)
@@ -203,6 +204,44 @@ def test_the_knee(overheads: tuple[float | None, ...], knee: int | None) -> None
     assert (found.budget_bytes if found else None) == (None if knee is None else 10 * knee)
 
 
+HOST = Host(bytes_per_second=2e9, budget_bytes=2**30)
+
+
+def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: Tracing) -> None:
+    tracing = traced(toy.study, points=5, host=HOST)
+    search = WaySearch([RECOMPUTE_ALONE], tracing, effort=QUICK)
+    search.run()
+    (alone,) = search.ways
+    curve = tracing.curve()
+    assert_monotone(curve.points)
+    step_seconds = sum(cost.seconds for cost in toy.study.costs)
+    for point, other in zip(curve.points, alone.points, strict=True):
+        schedule = tracing.schedule(point.budget_bytes)
+        assert schedule is not None and point.budget_bytes == other.budget_bytes and not other.host_bytes
+        evaluation = simulate(toy.study.graph, toy.study.costs, schedule, HOST)
+        assert evaluation.peak_bytes + toy.static_bytes == point.predicted_peak_bytes <= point.budget_bytes
+        assert evaluation.added_seconds / step_seconds == pytest.approx(point.overhead, abs=1e-12)
+        assert point.host_bytes == evaluation.host_bytes <= HOST.budget_bytes
+        assert point.lower_bound_overhead <= point.overhead
+        assert other.overhead is None or point.overhead <= other.overhead + 1e-3
+    low, _, middle, *_ = curve.points
+    assert curve.minimum_feasible_peak_bytes < toy.curve().minimum_feasible_peak_bytes, "recompute cannot reach it"
+    assert low.host_bytes and middle.host_bytes and curve.knee is not None
+    assert middle.overhead < 0.5 * alone.points[2].overhead
+    report = Answers(curve=curve, ways=search.ways).report()
+    assert (report["host_budget_bytes"], report["offload_lossy"]) == (HOST.budget_bytes, False)
+    assert report["solvers"][0]["name"] == "recompute" and report["points"][0]["host_bytes"] == low.host_bytes
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    render_what_if(Answers(curve=dataclasses.replace(curve, lossy=True), ways=search.ways), console)
+    text = console.file.getvalue()
+    assert "LOSSY" in text.splitlines()[0] and "may wait in the host's memory" in " ".join(text.split())
+
+
+def test_a_solver_that_only_recomputes_traces_no_curve_with_offload(toy: Tracing) -> None:
+    with pytest.raises(UsageError, match="'ilp' does not offload"):
+        traced(toy.study, points=2, host=HOST, solver="ilp")
+
+
 # What is written.
 
 
@@ -211,7 +250,7 @@ def test_csv_and_json_agree(toy: Tracing) -> None:
     report = json.loads(json.dumps(Answers(curve=curve).report(), allow_nan=False))
     rows = list(csv.DictReader(io.StringIO(csv_text(curve))))
     assert list(rows[0]) == [
-        "budget_bytes", "predicted_peak_bytes", "overhead", "lower_bound_overhead", "solver", "status",
+        "budget_bytes", "predicted_peak_bytes", "overhead", "lower_bound_overhead", "solver", "status", "host_bytes",
     ]  # fmt: skip
     assert [{key: str(value) for key, value in point.items()} for point in report["points"]] == rows
     assert report["knee_budget_bytes"] in [point["budget_bytes"] for point in report["points"]]

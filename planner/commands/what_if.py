@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.commands import _asked
 from planner.errors import UsageError
-from planner.options import Parser, count, model_options, seconds, training_options, whole
+from planner.options import Parser, count, model_options, offload_options, seconds, training_options, whole
 from planner.terminal import Bar, counting, quiet, show, write_json
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class _WhatIf:
         "what-if gpt2 --budget 20GiB --batch-sizes 1..64",
         "what-if gpt2 --dtype bf16 --optimizer adamw --devices rtx-4090,a100-40,h100",
         "what-if gpt2 --points 8 --solvers sqrt,chain-dp,every-layer,pytorch --json -",
+        "what-if gpt2 --device h100 --dtype bf16 --offload --host-budget 64GiB",
     )
 
     def parents(self) -> tuple[Parser, ...]:
@@ -61,6 +62,7 @@ class _WhatIf:
         group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
         group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
         group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        offload_options(group)
         group.add_argument("--solver", metavar="NAME", default="auto")
         group.add_argument(
             "--time-limit",
@@ -106,7 +108,10 @@ def _check(args: argparse.Namespace) -> None:
 
     _asked.check_model(args)
     _asked.training(args)
-    solvers.get(args.solver)
+    _asked.check_offload(args)
+    able = solvers.get(args.solver).offloads
+    if args.offload and not able:
+        raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
     for device in (args.device, *_names(args, "devices")):
         if device is not None:
             device_file.find(device)
@@ -178,6 +183,9 @@ class _Asking:
             asked=args.budget,
             solver=args.solver,
             effort=self.effort,
+            host=study.host(args.host_budget, args.offload_at_least, lossy=args.offload_lossy)
+            if args.offload
+            else None,
         )
         try:
             self.tracing.run(progress=self.bar, count=self.bar.count)
@@ -191,7 +199,7 @@ class _Asking:
         """Give the searches along the other axes."""
         from planner.trade_off.accelerators import DeviceSearch
         from planner.trade_off.sizes import SizeSearch
-        from planner.trade_off.ways import WaySearch
+        from planner.trade_off.ways import RECOMPUTE_ALONE, WaySearch
 
         args, tracing = self.args, self.tracing
         assert tracing is not None
@@ -211,14 +219,19 @@ class _Asking:
                 step=1 if by_sample else sizes.coarse_step,
                 solver=args.solver,
                 effort=self.row_effort,
+                **_asked.offload(args),
             )
             yield partial(search.run, progress=self.bar)
         if devices := _names(args, "devices"):
             self.devices = DeviceSearch(
-                devices, partial(self.study_at, "device"), solver=args.solver, effort=self.row_effort
+                devices,
+                partial(self.study_at, "device"),
+                solver=args.solver,
+                effort=self.row_effort,
+                **_asked.offload(args),
             )
             yield partial(self.devices.run, progress=self.bar)
-        if ways := _names(args, "solvers"):
+        if ways := [*([RECOMPUTE_ALONE] if args.offload else []), *_names(args, "solvers")]:
             self.ways = WaySearch(ways, tracing, effort=self.effort, pytorch=self.partitioned)
             yield partial(self.ways.run, progress=self.bar, count=self.bar.count)
 

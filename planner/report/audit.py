@@ -96,6 +96,7 @@ def _lines(audit: Audit) -> Iterator[str]:
     host = ""
     if audit.now.offloading is not None:
         host = f" --offload --host-budget {audit.now.offloading.host_bytes}"
+        host += " --offload-lossy" if audit.now.offloading.lossy else ""
         yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; so much may the plans beside it."
     if not _is_best(audit):
         yield (

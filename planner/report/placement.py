@@ -122,7 +122,7 @@ def _row(label: str, positions: Sequence[int], layers: Sequence[LayerPlacement],
     freed_bytes = sum(layer.freed_bytes for layer in layers)
     offloaded_bytes = sum(layer.offloaded_bytes for layer in layers)
     added_seconds = sum(layer.added_seconds for layer in layers)
-    on_host = [f"{format_bytes(offloaded_bytes)} on the host"] if offloaded_bytes else []
+    on_host = [f"{format_bytes(offloaded_bytes)} waits on the host"] if offloaded_bytes else []
     is_paid = added_seconds > 0 and freed_bytes > offloaded_bytes
     return Row(
         label=label,

@@ -57,6 +57,8 @@ def verdict(curve: TradeOffCurve) -> str:
         f"from {format_bytes(curve.minimum_feasible_peak_bytes)}, the smallest feasible budget, "
         f"to {format_bytes(curve.baseline_peak_bytes)}, the peak without recompute"
     )
+    if curve.lossy:
+        ends += " · LOSSY: values wait on the host as bfloat16, gradients are not bit-equal"
     knee = curve.knee
     if knee is None or knee.overhead is None:
         return f"TRADE-OFF {ends}"
@@ -64,7 +66,9 @@ def verdict(curve: TradeOffCurve) -> str:
 
 
 def _points(curve: TradeOffCurve) -> RenderableType:
-    shown = table("budget", "peak", "overhead", "bound", "found by", "status", "", title="Overhead over budget")
+    offloads = curve.host_budget_bytes is not None
+    columns = ["budget", "peak", *(["host"] if offloads else []), "overhead", "bound"]
+    shown = table(*columns, "found by", "status", "", title="Overhead over budget")
     knee, asked = curve.knee, curve.asked
     beside = [asked] if asked is not None and asked.budget_bytes not in {p.budget_bytes for p in curve.points} else []
     points = sorted([*curve.points, *beside], key=lambda point: point.budget_bytes)
@@ -79,6 +83,7 @@ def _points(curve: TradeOffCurve) -> RenderableType:
             *cells(
                 in_unit_of(point.budget_bytes, largest_bytes),
                 "-" if point.predicted_peak_bytes is None else in_unit_of(point.predicted_peak_bytes, largest_bytes),
+                *([in_unit_of(point.host_bytes, largest_bytes)] if offloads else []),
                 _percent(point.overhead),
                 _rounded_down(point.lower_bound_overhead),
                 point.solver or "-",
@@ -185,6 +190,8 @@ def _ways(ways: tuple[Way, ...]) -> RenderableType:
 def _origin(answers: Answers) -> str:
     curve = answers.curve
     left = "" if not answers.interrupted else " Interrupted: this is what was done by then."
+    if curve.host_budget_bytes is not None:
+        left = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory.{left}"
     return (
         f"The step without recompute takes {format_seconds(curve.baseline_step_seconds)} by the {curve.cost_model} "
         f"cost model of {curve.device}; torch {curve.torch}.{left}"

@@ -63,6 +63,14 @@ class Improver(Protocol):
         ...
 
 
+class Mixed(Protocol):
+    """What ``auto`` asks of the solver that offloads."""
+
+    def improve(self, standing: Standing, *, effort: Effort) -> None:
+        """Better plan and bound."""
+        ...
+
+
 class AutoSolver:
     """Whatever does best on this problem."""
 
@@ -78,8 +86,6 @@ class AutoSolver:
 
     def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
-        if problem.host is not None:
-            return solvers.get(self.offloading).solve(problem, effort=effort, progress=progress)
         tell = progress or (lambda line: None)
         standing = Standing(problem, lambda line: tell(f"auto: {line}"))
         self.improve(standing, effort=effort, progress=tell)
@@ -94,6 +100,10 @@ class AutoSolver:
             If there is no plan within the budget, or none was found.
         """
         problem = standing.problem
+        if problem.host is not None:
+            mixed: Mixed = solvers.get(self.offloading)  # type: ignore[assignment]
+            mixed.improve(standing, effort=effort)
+            return
         standing.offer(Schedule.keep_all(problem.graph), self.name)
         if not standing.is_closed(0.0):
             _Race(standing, effort, progress or (lambda line: None)).run()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from planner import solvers
 from planner.effort import Clock, Effort
 from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
-from planner.floor import lowest_schedule, proven_floor
+from planner.floor import lowest_schedule, proven_lowest
 from planner.host import Host
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
@@ -64,11 +64,22 @@ class MixedSolver:
             return solvers.get(self.recompute).solve(problem, effort=effort, progress=progress)
         tell = progress or (lambda line: None)
         standing = Standing(problem, lambda line: tell(f"mixed: {line}"))
-        if not standing.offer(Schedule.keep_all(problem.graph), self.name):
+        self.improve(standing, effort=effort)
+        return standing.solution()
+
+    def improve(self, standing: Standing, *, effort: Effort) -> None:
+        """Better a standing, of a problem with a host, in which a plan and a bound may be already.
+
+        Raises
+        ------
+        InfeasibleBudgetError, HostBudgetError
+            If there is no plan, or none was found.
+        """
+        assert standing.problem.host is not None
+        if not standing.offer(Schedule.keep_all(standing.problem.graph), self.name):
             _Mix(standing, effort).run()
         if standing.schedule is None:
-            raise _infeasible(standing, problem.host)
-        return standing.solution()
+            raise _infeasible(standing, standing.problem.host)
 
 
 class _Mix:
@@ -83,18 +94,18 @@ class _Mix:
         self.tried: set[tuple[frozenset[int], int, float, bool]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
-        self.best: frozenset[int] = frozenset()
+        known = standing.schedule.offloads if standing.schedule is not None else ()
+        self.best = frozenset(offload.value for offload in known)
         """The values that the best plan offloads."""
 
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
-        lowest = AsIf(problem, self.movable).problem
-        if proven_floor(lowest.graph, lowest.costs)[0] > problem.budget_bytes:
+        if proven_lowest(problem) > problem.budget_bytes:
             raise self.standing.infeasible(proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
-        everything = frozenset(_first_within(problem, self.movable, self.host))
+        everything = first_within(problem, self.movable)
         self.attempt(chosen[0], share=_FIRST_SHARE)
         self.offload_alone(cuts)
         self.make_room()
@@ -230,21 +241,22 @@ def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
     return asked.real_schedule(found)
 
 
+def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
+    """Give the first values that fit into the host's memory together."""
+    assert problem.host is not None
+    chosen: set[int] = set()
+    left_bytes = problem.host.budget_bytes
+    for u in values:
+        size_bytes = problem.host.bytes_of(problem.graph.values[u])
+        if size_bytes <= left_bytes:
+            left_bytes -= size_bytes
+            chosen.add(u)
+    return frozenset(chosen)
+
+
 def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
     columns = answer.columns or [0.0] * len(cut.model.cost)
     return frozenset(u for u, column in cut.away.items() if columns[column] > 0.5)
-
-
-def _first_within(problem: Problem, values: Iterable[int], host: Host) -> list[int]:
-    """Give the first values that fit into the host's memory together."""
-    chosen: list[int] = []
-    left_bytes = host.budget_bytes
-    for u in values:
-        size_bytes = host.bytes_of(problem.graph.values[u])
-        if size_bytes <= left_bytes:
-            left_bytes -= size_bytes
-            chosen.append(u)
-    return chosen
 
 
 def _infeasible(standing: Standing, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:

@@ -53,6 +53,8 @@ class DeviceSearch:
         Captures the step for a device.
     solver, effort
         For each device.
+    **offload
+        Options of :meth:`planner.study_types.Study.plan` on the host's memory.
 
     Raises
     ------
@@ -61,12 +63,19 @@ class DeviceSearch:
     """
 
     def __init__(
-        self, names: Sequence[str], study_on: Callable[[str], Study], *, solver: str = "auto", effort: Effort
+        self,
+        names: Sequence[str],
+        study_on: Callable[[str], Study],
+        *,
+        solver: str = "auto",
+        effort: Effort,
+        **offload: Any,
     ) -> None:
         self.devices = {name: find(name) for name in names}
         self.study_on = study_on
         self.solver = solver
         self.effort = effort
+        self.offload = offload
         self.rows: tuple[DeviceRow, ...] = ()
 
     def run(self, *, progress: Progress | None = None) -> None:
@@ -79,7 +88,9 @@ class DeviceSearch:
 
             tell("capturing forward and backward")
             study = self.study_on(name)
-            outcome = ask(study, spec.memory_bytes, solver=self.solver, effort=self.effort, progress=tell)
+            outcome = ask(
+                study, spec.memory_bytes, solver=self.solver, effort=self.effort, progress=tell, **self.offload
+            )
             row = DeviceRow(
                 device=spec.name,
                 memory_bytes=spec.memory_bytes,

@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from planner import solvers
 from planner.effort import Effort
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
-from planner.floor import lowest_schedule, proven_floor
+from planner.floor import lowest_schedule, proven_lowest
+from planner.host import Host, graph_for
 from planner.problem import Problem, Progress, Solution, confirm
 from planner.reservation import optimizer_peak_bytes
 from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.simulate import Evaluation
 from planner.solvers._standing import Standing
 from planner.solvers.auto import AutoSolver
+from planner.solvers.mixed import first_within, lowest_offloading, ranked
 from planner.study_types import Study
 from planner.trade_off.ranges import parse_budgets, spread
 from planner.trade_off.types import TradeOffCurve, TradeOffPoint
@@ -40,7 +42,8 @@ class _Found:
     """A plan that some point's solve has given."""
 
     peak_bytes: int
-    recompute_seconds: float
+    added_seconds: float
+    host_bytes: int
     schedule: Schedule
     solver: str
 
@@ -65,6 +68,8 @@ class Tracing:
         For the whole curve: each point has an equal share of what is left.
     known : Tracing, optional
         A curve of the same study, whose budgets are taken and whose bounds hold here too.
+    host : Host, optional
+        Where values may be offloaded to; without it none is.
 
     Notes
     -----
@@ -82,20 +87,22 @@ class Tracing:
         solver: str = AutoSolver.name,
         effort: Effort | None = None,
         known: Tracing | None = None,
+        host: Host | None = None,
     ) -> None:
         self.study = study
+        self.host = host
         self.solver = solver
         self.effort = effort or Effort()
         whole = study.problem("100%")
         self.static_bytes = study.graph.total_static_bytes
         self.baseline = whole.baseline
         keep_all = Schedule.keep_all(study.graph)
-        self.found = [_Found(self.baseline.peak_bytes, 0.0, keep_all, solver)]
+        self.found = [_Found(self.baseline.peak_bytes, 0.0, 0, keep_all, solver)]
         self.bounds: dict[int, float] = dict(known.bounds) if known else {}
         self.solved: set[int] = set()
         self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.surroundings)
         self.proven_bytes = max(
-            proven_floor(study.graph, study.costs)[0] + self.static_bytes,
+            proven_lowest(self._problem(0)) + self.static_bytes,
             self.optimizer_bytes if study.surroundings.optimizer_step_bytes else 0,
         )
         self.lowest_bytes: int = known.lowest_bytes if known else self._find_lowest()
@@ -141,6 +148,8 @@ class Tracing:
             asked=self._point(asked) if asked in self.solved else None,
             asked_more=self._point(asked + MORE_BYTES) if asked and asked + MORE_BYTES in self.solved else None,
             is_complete=self.solved.issuperset(self.budgets),
+            host_budget_bytes=self.host.budget_bytes if self.host else None,
+            lossy=self.host is not None and self.host.lossy,
         )
 
     def schedule(self, budget_bytes: int) -> Schedule | None:
@@ -154,12 +163,14 @@ class Tracing:
 
     def _find_lowest(self) -> int:
         """Give the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
-        study = self.study
-        target_bytes = self.proven_bytes - self.static_bytes
-        schedule = lowest_schedule(study.graph, study.costs, target_bytes=target_bytes)
-        evaluation = simulate(study.graph, study.costs, schedule)
+        problem = self._problem(self.proven_bytes)
+        schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
+        if problem.host is not None:
+            schedules.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
+        schedule = min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
+        evaluation = problem.evaluate(schedule)
         if self.solver == AutoSolver.name:
-            self._keep(evaluation.peak_bytes, evaluation.recompute_seconds, schedule, self.solver)
+            self._keep(evaluation, schedule, self.solver)
         return max(evaluation.peak_bytes + self.static_bytes, self.proven_bytes)
 
     def _solve(self, budget_bytes: int, share_seconds: float, progress: Progress | None) -> None:
@@ -183,13 +194,20 @@ class Tracing:
 
     def _standing(self, budget_bytes: int) -> Standing:
         """Say how a point stands before it is solved."""
-        problem = Problem(graph=self.study.graph, costs=self.study.costs, budget_bytes=budget_bytes - self.static_bytes)
-        standing = Standing(problem)
+        standing = Standing(self._problem(budget_bytes))
         best = self._best(budget_bytes)
         if best is not None:
             standing.offer(best.schedule, best.solver)
         standing.prove(self.bound_seconds(budget_bytes))
         return standing
+
+    def _problem(self, budget_bytes: int) -> Problem:
+        return Problem(
+            graph=graph_for(self.study.graph, self.host),
+            costs=self.study.costs,
+            budget_bytes=budget_bytes - self.static_bytes,
+            host=self.host,
+        )
 
     def _better(self, standing: Standing, effort: Effort, progress: Progress | None) -> None:
         if self.solver == AutoSolver.name:
@@ -216,12 +234,13 @@ class Tracing:
                     f"{standing.recompute_seconds} s of a plan by {standing.solver!r}; please report this as a bug"
                 )
             solution: Solution = standing.solution()
-            confirm(standing.problem, solution)
-            self._keep(solution.peak_bytes, solution.recompute_seconds, solution.schedule, solution.solver)
+            self._keep(confirm(standing.problem, solution), solution.schedule, solution.solver)
         self.bounds[budget_bytes] = standing.lower_bound_seconds
 
-    def _keep(self, peak_bytes: int, recompute_seconds: float, schedule: Schedule, solver: str) -> None:
-        self.found.append(_Found(peak_bytes, recompute_seconds, schedule, solver))
+    def _keep(self, evaluation: Evaluation, schedule: Schedule, solver: str) -> None:
+        self.found.append(
+            _Found(evaluation.peak_bytes, evaluation.added_seconds, evaluation.host_bytes, schedule, solver)
+        )
 
     def _best(self, budget_bytes: int) -> _Found | None:
         """Give the cheapest plan of any point that keeps a budget."""
@@ -229,19 +248,20 @@ class Tracing:
             return None
         limit_bytes = budget_bytes - self.static_bytes
         fitting = [found for found in self.found if found.peak_bytes <= limit_bytes]
-        return min(fitting, key=lambda found: (found.recompute_seconds, found.peak_bytes), default=None)
+        return min(fitting, key=lambda found: (found.added_seconds, found.peak_bytes), default=None)
 
     def _point(self, budget_bytes: int) -> TradeOffPoint:
         best = self._best(budget_bytes)
         if best is None:
             return TradeOffPoint(budget_bytes=budget_bytes)
         step_seconds = self.baseline.seconds or 1.0
-        bound_seconds = min(self.bound_seconds(budget_bytes), best.recompute_seconds)
-        optimal = best.recompute_seconds - bound_seconds <= 1e-9 * best.recompute_seconds
+        bound_seconds = min(self.bound_seconds(budget_bytes), best.added_seconds)
+        optimal = best.added_seconds - bound_seconds <= 1e-9 * best.added_seconds
         return TradeOffPoint(
             budget_bytes=budget_bytes,
             predicted_peak_bytes=best.peak_bytes + self.static_bytes,
-            overhead=best.recompute_seconds / step_seconds,
+            overhead=best.added_seconds / step_seconds,
+            host_bytes=best.host_bytes,
             lower_bound_overhead=bound_seconds / step_seconds,
             solver=best.solver,
             status="optimal" if optimal else "feasible",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from planner.effort import Effort
 from planner.planning import NoPlanFitsError
@@ -39,8 +40,10 @@ class Outcome:
         return self.predicted_peak_bytes is not None
 
 
-def ask(study: Study, budget_bytes: int, *, solver: str, effort: Effort, progress: Progress | None = None) -> Outcome:
-    """Plan a step for a budget, and give what comes of it in numbers."""
+def ask(
+    study: Study, budget_bytes: int, *, solver: str, effort: Effort, progress: Progress | None = None, **offload: Any
+) -> Outcome:
+    """Plan a step for a budget, with :meth:`Study.plan`'s options on offload; give what comes of it in numbers."""
     try:
         plan = study.plan(
             budget=budget_bytes,
@@ -49,6 +52,7 @@ def ask(study: Study, budget_bytes: int, *, solver: str, effort: Effort, progres
             deterministic=effort.deterministic,
             seed=effort.seed,
             progress=progress,
+            **offload,
         )
     except NoPlanFitsError as error:
         return Outcome(status="infeasible", minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes)

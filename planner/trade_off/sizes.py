@@ -108,6 +108,8 @@ class SizeSearch:
         How exactly the largest size is found.
     solver, effort
         For each size.
+    **offload
+        Options of :meth:`planner.study_types.Study.plan` on the host's memory.
 
     Notes
     -----
@@ -126,6 +128,7 @@ class SizeSearch:
         step: int = 1,
         solver: str = "auto",
         effort: Effort | None = None,
+        **offload: Any,
     ) -> None:
         self.sizes = sizes
         self.study_at = study_at
@@ -134,6 +137,7 @@ class SizeSearch:
         self.step = step
         self.solver = solver
         self.effort = effort or Effort()
+        self.offload = offload
 
     def run(self, *, progress: Progress | None = None) -> None:
         """Look at sizes until the largest that fits is known."""
@@ -181,7 +185,7 @@ class SizeSearch:
 
         tell("capturing forward and backward")
         study = self.study_at(size)
-        outcome = ask(study, axis.budget_bytes, solver=self.solver, effort=self.effort, progress=tell)
+        outcome = ask(study, axis.budget_bytes, solver=self.solver, effort=self.effort, progress=tell, **self.offload)
         per_second = size * self.units_of_one / outcome.step_seconds if outcome.step_seconds else None
         rows = sorted(
             [*axis.rows, SizeRow(size=size, outcome=outcome, per_second=per_second)], key=lambda row: row.size

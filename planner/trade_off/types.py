@@ -18,13 +18,15 @@ class TradeOffPoint:
     predicted_peak_bytes : int or None
         Peak of the plan, None where there is none.
     overhead : float or None
-        Recompute time over the step without recompute.
+        Time of recompute, and of waiting for transfers, over the step without them.
     lower_bound_overhead : float or None
         Proven: no plan within the budget has a smaller overhead.
     solver : str
         Who found the plan; it may have been found for a smaller budget.
     status : str
         ``"optimal"`` (the overhead equals the bound), ``"feasible"`` or ``"infeasible"``.
+    host_bytes : int
+        What the plan offloads to the host's memory.
     """
 
     budget_bytes: int
@@ -33,6 +35,7 @@ class TradeOffPoint:
     lower_bound_overhead: float | None = None
     solver: str = ""
     status: str = "infeasible"
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,10 @@ class TradeOffCurve:
         At 1 GiB more than that.
     is_complete : bool
         Whether all points that were wanted are there.
+    host_budget_bytes : int, optional
+        What plans may offload to the host's memory; None where they offload nothing.
+    lossy : bool
+        Whether values of float32 are rounded to bfloat16 there.
     """
 
     model: str
@@ -71,6 +78,8 @@ class TradeOffCurve:
     asked: TradeOffPoint | None = None
     asked_more: TradeOffPoint | None = None
     is_complete: bool = True
+    host_budget_bytes: int | None = None
+    lossy: bool = False
 
     @property
     def knee(self) -> TradeOffPoint | None:
@@ -101,6 +110,8 @@ class TradeOffCurve:
             "knee_budget_bytes": knee.budget_bytes if knee else None,
             "asked": asdict(self.asked) if self.asked else None,
             "one_gib_more": asdict(self.asked_more) if self.asked_more else None,
+            "host_budget_bytes": self.host_budget_bytes,
+            "offload_lossy": self.lossy,
         }
 
 

@@ -13,12 +13,17 @@ from planner.errors import PlannerError, UsageError
 from planner.problem import Progress
 from planner.schedule import Schedule
 from planner.simulate import simulate
+from planner.solvers.auto import AutoSolver
 from planner.study_types import Study
 from planner.trade_off.curve import Count, Tracing
 from planner.trade_off.types import TradeOffPoint
 
 PYTORCH = "pytorch"
 """PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
+
+
+RECOMPUTE_ALONE = "recompute"
+"""Solver ``auto`` without offload, beside a curve with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +55,7 @@ def check(names: Sequence[str]) -> None:
     ------
     UsageError
     """
-    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH)
+    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
     for name in names:
         if name not in known and not is_strategy(name):
             near = difflib.get_close_matches(name, known, n=3)
@@ -115,10 +120,15 @@ class WaySearch:
             yield self._solver(name, tell, count)
 
     def _solver(self, name: str, tell: Progress, count: Count | None) -> Way:
+        """Give a solver's points; with offload if the curve is, and the solver can."""
         curve = self.curve
         if name == curve.solver:
             return Way(name=name, points=curve.curve().points)
-        tracing = Tracing(curve.study, solver=name, effort=self.effort, known=curve)
+        alone = name == RECOMPUTE_ALONE
+        host = None if alone or not solvers.get(name).offloads else curve.host
+        tracing = Tracing(
+            curve.study, solver=AutoSolver.name if alone else name, effort=self.effort, known=curve, host=host
+        )
         tracing.run(progress=tell, count=count)
         return Way(name=name, points=tracing.curve().points)
 
@@ -153,6 +163,7 @@ def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
         budget_bytes=peak_bytes,
         predicted_peak_bytes=peak_bytes,
         overhead=evaluation.added_seconds / step_seconds,
+        host_bytes=evaluation.host_bytes,
         solver=name,
         status="feasible",
     )
