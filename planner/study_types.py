@@ -84,6 +84,8 @@ class Study:
         progress: Progress | None = None,
     ) -> Plan:
         """Plan the step; see :func:`planner.plan` for ``offload``, :func:`planner.planning.make_plan` for the rest."""
+        if offload_lossy and not offload:
+            raise UsageError("offload_lossy rounds what is offloaded: give offload too")
         return make_plan(
             self.graph,
             self.costs,

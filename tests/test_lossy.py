@@ -328,6 +328,8 @@ def test_what_is_far_off_does_not_pass_for_rounding():
 def test_rounding_is_refused_without_offload_and_by_other_runtimes(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(UsageError, match="give offload too"):
         planner.plan(Mlp(), torch.randn(8, 128), budget="90%", offload_lossy=True)
+    with pytest.raises(UsageError, match="give offload too"):
+        planner.study(Wide(), torch.randn(8, 64)).plan(budget="90%", offload_lossy=True)
     with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
         planner.plan(Mlp(), torch.randn(8, 128), budget="90%", offload=True, offload_lossy=True, runtime="modules")
     for command in (["plan", "gpt2", "--budget", "50%"], ["what-if", "gpt2"]):
