@@ -58,8 +58,12 @@ def correct_layouts(graph: fx.Graph) -> None:
             continue
         elif affected and not traced.keys().isdisjoint(before):
             _view_again(node)
-        elif not (affected or _reads_unusual(node)) or not _lay_out(node):
-            continue
+        else:
+            is_other = affected and _record_again(node)
+            if affected or _reads_unusual(node):
+                is_other |= _lay_out(node)
+            if not is_other:
+                continue
         changed.add(node)
         before |= traced
 
@@ -85,6 +89,23 @@ def _view_again(node: fx.Node) -> None:
             copy.meta = {**node.meta, "val": _result(copy)}
             node.replace_input_with(source, copy)
             node.meta["val"] = _result(node)
+
+
+def _record_again(node: fx.Node) -> bool:
+    """Record what fake tensors say now that another layout is read, and tell whether that is something else."""
+    before = tensors_of(node)
+    if not before:
+        return False
+    with before[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        try:
+            result = _result(node)
+        except (RuntimeError, ValueError):
+            return False
+    traced, node.meta["val"] = node.meta["val"], result
+    if [tensor.stride() for tensor in tensors_of(node)] != [tensor.stride() for tensor in before]:
+        return True
+    node.meta["val"] = traced
+    return False
 
 
 def _result(node: fx.Node) -> Any:
