@@ -13,7 +13,7 @@ from cost_models.measured import MeasuredCosts, Profile
 from planner import loss, runtimes
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
-from planner.going_together import check_can_run, check_one_budget, offloading_graph, sliced_graph, whole_graph
+from planner.going_together import check_can_run, check_one_budget, offloading_runtime, sliced_graph, whole_graph
 from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
 from planner.planning import Plan, Size, Verification
@@ -152,7 +152,7 @@ def plan(
     chunk = check_chunk(chunk)
     if tensor_parallel > 1:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
-    runtime = offloading_graph(runtime, offload=offload, lossy=offload_lossy)
+    runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
     if chunk != 1:
         runtime = sliced_graph(runtime, tensor_parallel)
     options = Options(
@@ -334,7 +334,9 @@ def auto_wrap(
     if plan is not None and plan.offloading is not None:
         offload, host_budget = True, plan.offloading.host_budget_bytes
         offload_lossy = plan.offloading.lossy
-    runtime = offloading_graph(runtime, offload=offload, lossy=offload_lossy)
+        offload_at_least = plan.offloading.least_bytes or offload_at_least
+        runtime = plan.runtime if runtime == "auto" else runtime
+    runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
     options = Options(
         budget=budget,
         activation_budget=activation_budget,

@@ -9,7 +9,7 @@ from torch import nn
 from planner import solvers
 from planner.effort import Effort
 from planner.errors import UsageError
-from planner.going_together import offloading_graph
+from planner.going_together import offloading_runtime
 from planner.host import LEAST_BYTES
 from planner.planning import Size
 from planner.problem import Progress
@@ -86,7 +86,7 @@ def what_if(
     if budgets is not None:
         check_budgets(budgets)
     solvers.get(solver)
-    offloading_graph("graph", offload=offload, lossy=offload_lossy)
+    offloading_runtime("graph", offload=offload, lossy=offload_lossy)
     effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     step = study(model, example_inputs, progress=progress, **options)
     host = step.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None

@@ -3,6 +3,9 @@
 An integer programme over the regions, with one row for each moment of the step that matters. Rows are
 added where a choice, simulated, breaks the budget; since any set of them relaxes the whole question,
 each optimum bounds from below what *choices of these regions* can do.
+
+Where regions send values to the host, one row keeps its budget, and two say how long computing waits at
+least: all is sent while the forward computes or waits, and all is fetched while the rest of the step does.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from planner.checkpoints import Group, Need, Needs, Region, rivals, schedule_of, seconds_of
+from planner.checkpoint_needs import Group, Need, Needs
+from planner.checkpoints import Region, rivals, schedule_of, seconds_of, sent_bytes
 from planner.effort import Clock
 from planner.errors import InfeasibleBudgetError
 from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
-from planner.simulate import Evaluation, simulate
+from planner.simulate import Evaluation
 from planner.solvers._pulp import Answer, Library
 from planner.solvers._stepcut import Model
 
@@ -35,16 +39,27 @@ class Chooser:
     clock : Clock
         When to stop improving.
     progress : callable, optional
+    near_seconds : float
+        A choice that is so near to the best is not bettered.
     """
 
     def __init__(
-        self, problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None
+        self,
+        problem: Problem,
+        regions: Sequence[Region],
+        clock: Clock,
+        progress: Progress | None = None,
+        *,
+        near_seconds: float = 0.0,
     ) -> None:
         self.problem = problem
+        self.near_seconds = near_seconds
         self.regions = regions
         self.clock = clock
         self._needs = Needs(problem.graph, problem.costs, regions)
         self._seconds = [seconds_of(region, problem.costs) for region in regions]
+        self._sent_bytes = [sent_bytes(region, problem.graph) for region in regions]
+        self._sent_seconds = [problem.host.seconds(size) if problem.host else 0.0 for size in self._sent_bytes]
         self._moments: dict[int, Need] = {}
         """By operation of the base order; that of a region's recompute by minus its number, less one."""
         self._refused: list[frozenset[int]] = []
@@ -63,12 +78,7 @@ class Chooser:
         chosen, bound = self.choose()
         evaluation = self._simulate(chosen)
         if evaluation.peak_bytes > self.problem.budget_bytes:
-            raise InfeasibleBudgetError(
-                "no choice of checkpointed modules keeps the budget",
-                minimum_feasible_peak_bytes=evaluation.peak_bytes + self.problem.graph.total_static_bytes,
-                operation=self._operation_at(evaluation, chosen),
-                lower_bound_seconds=bound,
-            )
+            raise self.infeasible(chosen, bound)
         seconds = evaluation.recompute_seconds
         return Solution(
             solver=NAME,
@@ -79,9 +89,23 @@ class Chooser:
             solve_seconds=time.perf_counter() - begun,
         )
 
-    def choose(self) -> tuple[frozenset[int], float]:
-        """Give the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds."""
-        budget_bytes = self.problem.budget_bytes
+    def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
+        """Give the error that says what the lowest choice needs."""
+        evaluation = self._simulate(lowest)
+        return InfeasibleBudgetError(
+            "no choice of checkpointed modules keeps the budget",
+            minimum_feasible_peak_bytes=evaluation.peak_bytes + self.problem.graph.total_static_bytes,
+            operation=self._operation_at(evaluation, lowest),
+            lower_bound_seconds=bound,
+        )
+
+    def choose(self, price: float = 0.0, free_bytes: int = 0) -> tuple[frozenset[int], float]:
+        """Give the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds.
+
+        With a price, so much of all transfers counts as if computing waited for it, and some of the budget may be
+        left free; the bound is then of the same.
+        """
+        budget_bytes = self.problem.budget_bytes - free_bytes
         chosen: frozenset[int] = frozenset()
         bound = 0.0
         while True:
@@ -90,7 +114,7 @@ class Chooser:
                 return chosen, bound
             self._add_moments(evaluation, chosen, budget_bytes)
             self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
-            model = self._model(budget_bytes)
+            model = self._model(budget_bytes, price)
             answer = self._minimise(model)
             bound = max(bound, answer.bound * self._unit_seconds)
             if answer.columns is None:
@@ -115,12 +139,23 @@ class Chooser:
                 return best
             chosen = self._chosen(answer)
 
+    def least_sent(self) -> frozenset[int]:
+        """Give the choice that keeps the budget with the least of the host's memory, or else the empty one."""
+        chosen: frozenset[int] = frozenset()
+        while (evaluation := self._simulate(chosen)).peak_bytes > self.problem.budget_bytes:
+            self._add_moments(evaluation, chosen, self.problem.budget_bytes)
+            answer = self._minimise(self._model(self.problem.budget_bytes, least_sent=True))
+            if answer.columns is None:
+                return frozenset()
+            chosen = self._chosen(answer)
+        return chosen
+
     def schedule(self, chosen: frozenset[int]) -> Schedule:
         """Give the schedule of a choice."""
         return schedule_of(self.problem.graph, [self.regions[r] for r in sorted(chosen)])
 
     def _simulate(self, chosen: frozenset[int]) -> Evaluation:
-        return simulate(self.problem.graph, self.problem.costs, self.schedule(chosen))
+        return self.problem.evaluate(self.schedule(chosen))
 
     def _chosen(self, answer: Answer) -> frozenset[int]:
         assert answer.columns is not None
@@ -132,9 +167,10 @@ class Chooser:
         left = self.clock.left()
         if left <= 0:
             return Answer(None, 0.0)
+        gap = self.near_seconds / self._unit_seconds
         if not self.clock.counts_work:
-            return self._library.minimise(model, seconds=left)
-        answer = self._library.minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)))
+            return self._library.minimise(model, seconds=left, gap=gap)
+        answer = self._library.minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
         self.clock.work((1 + answer.turns) / _TURNS_PER_SECOND)
         return answer
 
@@ -171,15 +207,23 @@ class Chooser:
 
     @property
     def _unit_seconds(self) -> float:
-        return max(sum(self._seconds), 1e-12)
+        return max(sum(self._seconds) + sum(self._sent_seconds), 1e-12)
 
-    def _model(self, budget_bytes: int | None) -> Model:
-        """Write the programme down: columns of regions first; without a budget, one for the peak to be lowered."""
+    def _model(self, budget_bytes: int | None, price: float = 0.0, *, least_sent: bool = False) -> Model:
+        """Write the programme down: columns of regions first.
+
+        Without a budget the peak is to be lowered, for which there is a column; or what is sent, where that is asked.
+        """
         model = Model()
         unit = self.problem.baseline.peak_bytes
-        for seconds in self._seconds:
-            model.column(seconds / self._unit_seconds if budget_bytes is not None else 0.0, integer=True)
+        for number, seconds in enumerate(self._seconds):
+            cost = (seconds + 2 * price * self._sent_seconds[number]) / self._unit_seconds
+            if least_sent:
+                cost = self._sent_bytes[number] / unit
+            model.column(cost if budget_bytes is not None else 0.0, integer=True)
         peak = model.column(1.0) if budget_bytes is None else -1
+        if any(self._sent_bytes) and not least_sent:
+            self._add_host(model, counts=budget_bytes is not None)
         for together in rivals(self.regions):
             if len(together) > 1:
                 model.at_least(-1.0, *((number, -1.0) for number in together))
@@ -202,6 +246,27 @@ class Chooser:
                 terms = {r: -1.0 if r in refused else 1.0 for r in range(len(self.regions))}
                 model.at_least(1.0 - len(refused), *terms.items())
         return model
+
+    def _add_host(self, model: Model, *, counts: bool) -> None:
+        """Keep the host's budget, and let computing wait for what cannot hide."""
+        host, graph = self.problem.host, self.problem.graph
+        assert host is not None
+        most = max(sum(self._sent_bytes), 1)
+        model.at_least(-host.budget_bytes / most, *((r, -size / most) for r, size in enumerate(self._sent_bytes)))
+        if not counts:
+            return
+        unit_seconds = self._unit_seconds
+        forward = sum(cost.seconds for cost in self.problem.costs[: graph.loss_index])
+        sent = [(r, -seconds / unit_seconds) for r, seconds in enumerate(self._sent_seconds) if seconds]
+        again = dict(sent)
+        for r, seconds in enumerate(self._seconds):
+            again[r] = again.get(r, 0.0) + seconds / unit_seconds
+        # It stays below one half of its column's range: what reads off a solution which columns are set takes it for
+        # none.
+        most_seconds = 4 * sum(self._sent_seconds) / unit_seconds
+        for room, terms in ((forward, sent), (self.problem.baseline.seconds - forward, list(again.items()))):
+            waits = model.column(most_seconds)
+            model.at_least(-room / unit_seconds, (waits, most_seconds), *terms)
 
     @staticmethod
     def _group_column(model: Model, group: Group, columns: dict[Group, int]) -> int:

@@ -6,16 +6,29 @@ alive: so the simulator frees things when eager does.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from planner import operands
-from planner.checkpoints import END, HOLD, KEPT, SCRATCH, STOP, Keepable, Region
+from planner.checkpoints import (
+    AWAY,
+    BACK,
+    END,
+    HOLD,
+    KEPT,
+    SCRATCH,
+    STOP,
+    UNPACK,
+    Keepable,
+    Region,
+)
+from planner.eager_sends import Candidate, Waits, sends_in, waits_of
 from planner.eager_trace import Call, Run, Trace
 from planner.graph import Operation, Phase, TrainingGraph, Value
 from planner.joint import JointGraph, is_collective, is_random, tensors_of
@@ -37,25 +50,6 @@ class EagerStep:
     workspace_bytes: dict[int, int]
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A call that can be checkpointed: its runs from ``begin`` to before ``stop`` are run again.
-
-    ``keepable`` are those of them that need not be, if their outputs are kept; ``called`` is how often each operator
-    had been called before the call.
-    """
-
-    module: str
-    begin: int
-    stop: int
-    before: int
-    until: int
-    given: tuple[int, ...]
-    statistics_bytes: int
-    keepable: tuple[int, ...]
-    called: Counter[Any]
-
-
 def lower_eager(
     trace: Trace,
     model: nn.Module,
@@ -66,6 +60,7 @@ def lower_eager(
     name: str,
     loss: LossMemory,
     on_cpu: bool,
+    least_bytes: int | None = None,
 ) -> EagerStep:
     """Lower a recorded step.
 
@@ -79,8 +74,10 @@ def lower_eager(
         See :func:`planner.lowering.lower`.
     on_cpu : bool
         Whether the random state that a checkpoint keeps takes the memory that is planned.
+    least_bytes : int, optional
+        Values of so many bytes may wait in the host's memory; without it, none may.
     """
-    return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss)
+    return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss, least_bytes)
 
 
 class _Lowering:
@@ -115,8 +112,23 @@ class _Lowering:
         if last > self.trace.storages[storage].maker and not self.values[storage].retained:
             self.kept_by_last[last].append(storage)
 
-    def run(self, inputs: list[torch.Tensor], static_bytes: dict[str, int], name: str, loss: LossMemory) -> EagerStep:
+    def run(
+        self,
+        inputs: list[torch.Tensor],
+        static_bytes: dict[str, int],
+        name: str,
+        loss: LossMemory,
+        least_bytes: int | None,
+    ) -> EagerStep:
         candidates = list(self._candidates())
+        waits: dict[str, Waits] = {}
+        if least_bytes is not None:
+            movable = [value for value, seen in enumerate(self.values) if seen.size_bytes >= max(least_bytes, 1)]
+            waits = waits_of(self.trace, candidates, movable)
+        unpacked: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        for each in waits.values():
+            for wait in each.saved:
+                unpacked[wait.returns][wait.value] = None
         keepable = {position for candidate in candidates for position in candidate.keepable}
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
@@ -124,19 +136,32 @@ class _Lowering:
             stops[candidate.stop].append(candidate)
         holds: dict[str, int] = {}
         ends: dict[str, tuple[int, ...]] = {}
+        aways: dict[str, int] = {}
+        backs: dict[str, int] = {}
         run_at: list[int] = []
+        first_at: list[int] = []
+        """For each run, what comes first of what stands for the time between it and the one before."""
         stand_ins: dict[int, int] = {}
         runs = self.trace.runs
         for position in range(len(runs) + 1):
             for candidate in stops[position]:
                 ends[candidate.module] = self._add_stop(candidate)
+                if found := waits.get(candidate.module):
+                    back = [wait.value for wait in found.given]
+                    backs[candidate.module] = self._add(BACK, Phase.FORWARD, candidate.module, back)
             for candidate in begins[position]:
-                holds[candidate.module] = self._add(
-                    HOLD, Phase.FORWARD, candidate.module, candidate.given,
-                    state_bytes=self.random_bytes + candidate.statistics_bytes,
-                )  # fmt: skip
+                state_bytes = self.random_bytes + candidate.statistics_bytes
+                hold = partial(self._add, phase=Phase.FORWARD, module=candidate.module, state_bytes=state_bytes)
+                given = candidate.call.given
+                holds[candidate.module] = hold(HOLD, reads=given)
+                if found := waits.get(candidate.module):
+                    sent = {wait.value for wait in found.given}
+                    aways[candidate.module] = hold(AWAY, reads=[value for value in given if value not in sent])
             if position == self.trace.backward:
                 self._add_loss(loss)
+            first_at.append(len(self.operations))
+            if position in unpacked:
+                self._add(UNPACK, Phase.BACKWARD, "", unpacked[position])
             if position < len(runs):
                 run_at.append(self._add_run(runs[position], position))
             if position in keepable:
@@ -152,23 +177,28 @@ class _Lowering:
         regions = []
         for candidate in candidates:
             *scratch, stop = ends[candidate.module]
+            sends = None
+            if found := waits.get(candidate.module):
+                beside = aways[candidate.module], backs[candidate.module]
+                sends = sends_in(candidate, found, graph, run_at, first_at, *beside)
             regions.append(
                 Region(
                     module=candidate.module,
                     hold=holds[candidate.module],
                     again=(*scratch, *run_at[candidate.begin : candidate.stop], stop),
-                    before=run_at[candidate.before],
-                    until=run_at[candidate.until],
+                    before=first_at[candidate.before],
+                    until=first_at[candidate.until],
                     keepable=tuple(
                         Keepable(
                             index=run_at[position],
                             stand_in=stand_ins[position],
                             operator=self.operations[run_at[position]].target,
-                            occurrence=runs[position].occurrence - candidate.called[runs[position].node.target],
+                            occurrence=runs[position].occurrence - candidate.call.called[runs[position].node.target],
                             is_random=is_random(runs[position].node),
                         )
                         for position in candidate.keepable
                     ),
+                    sends=sends,
                 )
             )
         nodes = fx.Graph()
@@ -251,7 +281,7 @@ class _Lowering:
         alive = dict.fromkeys((*operation.inputs, *operation.outputs))
         return self._add(KEPT, Phase.FORWARD, operation.module, alive, name=f"{KEPT} {operation.name}")
 
-    def _add_stop(self, candidate: _Candidate) -> tuple[int, ...]:
+    def _add_stop(self, candidate: Candidate) -> tuple[int, ...]:
         alive = [
             value
             for run in self.trace.runs[candidate.begin : candidate.stop]
@@ -267,7 +297,7 @@ class _Lowering:
 
     # What can be checkpointed.
 
-    def _candidates(self) -> Iterable[_Candidate]:
+    def _candidates(self) -> Iterable[Candidate]:
         layers = [n for n, m in self.modules.items() if any(c.__name__ == _LAYER_CLASS for c in type(m).__mro__)]
         for module, calls in self.trace.calls.items():
             inside = not layers or any(f"{module}.".startswith(f"{layer}.") for layer in layers)
@@ -276,7 +306,7 @@ class _Lowering:
                 if candidate is not None:
                     yield candidate
 
-    def _candidate(self, module: str, call: Call) -> _Candidate | None:
+    def _candidate(self, module: str, call: Call) -> Candidate | None:
         """Give what checkpointing a call would do; None if that frees nothing, or would not be right."""
         runs = self.trace.runs
         stop = max((save.saved for save in call.saves), default=call.begin)
@@ -294,16 +324,14 @@ class _Lowering:
         later = {value for run in runs[call.end : before] for value in run.writes}
         if later & (outside | set(call.given)):
             return None
-        return _Candidate(
+        return Candidate(
             module=module,
-            begin=call.begin,
+            call=call,
             stop=stop,
             before=before,
             until=until,
-            given=call.given,
             statistics_bytes=self._statistics_bytes(module),
             keepable=self._keepable(range(call.begin, stop)),
-            called=call.called,
         )
 
     def _keepable(self, positions: range) -> tuple[int, ...]:

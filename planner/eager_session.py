@@ -11,7 +11,7 @@ from torch import nn
 
 from planner import timings
 from planner.checkpoint_choice import NAME, Chooser
-from planner.checkpoints import Region, modules_of, schedule_of
+from planner.checkpoints import Region, schedule_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.eager_trace import Trace
@@ -19,8 +19,10 @@ from planner.effort import Clock, Effort
 from planner.errors import PlanMismatchError
 from planner.findings import Finding
 from planner.graph import OperationCost
+from planner.host import host_of
 from planner.inputs import Inputs
 from planner.layers import find_layers
+from planner.module_offload import cheapest_with_offload, offloading_ways, ways_in, with_modules
 from planner.operands import is_opaque
 from planner.plan_match import check_match
 from planner.plan_parts import BaselineRow, PlanOrigin
@@ -28,7 +30,8 @@ from planner.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.problem import Problem, Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
-from planner.selective import cheapest, way_named, ways_of, with_kept
+from planner.schedule import Schedule
+from planner.selective import cheapest, ways_of, with_kept
 from planner.session import Options, cost, device_spec, fingerprint, problems_of
 from planner.simulate import simulate
 from planner.step_details import step_details
@@ -69,6 +72,7 @@ class _Session:
         self.is_real = trace.is_real
         tensors = inputs.tensors()
         spec = device_spec(model, options.device)
+        host = host_of(spec, options.host_budget, at_least=options.offload_at_least) if options.offload else None
         around = surroundings(model, tensors, spec, options.training)
         if options.taken_over is not None:
             around = as_planned(around, options.taken_over)
@@ -81,6 +85,7 @@ class _Session:
             name=options.name or type(model).__name__,
             loss=options.loss or LossMemory(),
             on_cpu=spec.kind == "cpu",
+            least_bytes=host.least_bytes if host is not None else None,
         )
         costing = cost(model, step.lowered, spec, options)
         origin = PlanOrigin(
@@ -112,6 +117,9 @@ class _Session:
         )
         self.around = around
         self.origin = origin
+        self.host = host
+        self._ways: tuple[Region, ...] = ()
+        """Those that were found, where modules may send what they save."""
 
     def plan(self, reuse: Plan | None, must_match: bool) -> Plan:
         """Take a plan over if it fits, else make one."""
@@ -134,16 +142,21 @@ class _Session:
             at_least_bytes=options.at_least_bytes,
             origin=self.origin,
             surroundings=self.around,
+            host=self.host,
             progress=options.progress,
             compare=False,
             propose=self._cheapest,
         )
-        made = with_kept(made, self.graph, self.regions)
+        made = with_kept(with_modules(made, self._ways, self.host), self.graph, self.regions)
         return self._compared(made) if options.compare else made
 
     @timings.stage("solving")
     def _cheapest(self, problem: Problem) -> Solution:
-        return cheapest(problem, self.regions, self._clock(), self.options.progress)
+        if problem.host is None:
+            return cheapest(problem, self.regions, self._clock(), self.options.progress)
+        found = cheapest_with_offload(problem, self.regions, self._clock(), self.options.progress)
+        self._ways = found.ways
+        return found.solution
 
     def _clock(self) -> Clock:
         options = self.options
@@ -163,21 +176,18 @@ class _Session:
 
     def _take_over(self, plan: Plan) -> Plan | None:
         """Carry the choice of modules over, if they and what they keep are there and the step keeps the budget."""
-        region_of = {region.module: region for region in self.regions}
-        names = modules_of(plan)
-        chosen = []
-        for name in names:
-            way = way_named(region_of[name], plan.kept.get(name, {})) if name in region_of else None
-            if way is None:
-                return None
-            chosen.append(way)
-        schedule = schedule_of(self.graph, chosen)
+        ways = ways_in(plan, self.regions)
+        if ways is None:
+            return None
+        schedule = schedule_of(self.graph, ways)
         options = self.options
         problem = make_problem(
-            self.graph, self.costs, budget=options.budget, activation_budget=options.activation_budget
+            self.graph, self.costs, budget=options.budget, activation_budget=options.activation_budget, host=self.host
         )
-        evaluation = simulate(self.graph, self.costs, schedule)
-        unneeded = bool(names) and problem.baseline.peak_bytes <= problem.budget_bytes
+        if schedule.offloads and (self.host is None or self._sent_bytes(schedule) > self.host.budget_bytes):
+            return None
+        evaluation = problem.evaluate(schedule)
+        unneeded = bool(ways) and problem.baseline.peak_bytes <= problem.budget_bytes
         after_bytes = optimizer_peak_bytes(self.graph, self.around) - self.graph.total_static_bytes
         if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
             return None
@@ -186,27 +196,30 @@ class _Session:
             solver=plan.solver if same else f"{NAME} (reused)",
             schedule=schedule,
             peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.recompute_seconds,
-            lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.recompute_seconds) if same else 0.0,
+            recompute_seconds=evaluation.added_seconds,
+            lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same else 0.0,
         )
         taken = plan_from_solution(problem, solution, origin=self.origin, surroundings=self.around, compare=False)
-        return with_kept(taken, self.graph, self.regions)
+        return with_kept(with_modules(taken, ways, self.host), self.graph, self.regions)
+
+    def _sent_bytes(self, schedule: Schedule) -> int:
+        return sum(self.graph.values[offload.value].size_bytes for offload in schedule.offloads)
 
     # For the report.
 
     def _compared(self, plan: Plan) -> Plan:
         """Set the plan beside other choices of modules."""
-        problem = make_problem(self.graph, self.costs, budget=plan.budget_bytes)
-        ways = ways_of(self.regions, self.graph, self.costs)
+        problem = make_problem(self.graph, self.costs, budget=plan.budget_bytes, host=self.host)
+        ways = (ways_of if self.host is None else offloading_ways)(self.regions, self.graph, self.costs)
         chooser = Chooser(problem, ways, self._clock(), self.options.progress)
-        lowest = simulate(self.graph, self.costs, chooser.schedule(chooser.lowest()))
+        lowest = problem.evaluate(chooser.schedule(chooser.lowest()))
         smallest_bytes = min(lowest.peak_bytes + self.graph.total_static_bytes, plan.peak_bytes)
         blocks = set(find_layers(self.graph).blocks)
         layers = [region for region in self.regions if region.module in blocks]
         schedule = plan.schedule_for(self.graph)
         return replace(
             plan,
-            details=step_details(problem, schedule, simulate(self.graph, self.costs, schedule)),
+            details=step_details(problem, schedule, problem.evaluate(schedule)),
             minimum_feasible_peak_bytes=max(smallest_bytes, plan.optimizer_peak_bytes),
             baselines=(
                 self._row("none", [], plan),

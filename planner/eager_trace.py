@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_stack
@@ -88,12 +88,13 @@ class Storage:
 class Save:
     """One tensor saved for backward: before which runs it was saved, first read, and let go.
 
-    ``storage`` is None for what is resident.
+    ``storage`` is None for what is resident. ``is_plain`` says that its storage is all there is to it.
     """
 
     storage: int | None
     module: str
     saved: int
+    is_plain: bool = True
     read: int | None = None
     released: int | None = None
 
@@ -102,13 +103,16 @@ class Save:
 class Call:
     """One call of a module: the runs from ``begin`` to before ``end``, what it was given, what it saved.
 
-    ``called`` is how often each operator had been called before.
+    ``called`` is how often each operator had been called before. ``direct`` are the plain tensors among its arguments
+    themselves, None for those that are resident; ``enclosed`` is what it was given inside of other arguments.
     """
 
     begin: int
     called: Counter[Any]
     end: int = 0
     given: tuple[int, ...] = ()
+    direct: tuple[int | None, ...] = ()
+    enclosed: frozenset[int] = frozenset()
     saves: list[Save] = field(default_factory=list)
 
 
@@ -305,7 +309,7 @@ class Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Note that a tensor is saved, and give a copy to be held in its place."""
         index = self._known.get(storage_id(tensor))
-        save = Save(index, self._module, len(self.runs))
+        save = Save(index, self._module, len(self.runs), is_plain(tensor))
         self.saves.append(save)
         for _, call in self._stack:
             call.saves.append(save)
@@ -339,8 +343,15 @@ class Recorder(TorchDispatchMode):
     def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Stand in for a module's call and note its runs."""
         given = (self._look_up(t) for t in tensors_in((args, kwargs)))
-        called = self._called.copy()
-        call = Call(len(self.runs), called, given=tuple(dict.fromkeys(v for v in given if v is not None)))
+        arguments = [*args, *kwargs.values()]
+        enclosed = (self._look_up(t) for t in tensors_in([a for a in arguments if not is_plain(a)]))
+        call = Call(
+            len(self.runs),
+            self._called.copy(),
+            given=tuple(dict.fromkeys(v for v in given if v is not None)),
+            direct=tuple(self._look_up(t) if is_plain(t) else None for t in direct_tensors(args, kwargs)),
+            enclosed=frozenset(v for v in enclosed if v is not None),
+        )
         self.calls.setdefault(name, []).append(call)
         self._stack.append((name, call))
         self._module = name
@@ -350,6 +361,18 @@ class Recorder(TorchDispatchMode):
             call.end = len(self.runs)
             self._stack.pop()
             self._module = self._stack[-1][0] if self._stack else ""
+
+
+def direct_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Give the tensors that are arguments themselves."""
+    return [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Tensor)]
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether something is a tensor of which bytes, shape, strides and offset say all."""
+    return isinstance(leaf, torch.Tensor) and not (
+        leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_conj() or leaf.is_neg()
+    )
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

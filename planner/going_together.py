@@ -8,7 +8,8 @@ from planner.plan_types import Plan
 from planner.planning import Size
 from planner.surroundings import TENSOR_PARALLEL
 
-ONLY_GRAPH_OFFLOADS = "only the runtime 'graph' copies values to the host and back"
+_OFFLOAD = ("graph", "modules")
+"""Runtimes that copy values to the host and back."""
 
 
 def check_one_budget(budget: Size | None, activation_budget: Size | None) -> None:
@@ -24,13 +25,21 @@ def whole_graph(runtime: str, why: str) -> str:
     return "graph"
 
 
-def offloading_graph(runtime: str, *, offload: bool, lossy: bool) -> str:
+def offloading_runtime(runtime: str, *, offload: bool, lossy: bool) -> str:
     """Give the runtime for a plan with or without offload, and refuse to round what is not offloaded."""
     if lossy and not offload:
         raise UsageError("offload_lossy rounds what is offloaded: give offload too")
     if lossy:
         return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
-    return whole_graph(runtime, ONLY_GRAPH_OFFLOADS) if offload else runtime
+    if not offload:
+        return runtime
+    if runtime not in ("auto", *_OFFLOAD):
+        raise UsageError(f"{_only_these_offload()}: leave out runtime={runtime!r}")
+    return "graph" if runtime == "auto" else runtime
+
+
+def _only_these_offload() -> str:
+    return f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
 
 
 def sliced_graph(runtime: str, tensor_parallel: int = 1) -> str:
@@ -42,8 +51,8 @@ def sliced_graph(runtime: str, tensor_parallel: int = 1) -> str:
 
 def check_can_run(plan: Plan) -> None:
     """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
-    if plan.offloading is not None and plan.runtime != "graph":
-        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {ONLY_GRAPH_OFFLOADS}")
+    if plan.offloading is not None and plan.runtime not in _OFFLOAD:
+        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {_only_these_offload()}")
     if TENSOR_PARALLEL in plan.fingerprint:
         raise UsageError(
             f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "

@@ -17,7 +17,7 @@ from planner.details_file import details_data, hold_to_plan, read_details
 from planner.errors import PlanFileError
 from planner.findings import Finding, Severity
 from planner.plan_node import Node, parse
-from planner.plan_offload import OffloadedValue, Offloading, Place
+from planner.plan_offload import OffloadedModule, OffloadedValue, Offloading, Place
 from planner.plan_parts import (
     SCHEMA,
     BaselineRow,
@@ -66,6 +66,8 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
         data["kept"] = {module: {name: list(n) for name, n in kept.items()} for module, kept in plan.kept.items()}
     if plan.offloading is not None:
         data["offload"] = asdict(plan.offloading)
+        if not plan.offloading.modules:
+            del data["offload"]["modules"], data["offload"]["least_bytes"]
     if plan.reserved is not None:
         data["predicted"]["cuda_allocator"] = asdict(plan.reserved)
     if plan.details is not None:
@@ -220,6 +222,17 @@ def _offloading(node: Node) -> Offloading:
         transfer_seconds=node["transfer_seconds"].number(),
         stall_seconds=node["stall_seconds"].number(),
         lossy=node["lossy"].boolean() if node.has("lossy") else False,
+        modules=tuple(_offloaded_module(module) for module in node["modules"].items()) if node.has("modules") else (),
+        least_bytes=node["least_bytes"].integer() if node.has("modules") else 0,
+    )
+
+
+def _offloaded_module(node: Node) -> OffloadedModule:
+    return OffloadedModule(
+        module=node["module"].text(),
+        tensors=tuple(number.integer() for number in node["tensors"].items()),
+        leaves_with=node["leaves_with"].text(),
+        returns_with=node["returns_with"].text(),
     )
 
 

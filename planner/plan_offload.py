@@ -48,6 +48,30 @@ class OffloadedValue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadedModule:
+    """A module that sends what it saves, under the runtime ``"modules"``.
+
+    Parameters
+    ----------
+    module : str
+        Its path.
+    tensors : tuple of int
+        Which of the tensors that its call saves, in order; if the plan checkpoints the module, which of those that are
+        its arguments.
+    leaves_with : str
+        Path of the module at the end of whose call they leave the device.
+    returns_with : str
+        Path of the module with the first of whose tensors the backward has them fetched; its own are fetched one by
+        one, each when it is first read.
+    """
+
+    module: str
+    tensors: tuple[int, ...]
+    leaves_with: str
+    returns_with: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Offloading:
     """What a plan offloads, and what that takes.
 
@@ -62,6 +86,10 @@ class Offloading:
         Time of all transfers, and what of it does not hide behind computing.
     lossy : bool
         Whether values may be rounded on their way.
+    modules : tuple of OffloadedModule
+        Under the runtime ``"modules"``, which modules send the values.
+    least_bytes : int
+        Under that runtime, size below which values stay; 0 if no module sends any.
     """
 
     values: tuple[OffloadedValue, ...]
@@ -71,6 +99,8 @@ class Offloading:
     transfer_seconds: float
     stall_seconds: float
     lossy: bool = False
+    modules: tuple[OffloadedModule, ...] = ()
+    least_bytes: int = 0
 
     @property
     def rounded(self) -> int:

@@ -22,10 +22,18 @@ _SHARES = (0.25, 0.5, 0.75, 1.0)
 """Of the seconds that keeping can save: each way saves as much, or is the next that saves more."""
 
 
-def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None) -> Solution:
+def cheapest(
+    problem: Problem,
+    regions: Sequence[Region],
+    clock: Clock,
+    progress: Progress | None = None,
+    *,
+    near_seconds: float = 0.0,
+) -> Solution:
     """Give the choice of ways to run regions again that keeps the budget with the least recompute.
 
-    Whole regions are chosen first, which is quick: that choice stands where the other does not end in time.
+    Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. What is
+    so near to the best is not bettered.
 
     Raises
     ------
@@ -37,7 +45,7 @@ def cheapest(problem: Problem, regions: Sequence[Region], clock: Clock, progress
     bound = 0.0
     for ways in (regions, ways_of(regions, problem.graph, problem.costs)):
         try:
-            found.append(Chooser(problem, ways, clock, progress).cheapest())
+            found.append(Chooser(problem, ways, clock, progress, near_seconds=near_seconds).cheapest())
             bound = found[-1].lower_bound_seconds
         except InfeasibleBudgetError as error:
             refused.append(error)

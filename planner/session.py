@@ -20,7 +20,7 @@ from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile
 from planner import devices, rounding, timings, workspace
 from planner.capture import is_fake
-from planner.checkpoints import KEPT
+from planner.checkpoints import NOT_OF_THE_STEP
 from planner.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.cuda_attention import Attention, attention_on
 from planner.device_file import find as find_device
@@ -149,6 +149,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         offload=plan.offloading is not None,
         host_budget=plan.offloading.host_budget_bytes if plan.offloading else None,
         offload_lossy=plan.offloading is not None and plan.offloading.lossy,
+        offload_at_least=(plan.offloading and plan.offloading.least_bytes) or LEAST_BYTES,
         chunk=slices_of(plan.fingerprint),
     )
     return replace(made, **changes)
@@ -410,7 +411,7 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
 def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
     digest = hashlib.sha256()
-    operations = [operation for operation in graph.operations if operation.target != KEPT]
+    operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
     for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())

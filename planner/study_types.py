@@ -135,7 +135,10 @@ class EagerStudy(Study):
             If values are to be offloaded.
         """
         if offload:
-            raise UsageError("the runtime 'modules' cannot offload: study the step for runtime 'graph'")
+            raise UsageError(
+                "a study of a step for the runtime 'modules' does not offload: make the plan with planner.plan(..., "
+                "runtime='modules', offload=True), or study the step for runtime 'graph'"
+            )
         clock = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic).clock()
         made = make_plan(
             self.graph,

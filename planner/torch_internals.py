@@ -81,6 +81,7 @@ __all__ = [
     "storage_id",
     "training_switches",
     "uninstall_call",
+    "version_of",
     "without_dynamic_marks",
     "written_arguments",
 ]
@@ -158,6 +159,11 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identify a tensor's storage, fake or real, for as long as the storage lives."""
     return id(tensor.untyped_storage())  # torch gives one Python object for each storage
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Say how often a tensor's storage was written into in place, as autograd counts it."""
+    return tensor._version
 
 
 def compile_isolated(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,6 +399,11 @@ def self_test() -> None:
     def look_around(y: torch.Tensor) -> torch.Tensor:
         seen["around"] = [frame.f_code for frame, _ in walk_stack(inspect.currentframe())]
         return y
+
+    written = torch.zeros(2)
+    alias, version = written.detach(), version_of(written)
+    if version_of(written.add_(1)) != version + 1 or version_of(alias) != version + 1:
+        problems.append("writing in place is counted in another way")
 
     if [numbers_among(torch.ops.aten.mul.Tensor, (x, other)) for other in (2.0, x)] != [1, 0]:
         problems.append("numbers are told from tensors in another way")

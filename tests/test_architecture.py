@@ -34,6 +34,7 @@ TOUCHES_TORCH = {
     "planner.diagnose.observe",
     "planner.eager_graph",
     "planner.eager_record",
+    "planner.eager_sends",
     "planner.eager_session",
     "planner.eager_trace",
     "planner.failures",

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
 from planner.checkpoint_choice import Chooser
-from planner.checkpoints import Needs, Region, modules_of, rivals, schedule_of, seconds_of
+from planner.checkpoint_needs import Needs
+from planner.checkpoints import Region, modules_of, rivals, schedule_of, seconds_of
 from planner.eager_graph import lower_eager
 from planner.eager_record import record
 from planner.effort import Effort

@@ -448,5 +448,5 @@ def test_memory_of_other_sizes_is_given_back():
 
 
 def test_other_runtimes_refuse():
-    with pytest.raises(UsageError, match="only the runtime 'graph'"):
-        planner.plan(Mlp(), torch.randn(8, 128), budget="90%", offload=True, runtime="modules")
+    with pytest.raises(UsageError, match="only the runtimes 'graph' and 'modules' copy"):
+        planner.plan(Mlp(), torch.randn(8, 128), budget="90%", offload=True, runtime="regional")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.text import Text
 
+from planner.checkpoints import modules_of
+from planner.layers import collapse
+from planner.plan_offload import OffloadedModule
 from planner.plan_types import Plan
 from planner.units import format_bytes, format_seconds
 
@@ -30,5 +35,18 @@ def render(plan: Plan) -> Text | None:
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
         f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(offloading.hidden_seconds)} of it "
         f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest."
-        f"{rounded}{here}"
+        f"{rounded}{here}" + "".join(f"\n{line}" for line in _senders(plan, offloading.modules))
     )
+
+
+def _senders(plan: Plan, modules: Sequence[OffloadedModule]) -> list[str]:
+    """Name the modules that send, those that are alike in one line."""
+    checkpointed = set(modules_of(plan))
+    what = []
+    for one in modules:
+        whose = "that its checkpoint is given" if one.module in checkpointed else "that it saves"
+        what.append(f"{len(one.tensors)} of the tensors {whose}")
+    return [
+        f"{label}: {what[positions[0]]}" + (" each" if len(positions) > 1 else "")
+        for label, positions in collapse([one.module for one in modules], what)
+    ]

@@ -1,9 +1,13 @@
-"""Runs the model as it is, with chosen modules under ``torch.utils.checkpoint``: nothing is captured."""
+"""Runs the model as it is: nothing is captured.
+
+Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to the host what they save, or both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,12 +19,23 @@ from planner.checkpoints import modules_of
 from planner.eager_session import plan_eager
 from planner.errors import PlanMismatchError
 from planner.inputs import Inputs, check_device, check_own_checkpointing
+from planner.plan_offload import OffloadedModule
 from planner.planning import Plan
 from planner.runtimes import Prepare
 from planner.runtimes._contexts import Kept, contexts
+from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._situation import situation_of
 from planner.session import Options
 from planner.torch_internals import call_implementation, install_call, installed_call, uninstall_call
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is done with calls of some modules: which are checkpointed and keep what of it, and which send what."""
+
+    checkpointed: Mapping[str, Kept]
+    offloaded: tuple[OffloadedModule, ...]
+    modules: Mapping[str, nn.Module]
 
 
 class ModulesRuntime:
@@ -50,7 +65,7 @@ class ModulesRuntime:
         self.plan = plan
         self.replan = replan
         self.prepare = prepare
-        self._chosen: dict[Any, tuple[tuple[nn.Module, Kept], ...]] = {}
+        self._chosen: dict[Any, _Chosen] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, with checkpoints if gradients are on."""
@@ -60,44 +75,63 @@ class ModulesRuntime:
         situation = situation_of(self.model, inputs)
         if situation not in self._chosen:
             self._chosen[situation] = self._choose(inputs)
-        with _checkpointed(self._chosen[situation]):
+        with _installed(self._chosen[situation]):
             return call_implementation(self.model)(*args, **kwargs)
 
     def stop(self) -> None:
         """Do nothing: between calls the model's parts are as they were."""
 
-    def _choose(self, inputs: Inputs) -> tuple[tuple[nn.Module, Kept], ...]:
+    def _choose(self, inputs: Inputs) -> _Chosen:
         if self.prepare is not None:
             self.options = self.prepare(inputs)
         must_match = self.plan is not None and not self._chosen and not self.replan
         self.plan = _plan(self.model, inputs, self.options, self.plan, must_match)
         by_name = dict(self.model.named_modules())
-        names = modules_of(self.plan)
+        offloaded = self.plan.offloading.modules if self.plan.offloading is not None else ()
+        names = dict.fromkeys((*modules_of(self.plan), *(one.module for one in offloaded)))
         if missing := [name for name in names if name not in by_name]:
-            raise PlanMismatchError(f"the plan checkpoints {missing[0]!r}, which this model does not have")
-        return tuple((by_name[name], self.plan.kept.get(name, {})) for name in names)
+            raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
+        checkpointed = {name: self.plan.kept.get(name, {}) for name in modules_of(self.plan)}
+        return _Chosen(checkpointed, offloaded, {name: by_name[name] for name in names})
 
 
 @contextmanager
-def _checkpointed(chosen: tuple[tuple[nn.Module, Kept], ...]) -> Iterator[None]:
-    """Let calls of these modules be checkpointed."""
-    before = [(module, installed_call(module)) for module, _ in chosen]
-    for module, kept in chosen:
-        install_call(module, partial(_run, module, kept))
+def _installed(chosen: _Chosen) -> Iterator[None]:
+    """Let calls of these modules be checkpointed, and send what they save."""
+    before = [(module, installed_call(module)) for module in chosen.modules.values()]
+    waiting = Waiting(chosen.offloaded)
+    for name, module in chosen.modules.items():
+        install_call(module, partial(_run, name, module, chosen, waiting))
     try:
         yield
     finally:
+        waiting.end()
         for module, call in before:
             uninstall_call(module) if call is None else install_call(module, call)
 
 
-def _run(module: nn.Module, kept: Kept, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return call_implementation(module)(*args, **kwargs)
+def _run(name: str, module: nn.Module, chosen: _Chosen, waiting: Waiting, *args: Any, **kwargs: Any) -> Any:
     # What a second run goes through is the module's own call: it is not checkpointed again.
-    run = partial(call_implementation(module), **kwargs) if kwargs else call_implementation(module)
+    call = call_implementation(module)
+    if not torch.is_grad_enabled():
+        return call(*args, **kwargs)
+    kept, sends = chosen.checkpointed.get(name), name in waiting.of
+    if kept is None:
+        with waiting.saving(name):
+            result = call(*args, **kwargs)
+    elif sends:
+        run, tensors = split_arguments(call, args, kwargs)
+        with waiting.given(name, tensors):
+            result = _checkpointed(run, module, kept, *tensors)
+    else:
+        result = _checkpointed(partial(call, **kwargs) if kwargs else call, module, kept, *args)
+    waiting.ended(name)
+    return result
+
+
+def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, *args: Any) -> Any:
     context_fn = partial(contexts, module, kept)
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
 
 
 def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:
