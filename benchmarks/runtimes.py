@@ -28,7 +28,14 @@ from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from planner import runtimes
-from planner.errors import CaptureError, PlanMismatchError, PlannerError, RuntimeUnsupportedError, UsageError
+from planner.errors import (
+    CaptureError,
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    PlannerError,
+    RuntimeUnsupportedError,
+    UsageError,
+)
 from planner.memory import keep_freed_memory
 from planner.planning import NoPlanFitsError, Plan
 from planner.torch_internals import (
@@ -226,6 +233,8 @@ def _row(loaded: ZooModel, runtime: str, budget_bytes: int, limit_seconds: float
         )
         exact = runtime in TO_THE_BIT or measured.exact
         distance = None if exact else _gradient_distance(loaded, plan)
+    except InfeasibleBudgetError as error:  # what Inductor writes is known only when it compiles
+        return {"status": "infeasible", "budget_bytes": budget_bytes, "reason": str(error)}
     except (PlannerError, RuntimeError) as error:
         return {**_failure(error), "status": "error"}  # what was planned must run
     return {
