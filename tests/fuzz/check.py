@@ -109,9 +109,18 @@ class _Trial:
             self.outcome.recomputing += bool(plan.recomputations)
             planned, peak_bytes = self.steps(plan)
             yield from self.of_peak(plan, peak_bytes)
-            for line in compare(unplanned, planned):
+            different = compare(unplanned, planned)
+            if different and not self.repeats_itself():
+                self.outcome.invalid = "without a plan, PyTorch gives other bits from step to step"
+                return
+            for line in different:
                 yield Failure("bits", f"{line} (budget {budget_bytes}, {solver})")
         yield from self.too_small(sum(whole.static_bytes.values()))
+
+    def repeats_itself(self) -> bool:
+        """Whether eager steps give the same bits: some kernels read memory that nothing was written to."""
+        first, *others = (self.steps(None)[0] for _ in range(6))
+        return not any(compare(first, other) for other in others)
 
     def too_small(self, resident_bytes: int) -> Iterator[Failure]:
         try:
