@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from planner.commands import _asked
 from planner.errors import UsageError
 from planner.options import Parser, count, model_options, offload_options, seconds, training_options, whole
-from planner.terminal import Bar, counting, quiet, show, write_json
+from planner.terminal import Bar, Interrupts, counting, quiet, show, write_json
 
 if TYPE_CHECKING:
     from planner.schedule import Schedule
@@ -187,12 +187,23 @@ class _Asking:
             if args.offload
             else None,
         )
-        try:
-            self.tracing.run(progress=self.bar, count=self.bar.count)
-            for start in self.further():
-                start()
-        except KeyboardInterrupt:
-            return True
+
+        def count(done: int, total: int) -> None:
+            interrupts.check()
+            self.bar.count(done, total)
+
+        with Interrupts() as interrupts:
+            try:
+                self.tracing.run(progress=self.bar, count=count)
+                for start in self.further():
+                    start()
+                    interrupts.check()
+            except KeyboardInterrupt:
+                return True
+            except Exception:
+                if not interrupts.arrived:
+                    raise
+                return True
         return False
 
     def further(self) -> Iterator[Callable[[], None]]:
