@@ -6,7 +6,7 @@ import copy
 import inspect
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -165,18 +165,22 @@ def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
     assert any(way.kept for way in ways)
     needs = Needs(problem.graph, problem.costs, ways)
     for chosen in choices(ways, at_most=2):
-        schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
-        timeline = simulate(problem.graph, problem.costs, schedule).timeline_bytes
-        ran: set[int] = set()
-        within: dict[int, int] = {}
-        for index, size in zip(schedule.order, timeline, strict=True):
-            if index not in ran:
-                assert needs.at(index).bytes_with(chosen) == size
-            ran_again = [r for r in chosen if index in ways[r].again]
-            if index in ran and ran_again:
-                within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
-            ran.add(index)
-        assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
+        check_needs(problem, ways, needs, chosen)
+
+
+def check_needs(problem: Problem, ways: Sequence[Region], needs: Needs, chosen: Collection[int]) -> None:
+    """Hold what the programme says of every moment of a choice against the simulator."""
+    schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
+    ran: set[int] = set()
+    within: dict[int, int] = {}
+    for index, size in zip(schedule.order, problem.evaluate(schedule).timeline_bytes, strict=True):
+        if index not in ran:
+            assert needs.at(index).bytes_with(chosen) == size
+        ran_again = [r for r in chosen if index in ways[r].again]
+        if index in ran and ran_again:
+            within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
+        ran.add(index)
+    assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
 
 
 def test_the_choice_is_the_best_of_all() -> None:

@@ -39,7 +39,7 @@ from planner.runtimes._hooks import Waiting
 from planner.selective import keeping
 from planner.surroundings import LossMemory
 from planner.torch_internals import installed_call
-from tests.test_modules import Branching, Convolutions, Stack, choices, rows
+from tests.test_modules import Branching, Convolutions, Stack, check_needs, choices, rows
 from tests.test_selective import Transformer, X, gradients
 
 OPTIONS: Any = {"runtime": "modules", "offload": True, "offload_at_least": 1024, "time_limit_seconds": 1.5}
@@ -175,18 +175,7 @@ def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
     ways = offloading_ways(regions, problem.graph, problem.costs)
     needs = Needs(problem.graph, problem.costs, ways)
     for chosen in [c for c in choices(ways, at_most=2) if any(ways[r].sent for r in c)][:: len(ways)]:
-        schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
-        timeline = problem.evaluate(schedule).timeline_bytes
-        ran: set[int] = set()
-        within: dict[int, int] = {}
-        for index, size in zip(schedule.order, timeline, strict=True):
-            if index not in ran:
-                assert needs.at(index).bytes_with(chosen) == size
-            ran_again = [r for r in chosen if index in ways[r].again]
-            if index in ran and ran_again:
-                within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
-            ran.add(index)
-        assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
+        check_needs(problem, ways, needs, chosen)
 
 
 @pytest.mark.parametrize("rate", [2e5, 2e6])
