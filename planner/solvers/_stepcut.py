@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from planner.problem import Problem
 from planner.schedule import Schedule
@@ -114,6 +115,8 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: Sequence[int] = ()
     Rows between neighbouring cuts are those of Jain et al., "Checkmate: Breaking the Memory Wall
     with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages.
     """
+    for before, cut in pairwise(cuts):
+        assert not cut.again or before.latest == cut.latest, "a cut between two steps follows that of the first"
     builder = _Builder(problem, cuts, spare_bytes or [0] * len(cuts))
     if min(builder.room_bytes) < 0:
         return None

@@ -234,7 +234,9 @@ class _Search:
         if first_runs[operation] == position:
             return self.with_step(cuts, operation)
         step = next(index for place, index in enumerate(order[position:], position) if first_runs[index] == place)
-        around = self.with_step(self.with_step(cuts, step - 1) or cuts, step)
+        # A cut between two steps is about what runs again after the first: that one must be there, too.
+        before = self.with_step(cuts, step - 1)
+        around = self.with_step(before or cuts, step) or before
         if around is not None:
             return around
         if operation not in needed_after(self.problem, step - 1)[0]:
