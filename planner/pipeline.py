@@ -11,7 +11,6 @@ other one and to allow c is a relaxation, which gives the lower bound.
 from __future__ import annotations
 
 import heapq
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -270,11 +269,12 @@ def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
 
 
 class _Search:
-    """The search for what a micro-batch may save, as a share of what it saves without recompute."""
+    """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
 
     def __init__(self, device: _Device, budget_bytes: int, solver: str, effort: Effort) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
+        self.whole_bytes = max(*self.full, 1)
         # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
         seconds = max(effort.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
         self.solver = get(solver)
@@ -288,28 +288,31 @@ class _Search:
         # All that are in flight wait at once before a backward, and must fit.
         in_flight = 1 + max(sum(load.others) for load in self.device.loads)
         is_chain = len(self.device.chunks) == 1
-        highest = self.budget_bytes / in_flight / max(self.full[0], 1) if is_chain else 1.0
-        root = self.relaxed(0.0, highest)
+        highest = self.budget_bytes // in_flight if is_chain else self.whole_bytes
+        root = self.relaxed(0, highest)
         if root is None:
             return None
         # By lower bound, then the widest first: with several chunks all have the bound of the root.
-        intervals = [(sum(root), -highest, 0.0, highest, root)]
+        intervals = [(sum(root), -highest, 0, highest, root)]
         tolerance = _CLOSED * sum(sum(cost.seconds for cost in stage.costs) for stage in self.device.chunks)
-        self.tight(min(highest, 1.0))
+        self.tight(min(highest, self.whole_bytes))
+        ended: list[tuple[float, ...]] = []
         for _ in range(_SPLITS):
+            while intervals and intervals[0][2] == intervals[0][3]:
+                ended.append(heapq.heappop(intervals)[-1])
             if not intervals or time.perf_counter() > self.ends or self.seconds - intervals[0][0] <= tolerance:
                 break
             *_, low, high, bounds = heapq.heappop(intervals)
-            middle = 1.0 if low < 1.0 < high else (low + high) / 2
+            middle = self.whole_bytes if low < self.whole_bytes < high else (low + high) // 2
             self.tight(middle)
-            for a, c in ((low, middle), (middle, high)):
+            for a, c in ((low, middle), (middle + 1, high)):
                 within = self.relaxed(a, c) if is_chain else bounds
                 if within is not None and sum(within) < self.seconds:
                     heapq.heappush(intervals, (sum(within), a - c, a, c, within))
         if self.best is None:
             return None
-        lowest = intervals[0][-1] if intervals else self.best.recompute_seconds
-        return self.best, lowest if sum(lowest) < self.seconds else self.best.recompute_seconds
+        lowest = min([*ended, *(interval[-1] for interval in intervals), self.best.recompute_seconds], key=sum)
+        return self.best, lowest
 
     @property
     def seconds(self) -> float:
@@ -322,9 +325,9 @@ class _Search:
         if fits and sum(held.recompute_seconds) < self.seconds:
             self.best = held
 
-    def tight(self, share: float) -> None:
-        """Find plans that save no more than a share, where others hold that much."""
-        most = [int(share * size) for size in self.full]
+    def tight(self, most_bytes: int) -> None:
+        """Find plans that save no more than so much, where others hold that much."""
+        most = self.of_each(most_bytes)
         schedules = []
         for chunk, stage in enumerate(self.device.chunks):
             problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most), most[chunk])
@@ -334,13 +337,13 @@ class _Search:
                 return
         self.offer(self.device.hold(schedules))
 
-    def relaxed(self, low: float, high: float) -> tuple[float, ...] | None:
-        """Give lower bounds for plans that save between two shares; None if it is proven that there are none.
+    def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
+        """Give lower bounds for plans that save between two sizes; None if it is proven that there are none.
 
         Of several chunks nothing is asked but that each fits beside what surely is there.
         """
-        least = [int(low * size) for size in self.full]
-        most_bytes = math.ceil(high * self.full[0]) if len(self.full) == 1 else None
+        least = self.of_each(low_bytes)
+        most_bytes = high_bytes if len(self.full) == 1 else None
         bounds: list[float] = []
         schedules = []
         for chunk, stage in enumerate(self.device.chunks):
@@ -357,6 +360,10 @@ class _Search:
         if len(schedules) == len(self.full):
             self.offer(self.device.hold(schedules))
         return tuple(bounds)
+
+    def of_each(self, size_bytes: int) -> list[int]:
+        """Give what each chunk may save where the largest may save so much."""
+        return [size_bytes * size // self.whole_bytes for size in self.full]
 
     def solve(self, problem: Problem) -> Solution:
         """Solve, and hold the claim against the simulator."""

@@ -71,12 +71,14 @@ class Stage:
         most_saved_bytes : int, optional
             Bound on what a micro-batch may hold while it waits for its backward.
         """
-        values, costs = list(self.graph.values), list(self.costs)
+        values, costs, bound_bytes = list(self.graph.values), list(self.costs), 0
         for value, size_bytes in zip(self.beside, beside_bytes, strict=True):
             values[value] = replace(values[value], size_bytes=size_bytes)
         if most_saved_bytes is not None:
-            # With this much workspace nothing more than the bound fits into the budget while it waits.
-            costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=max(budget_bytes - most_saved_bytes, 0))
+            bound_bytes = budget_bytes - most_saved_bytes
+        # What is beside it in the forward and in the backward would both count while it waits. Neither has to: each
+        # does right before, or right after. With the rest of the workspace, nothing more than the bound fits.
+        costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=bound_bytes - sum(beside_bytes))
         graph = replace(self.graph, values=tuple(values))
         return Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
 
@@ -224,23 +226,26 @@ class _Cut:
         read = dict.fromkeys(value for index in own for value in self.inputs_of(index))
         foreign = [value for value in read if self.home(value) != self.index]
         early = [value for value in foreign if self.is_forward(value) and (self.home(value) or 0) < self.index]
-        beside_forward = self.hand_over("activations received", Phase.FORWARD, receives=early)
+        beside_forward = self.others(Phase.FORWARD)
+        self.hand_over("activations received", Phase.FORWARD, receives=[*self.received(early), *beside_forward])
         for index in own:
             if index < self.turn:
                 self.add(index)
         sent = [value for value in self.made(own) if self.is_forward(value) and self.read_after(value)]
-        self.hand_over("activations sent", Phase.FORWARD, sends=[*map(self.local.__getitem__, sent), *beside_forward])
-        wait = len(self.operations)
-        self.hand_over("wait", Phase.LOSS)
+        self.hand_over("activations sent", Phase.FORWARD, sends=[self.local[value] for value in sent])
+        # The one ends where the other begins, so that whatever is run again has one of them beside it.
+        wait, beside_backward = len(self.operations), self.others(Phase.LOSS)
+        self.hand_over("wait", Phase.LOSS, receives=beside_backward, sends=beside_forward)
         late = [value for value in foreign if value not in self.local]
-        beside_backward = self.hand_over("gradients received", Phase.LOSS, receives=late)
+        self.hand_over("gradients received", Phase.LOSS, receives=self.received(late))
         for index in own:
             if index >= self.turn:
                 self.add(index)
         back = [value for value in self.made(own) if self.read_before(value)]
         if holds_received:
             back += [value for value in late if not self.is_forward(value)]
-        self.hand_over("gradients sent", Phase.BACKWARD, sends=[*map(self.local.__getitem__, back), *beside_backward])
+        sends = [*(self.local[value] for value in back), *beside_backward]
+        self.hand_over("gradients sent", Phase.BACKWARD, sends=sends)
         graph = replace(self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={})
         return Stage(
             layers=layers,
@@ -248,7 +253,7 @@ class _Cut:
             graph=graph,
             costs=tuple(self.costs),
             wait=wait,
-            beside=(*beside_forward, *beside_backward),  # type: ignore[arg-type]
+            beside=(*beside_forward, *beside_backward),
         )
 
     def home(self, value: int) -> int | None:
@@ -302,31 +307,29 @@ class _Cut:
             self.local[whole] = len(self.values) - 1
         return len(self.values) - 1
 
-    def hand_over(
-        self, name: str, phase: Phase, *, receives: list[int] | None = None, sends: Sequence[int] = ()
-    ) -> tuple[int, ...]:
-        """Add an operation that takes no time; where it receives, others' micro-batches begin to count."""
-        outputs = [
-            self.new(replace(self.whole.values[value], retained=False, kind="activation"), value)
-            for value in receives or ()
-        ]
-        beside: tuple[int, ...] = ()
-        if receives is not None:
-            beside = (
-                self.new(Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT)),
-                self.new(Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient")),
-            )
+    def received(self, values: list[int]) -> list[int]:
+        """Add values of other stages."""
+        return [self.new(replace(self.whole.values[v], retained=False, kind="activation"), v) for v in values]
+
+    def others(self, phase: Phase) -> tuple[int, int]:
+        """Add what stands for others' micro-batches, from that phase on."""
+        return (
+            self.new(Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT)),
+            self.new(Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient")),
+        )
+
+    def hand_over(self, name: str, phase: Phase, *, receives: Sequence[int] = (), sends: Sequence[int] = ()) -> None:
+        """Add an operation that takes no time."""
         self.operations.append(
             Operation(
                 name=name,
                 key=f"|{name}|{phase[0]}0",
                 target=f"{_HANDED_OVER}: {name}",
                 inputs=tuple(sends),
-                outputs=(*outputs, *beside),
+                outputs=tuple(receives),
                 phase=phase,
                 recomputable=False,
                 dtype="",
             )
         )
         self.costs.append(OperationCost(seconds=0.0))
-        return beside
