@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from planner import workspace
 from planner.capture import fake_mode
+from planner.eager_trace import tensors_in
 from planner.errors import PlannerError, UsageError
 from planner.inputs import Inputs
 from planner.region_trace import Recorder, Trace
@@ -58,8 +59,8 @@ def memory_of(
                 own = {n: fake(t) for n, t in state.items()}
                 outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
             outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
-            leaves = [t for t in _tensors(outputs) if t.requires_grad]
-            recorder = Recorder(_tensors((outputs, fakes.args, fakes.kwargs, list(state.values()))), {})
+            leaves = [t for t in tensors_in(outputs) if t.requires_grad]
+            recorder = Recorder(tensors_in((outputs, fakes.args, fakes.kwargs, list(state.values()))), {})
             with recorder:
                 value = loss_fn(outputs)
                 if not isinstance(value, torch.Tensor) or value.dim() != 0:
@@ -95,10 +96,6 @@ def _peak_bytes(trace: Trace, workspace_bytes: Sequence[int]) -> int:
             if storage.last is not None:
                 changes[storage.last + 1] -= storage.size_bytes
     return max(map(sum, zip(accumulate(changes), workspace_bytes, strict=False)), default=0)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from planner.eager_trace import tensors_in
 from planner.operands import storage_bytes
 from planner.torch_internals import OpOverload, is_mutable, storage_id
 
@@ -97,15 +98,15 @@ class Recorder(TorchDispatchMode):
         result = function(*args, **kwargs)
         if self._silent:
             return result
-        made = [t for t in _tensors(result) if storage_id(t) not in self._numbers]
+        made = [t for t in tensors_in(result) if storage_id(t) not in self._numbers]
         if made or (isinstance(function, OpOverload) and is_mutable(function)):
-            reads = [n for t in _tensors((args, kwargs)) if (n := self.number(t)) != RESIDENT]
+            reads = [n for t in tensors_in((args, kwargs)) if (n := self.number(t)) != RESIDENT]
             event = self.event(Kind.OPERATION, self._within[-1] if self._within else "", reads)
             event.node = self._node(function, args, kwargs, result)
             for tensor in made:
                 if storage_id(tensor) not in self._numbers:
                     number = event.makes[len(event.makes)] = self.follow(tensor)
-                    self.trace.storages[number].size_bytes = storage_bytes(function, _tensors((args, kwargs)), tensor)
+                    self.trace.storages[number].size_bytes = storage_bytes(function, tensors_in((args, kwargs)), tensor)
         return result
 
     def event(self, kind: Kind, module: str = "", reads: Sequence[int] = ()) -> Event:
@@ -187,7 +188,3 @@ class Recorder(TorchDispatchMode):
         node = self._nodes.call_function(function, tuple(arguments), keywords)
         node.meta["val"] = pytree.tree_map_only(torch.Tensor, like, result)
         return node
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

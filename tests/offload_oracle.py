@@ -1,4 +1,4 @@
-"""The cheapest of all plans that keep, recompute or offload, for tiny graphs: what the mixed solver is held against."""
+"""What offload is held against: the cheapest of all plans for tiny graphs, and the bytes of a plan counted again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from planner.problem import Problem
+from planner.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -150,3 +151,55 @@ def _following(problem: Problem, offloaded: frozenset[int], state: _State) -> li
             )
             found.append((wait + (0.0 if first else problem.costs[o].seconds), after))
     return found
+
+
+def walk(problem: Problem, schedule: Schedule) -> list[int]:
+    """Allocate and free as the generated code does, and give the most bytes from each run to the next."""
+    graph, order = problem.graph, schedule.order
+    operations, values = graph.operations, graph.values
+    leaves = {o.value: o.leaves for o in schedule.offloads}
+    lossy = {o.value: o.lossy for o in schedule.offloads}
+    returns = {(o.value, p) for o in schedule.offloads for p in o.returns}
+
+    def is_read(u: int, position: int) -> bool:
+        """Whether the copy that is there at the end of a position is read again before another takes its place."""
+        for later in range(position + 1, len(order)):
+            if (u, later) in returns:
+                return False
+            if u in operations[order[later]].inputs:
+                return True
+            if u in operations[order[later]].outputs:
+                return False
+        return False
+
+    held: set[int] = set()
+    ran: set[int] = set()
+    timeline = []
+
+    def states(position: int, done: set[int]) -> int:
+        rest = order[position:]
+        return sum(operations[i].state_bytes for i in done if i in rest and order.count(i) > 1)
+
+    def held_bytes() -> int:
+        return sum(values[u].size_bytes for u in held)
+
+    for position, index in enumerate(order):
+        operation, first = operations[index], index not in ran
+        held -= {u for u in held if leaves.get(u) == position}
+        moments = []
+        for u in sorted(u for u, p in returns if p == position):
+            held.add(u)
+            moments.append(held_bytes() + states(position, ran) + (values[u].size_bytes // 2 if lossy[u] else 0))
+        assert held.issuperset(operation.inputs)
+        held |= set(operation.outputs)
+        twice = sum(values[u].size_bytes for u in operation.outputs if not first and values[u].retained)
+        ran.add(index)
+        moments.append(held_bytes() + twice + states(position, ran) + problem.costs[index].workspace_bytes)
+        held = {u for u in held if values[u].retained or is_read(u, position) or leaves.get(u, 0) > position}
+        sent = [u for u in operation.outputs if u in leaves and first]
+        held -= {u for u in held if leaves.get(u) == position + 1 and u not in sent}
+        for u in sent:
+            if lossy[u]:
+                moments.append(held_bytes() + states(position + 1, ran) + values[u].size_bytes // 2)
+        timeline.append(max(moments))
+    return timeline

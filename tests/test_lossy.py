@@ -27,6 +27,7 @@ from planner.solvers._asif import AsIf
 from planner.solvers._windows import widened
 from planner.verification import ROUNDED, StepResult, compare
 from tests.example_graphs import transformer
+from tests.offload_oracle import walk
 from tests.oracle import random_graph
 from tests.test_offload import Cnn, Mlp, chain, peak_of_rounded_sizes
 
@@ -73,56 +74,6 @@ def test_bytes_are_those_of_a_walk_through_the_step(seed: int, share: float, rat
     before, after = problem.evaluate(tight), problem.evaluate(wide)
     assert after.peak_bytes <= max(before.peak_bytes, problem.budget_bytes)
     assert after.stall_seconds <= before.stall_seconds + 1e-9
-
-
-def walk(problem: Problem, schedule: Schedule) -> list[int]:
-    """Allocate and free as the generated code does, and give the most bytes from each run to the next."""
-    graph, order = problem.graph, schedule.order
-    operations, values = graph.operations, graph.values
-    leaves = {o.value: o.leaves for o in schedule.offloads}
-    lossy = {o.value: o.lossy for o in schedule.offloads}
-    returns = {(o.value, p) for o in schedule.offloads for p in o.returns}
-
-    def is_read(u: int, position: int) -> bool:
-        for later in range(position + 1, len(order)):
-            if (u, later) in returns:
-                return False
-            if u in operations[order[later]].inputs:
-                return True
-            if u in operations[order[later]].outputs:
-                return False
-        return False
-
-    held: set[int] = set()
-    ran: set[int] = set()
-    timeline = []
-
-    def states(position: int, done: set[int]) -> int:
-        rest = order[position:]
-        return sum(operations[i].state_bytes for i in done if i in rest and order.count(i) > 1)
-
-    def held_bytes() -> int:
-        return sum(values[u].size_bytes for u in held)
-
-    for position, index in enumerate(order):
-        operation, first = operations[index], index not in ran
-        held -= {u for u in held if leaves.get(u) == position}
-        moments = []
-        for u in sorted(u for u, p in returns if p == position):
-            held.add(u)
-            moments.append(held_bytes() + states(position, ran) + (values[u].size_bytes // 2 if lossy[u] else 0))
-        held |= set(operation.outputs)
-        twice = sum(values[u].size_bytes for u in operation.outputs if not first and values[u].retained)
-        ran.add(index)
-        moments.append(held_bytes() + twice + states(position, ran) + problem.costs[index].workspace_bytes)
-        held = {u for u in held if values[u].retained or is_read(u, position) or leaves.get(u, 0) > position}
-        sent = [u for u in operation.outputs if u in leaves and first]
-        held -= {u for u in held if leaves.get(u) == position + 1 and u not in sent}
-        for u in sent:
-            if lossy[u]:
-                moments.append(held_bytes() + states(position + 1, ran) + values[u].size_bytes // 2)
-        timeline.append(max(moments))
-    return timeline
 
 
 def test_a_lossy_plan_offloads_for_half_and_says_so_everywhere():

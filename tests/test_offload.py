@@ -41,7 +41,7 @@ from planner.solvers._pulp import Library
 from planner.solvers._windows import widened
 from planner.solvers.mixed import ENOUGH
 from tests.example_graphs import transformer
-from tests.offload_oracle import cheapest_offloading
+from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.test_correctness import CASES, assert_same, one_step, run
 
@@ -143,50 +143,10 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float)
     tight = asked.real_schedule(found.schedule)
     for schedule in (tight, widened(problem, tight)):
         evaluation = problem.evaluate(schedule)
-        assert list(evaluation.timeline_bytes) == recount(problem, schedule)
+        assert list(evaluation.timeline_bytes) == walk(problem, schedule)
         assert 0 <= evaluation.stall_seconds <= evaluation.transfer_seconds + 1e-9
         assert evaluation.peak_bytes <= problem.budget_bytes
     assert problem.evaluate(widened(problem, tight)).stall_seconds <= problem.evaluate(tight).stall_seconds + 1e-9
-
-
-def recount(problem: Problem, schedule: Schedule) -> list[int]:
-    graph, order = problem.graph, schedule.order
-    operations, values = graph.operations, graph.values
-    leaves = {o.value: o.leaves for o in schedule.offloads}
-    returns = {(o.value, p) for o in schedule.offloads for p in o.returns}
-
-    def is_read(u: int, position: int) -> bool:
-        """Whether the copy that is there at the end of a position is read again before another takes its place."""
-        for later in range(position + 1, len(order)):
-            if (u, later) in returns:
-                return False
-            if u in operations[order[later]].inputs:
-                return True
-            if u in operations[order[later]].outputs:
-                return False
-        return False
-
-    held: set[int] = set()
-    ran: set[int] = set()
-    timeline = []
-    for position, index in enumerate(order):
-        held -= {u for u in held if leaves.get(u) == position}
-        held |= {u for u, p in returns if p == position}
-        operation = operations[index]
-        twice = [u for u in operation.outputs if index in ran and values[u].retained]
-        assert held.issuperset(operation.inputs)
-        held |= set(operation.outputs)
-        states = sum(
-            o.state_bytes
-            for i, o in enumerate(operations)
-            if i in (*ran, index) and i in order[position:] and order.count(i) > 1
-        )
-        timeline.append(
-            sum(values[u].size_bytes for u in [*held, *twice]) + states + problem.costs[index].workspace_bytes
-        )
-        ran.add(index)
-        held = {u for u in held if values[u].retained or is_read(u, position) or leaves.get(u, 0) > position}
-    return timeline
 
 
 @pytest.mark.parametrize("seed", range(24))
