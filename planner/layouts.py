@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from planner import operands
 from planner.joint import is_random, mutates, tensors_of
-from planner.torch_internals import FakeTensor, OpOverload, storage_id
+from planner.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
 
 aten = torch.ops.aten
 
@@ -28,6 +28,26 @@ _NORMS = {
     aten.native_batch_norm_backward.default,
 }
 """Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any:
+    """Give a fake view the strides that the kernel gives it.
+
+    Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
+    whether channels come last, and lay out their own results after that.
+    """
+    if function not in _VIEWS or not isinstance(result, FakeTensor) or 1 not in result.shape:
+        return result
+    source = arguments[0]
+    with outside_tracing():
+        strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    with result.fake_mode, torch.no_grad():
+        return result.as_strided(result.shape, strides, result.storage_offset())
 
 
 def correct_layouts(graph: fx.Graph) -> None:
@@ -58,6 +78,11 @@ def correct_layouts(graph: fx.Graph) -> None:
             continue
         elif affected and not traced.keys().isdisjoint(before):
             _view_again(node)
+        elif not affected and node.target in _VIEWS:
+            viewed = as_kernels_view(node.target, _values(node.args), node.meta["val"])
+            if viewed is node.meta["val"]:
+                continue
+            node.meta["val"] = viewed
         else:
             is_other = affected and _record_again(node)
             if affected or _reads_unusual(node):
@@ -109,7 +134,8 @@ def _record_again(node: fx.Node) -> bool:
 
 
 def _result(node: fx.Node) -> Any:
-    return node.target(*_values(node.args), **_values(node.kwargs))  # type: ignore[operator]
+    arguments = _values(node.args)
+    return as_kernels_view(node.target, arguments, node.target(*arguments, **_values(node.kwargs)))  # type: ignore[operator]
 
 
 def _lay_out(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from traceback import walk_stack
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,7 @@ import torch._dynamo
 from torch import fx
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._decomp import decompositions
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import mutation_guard
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
@@ -212,10 +213,11 @@ def has_onednn() -> bool:
     return bool(torch._C._get_mkldnn_enabled()) and bool(torch.backends.mkldnn.is_available())
 
 
-def outside_tracing() -> AbstractContextManager[Any]:
-    """Let what is run have data, although a program is being traced."""
-    modes: AbstractContextManager[Any] = _disable_current_modes()
-    return modes
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Let what is run have data, and its own kernels, although a program is being traced."""
+    with _disable_current_modes(), no_python_dispatcher():
+        yield
 
 
 def is_mutable(operator: OpOverload) -> bool:

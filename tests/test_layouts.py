@@ -9,6 +9,7 @@ from torch import nn
 
 import planner
 from planner.capture import capture
+from planner.eager_record import record
 from planner.inputs import Inputs
 from planner.joint import tensors_of
 
@@ -55,6 +56,25 @@ def test_what_was_traced_as_a_view_and_can_only_be_copied_is_copied(training: bo
     measured = planner.verify(model, x, plan, timed_steps=1)
     assert measured.exact
     assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+
+
+class Pooled(nn.Module):
+    """Pooling of a batch of one that a transposition made: what its strides say is of no element but of the layout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = (2 * x).transpose(1, 2).reshape(1, 64, 8, 16)
+        return F.avg_pool2d(image, 2)
+
+
+def test_a_batch_of_one_is_laid_out_as_kernels_see_it() -> None:
+    model, x = Pooled(), torch.randn(1, 128, 64, requires_grad=True)
+    pooled = [n for n in capture(model, Inputs((x,), {})).graph.nodes if "avg_pool2d.default" in str(n.target)]
+    pooled += [
+        run.node
+        for run in record(model, Inputs((x,), {}), has_loss=True).runs
+        if "avg_pool2d.d" in str(run.node.target)
+    ]
+    assert [tensors_of(node)[0].stride() for node in pooled] == [model(x).stride()] * 2
 
 
 def test_recorded_layouts_are_those_of_kernels() -> None:
