@@ -131,11 +131,8 @@ class _Table:
         operations = self.graph.operations
         self.evaluation = problem.evaluate(schedule)
         self.offloaded = {offload.value for offload in schedule.offloads}
-        self.fetched: dict[int, list[int]] = {}
+        self.fetched = schedule.returning(self.graph)
         """For each position, the values that are fetched right before it."""
-        for offload in schedule.offloads:
-            for position in offload.returns:
-                self.fetched.setdefault(position, []).append(offload.value)
         self.step_of: list[int] = []
         """For each position, the step that is under way."""
         self.runs = [0] * len(operations)

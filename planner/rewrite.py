@@ -127,11 +127,9 @@ class _Emitter:
         self._lossy = {offload.value: offload.lossy for offload in schedule.offloads}
         """Whether an offloaded value is rounded."""
         self._leaving: dict[int, list[int]] = {}
-        self._returning: dict[int, list[int]] = {}
+        self._returning = schedule.returning(lowered.graph)
         for offload in schedule.offloads:
             self._leaving.setdefault(offload.leaves, []).append(offload.value)
-            for position in offload.returns:
-                self._returning.setdefault(position, []).append(offload.value)
         self._views: dict[int, list[fx.Node]] = {}
         self._elements = _elements(lowered)
 

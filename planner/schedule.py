@@ -86,6 +86,27 @@ class Schedule:
             order.append(index)
         return cls(tuple(order))
 
+    def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
+        """Give the values that return at each position, in the order of being fetched: what is read first comes first.
+
+        Notes
+        -----
+        O(offloads), and O(runs) more for each value that returns together with others.
+        """
+        together: dict[int, list[int]] = {}
+        for offload in self.offloads:
+            for position in offload.returns:
+                together.setdefault(position, []).append(offload.value)
+
+        def first_read(value: int, position: int) -> int:
+            reads = (at for at in range(position, len(self.order)) if value in graph.operations[self.order[at]].inputs)
+            return next(reads, len(self.order))
+
+        for position, values in together.items():
+            if len(values) > 1:
+                values.sort(key=lambda value: (first_read(value, position), value))
+        return together
+
     def recomputations(self) -> dict[int, tuple[int, ...]]:
         """Give what is recomputed right before each operation's first run.
 

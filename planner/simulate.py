@@ -144,7 +144,6 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
 def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Give the values that leave, and those that return, by position."""
     leaving: dict[int, list[int]] = {}
-    returning: dict[int, list[int]] = {}
     moved: set[int] = set()
     for offload in schedule.offloads:
         name = graph.values[offload.value].name
@@ -157,9 +156,7 @@ def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int
             raise ScheduleError(f"{name} returns after the end of the step")
         moved.add(offload.value)
         leaving.setdefault(offload.leaves, []).append(offload.value)
-        for position in offload.returns:
-            returning.setdefault(position, []).append(offload.value)
-    return leaving, returning
+    return leaving, schedule.returning(graph)
 
 
 def simulate(

@@ -3,7 +3,8 @@
 Three things go on at once, each one after the other in itself: computing, sending, fetching. Sending
 a value begins when the run that first makes it has ended and all sent before it is through. Where it
 leaves, computing waits until it is sent. Where it returns, fetching it begins as soon as computing
-has come there and all fetched before it is through; the first run that reads it waits for that.
+has come there and all fetched before it is through, of what returns together first what is read first;
+the first run that reads it waits for that.
 """
 
 from __future__ import annotations
@@ -58,11 +59,9 @@ def transfer_times(
     operations, values = graph.operations, graph.values
     seconds = {offload.value: host.seconds(offload.host_bytes(values[offload.value])) for offload in schedule.offloads}
     leaving: dict[int, list[int]] = {}
-    returning: dict[int, list[int]] = {}
     for offload in schedule.offloads:
         leaving.setdefault(offload.leaves, []).append(offload.value)
-        for position in offload.returns:
-            returning.setdefault(position, []).append(offload.value)
+    returning = schedule.returning(graph)
 
     now = sending_until = fetching_until = stall_seconds = transfer_seconds = 0.0
     starts: list[float] = []

@@ -77,7 +77,7 @@ def test_one_more_gib_never_costs_more() -> None:
     assert 0 < plan.details.one_more_gib.overhead < plan.overhead
     free = make_plan(graph, costs, budget="100%")
     assert free.details is not None and free.details.one_more_gib is None
-    host = Host(bytes_per_second=1e11, budget_bytes=2**40)
+    host = Host(bytes_per_second=3e10, budget_bytes=2**40)
     both = make_plan(graph, costs, budget=plan.budget_bytes, host=host, deterministic=True, time_limit_seconds=2.0)
     assert both.details is not None and both.details.one_more_gib is not None
     assert 0 <= both.details.one_more_gib.overhead < both.overhead

@@ -99,8 +99,8 @@ class _Module:
         return tensor
 
     def fetch(self) -> None:
-        """Begin to fetch everything, unless the backward has come here already."""
-        for sent in () if self._begun else self._fetchable:
+        """Begin to fetch everything, unless the backward has come here already: it reads last what was saved first."""
+        for sent in () if self._begun else reversed(self._fetchable):
             sent.fetch()
 
     def let_go(self) -> None:
