@@ -149,7 +149,7 @@ def _lay_out(node: fx.Node) -> bool:
     if node.target in _NORMS:
         if outputs[0].device.type != "cpu":
             return False
-    elif len(outputs) != 1 or not all(_goes_with(tensor, outputs[0]) for tensor in read):
+    elif len({output.shape for output in outputs}) != 1 or not all(_goes_with(tensor, outputs[0]) for tensor in read):
         return False
     try:
         with operands.running_alone(torch.device("cpu")):

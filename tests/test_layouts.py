@@ -85,6 +85,20 @@ def test_recorded_layouts_are_those_of_kernels() -> None:
     assert tensors_of(node)[0].stride() == node.target(*arguments).stride()
 
 
+class TwoResults(nn.Module):
+    """``logsigmoid`` keeps what its backward needs as a second result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.logsigmoid((2 * x).transpose(1, 2))
+
+
+def test_all_of_several_results_are_laid_out_as_the_kernel_does() -> None:
+    joint = capture(TwoResults(), Inputs((torch.randn(4, 64, 64, requires_grad=True),), {}))
+    (node,) = (n for n in joint.graph.nodes if "log_sigmoid_forward" in str(n.target))
+    expected = [tensor.stride() for tensor in node.target(*map(_real, node.args))]
+    assert [tensor.stride() for tensor in tensors_of(node)] == expected == [(4096, 64, 1)] * 2
+
+
 def _real(argument: object) -> object:
     if not isinstance(argument, torch.fx.Node):
         return argument
