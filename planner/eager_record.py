@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture import fake_mode, is_fake
 from planner.eager_trace import Recorder, Trace, tensors_in
+from planner.engine_sums import EngineSums
 from planner.errors import CaptureError, PlannerError
 from planner.failures import raised_at
 from planner.hugging_face import as_with_data, masking_of
@@ -86,7 +87,9 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
     )
     known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
     mode = known[0].fake_mode if known else fake_mode()
-    recorder = Recorder(mode)
+    device = next((t.device for t in [*state.values(), *inputs.tensors()]), torch.device("cpu"))
+    with nullcontext() if real else mode:
+        recorder = Recorder(mode, EngineSums(device))
     masking = masking_of(model, inputs)
     with _put_back(model), _followed(model, recorder):
         if real:
@@ -149,6 +152,7 @@ class _OutsideLoss(torch.autograd.Function):
 
 def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
+    recorder.sums.watch(tensors)
     if not tensors:
         raise CaptureError("nothing of the model needs a backward: no output requires gradients")
     if all(t.dim() for t in tensors):

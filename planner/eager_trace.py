@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.flops import count_flops, moved_bytes
+from planner.engine_sums import EngineSums
 from planner.errors import UsageError
 from planner.layouts import as_kernels_view
 from planner.memory import measure_peak
@@ -164,9 +165,9 @@ class _Saved:
 class Recorder(TorchDispatchMode):
     """Notes what runs, what is saved, and when storages die; ``fakes`` is the mode in which calls are described."""
 
-    def __init__(self, fakes: Any) -> None:
+    def __init__(self, fakes: Any, sums: EngineSums) -> None:
         super().__init__()
-        self.fakes = fakes
+        self.fakes, self.sums = fakes, sums
         self.graph = fx.Graph()
         self.runs: list[Run] = []
         self.storages: list[Storage] = []
@@ -189,6 +190,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._copying:
             return function(*args, **kwargs)
+        if self.sums.is_in_place(function, args):
+            function = torch.ops.aten.add_.Tensor
         given = tensors_in((args, kwargs))
         watched = is_opaque(function) and not isinstance(given[0], FakeTensor) and not profiler_is_running()
         if watched:

@@ -9,7 +9,7 @@ its place in the host's memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import fx
 from planner import host_copies, timings
 from planner.joint import is_batch_norm, is_random, is_tangent
 from planner.lowering import LoweredGraph
+from planner.needless_reruns import needless_reruns
 from planner.schedule import Schedule
 from planner.torch_internals import OpOverload, SavedForBackwardsAOTOutput, run_and_save_rng_state, run_with_rng_state
 
@@ -53,15 +54,16 @@ def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx
     forward_outputs, backward_outputs = lowered.joint.outputs
     forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
     replayed = _replayed(lowered, schedule)
+    skipped = needless_reruns(lowered, schedule)
 
     forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
     forward.take(node for node in placeholders if not is_tangent(node))
-    forward.run(range(boundary))
+    forward.run(range(boundary), skipped)
     forward.move(boundary)
 
     backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
     backward.take(tangents)
-    backward.run(range(boundary + 1, len(schedule.order)))
+    backward.run(range(boundary + 1, len(schedule.order)), skipped)
     backward_results = backward.resolve_gradients(backward_outputs)
 
     saved = [node for node in backward.taken if not is_tangent(node)]
@@ -137,9 +139,11 @@ class _Emitter:
         for node in nodes:
             self._take(node)
 
-    def run(self, positions: Iterable[int]) -> None:
+    def run(self, positions: Iterable[int], skipped: Container[int]) -> None:
         for position in positions:
             self.move(position)
+            if position in skipped:
+                continue
             index = self.order[position]
             made = self.lowered.graph.operations[index].outputs
             sent = [value for value in made if value in self._lossy and index not in self.already_run]

@@ -37,6 +37,8 @@ TOUCHES_TORCH = {
     "planner.eager_sends",
     "planner.eager_session",
     "planner.eager_trace",
+    "planner.engine_internals",
+    "planner.engine_sums",
     "planner.failures",
     "planner.going_together",
     "planner.gradient_sums",
@@ -52,6 +54,7 @@ TOUCHES_TORCH = {
     "planner.masks",
     "planner.memory",
     "planner.min_cut",
+    "planner.needless_reruns",
     "planner.operands",
     "planner.optimizers",
     "planner.pipelining",
@@ -85,7 +88,7 @@ TOUCHES_TORCH = {
 }
 """With the runtimes, all that may import torch. Every other module, a new one too, is of the core that runs without."""
 
-PRIVATE_TORCH = {"planner.torch_internals", "planner.inductor_internals"}
+PRIVATE_TORCH = {"planner.engine_internals", "planner.inductor_internals", "planner.torch_internals"}
 """All that may touch what torch keeps to itself."""
 
 ONLY_IN = {
