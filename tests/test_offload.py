@@ -149,7 +149,7 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float)
     assert problem.evaluate(widened(problem, tight)).stall_seconds <= problem.evaluate(tight).stall_seconds + 1e-9
 
 
-@pytest.mark.parametrize("seed", [*range(24), 158])  # 158: what returns together comes in the order of being read
+@pytest.mark.parametrize("seed", [*range(24), 60, 158])  # 60: two at once; 158: fetched in order of reading
 def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
     share, rate = (0.85, 0.7, 0.6, 0.5)[seed % 4], (0.25, 0.5, 1.0, 2.0)[seed // 4 % 4]
     problem = posed(share, replace(LINK, bytes_per_second=rate, budget_bytes=6 if seed % 3 == 0 else 1000), seed)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 
 from planner import solvers
 from planner.effort import Clock, Effort
@@ -211,12 +212,13 @@ class _Mix:
             self.attempt(self.best, spare_bytes=spare_bytes, price=price)
 
     def flip(self) -> bool:
-        """Offload one value more or less, each in turn, and say whether any of it helped."""
+        """Offload one value more or less, each in turn, in a small graph also two at once; say whether any helped."""
         helped = False
-        for u in self.movable:
-            if self.is_over():
-                return False
-            helped = self.attempt(self.best ^ {u}) or helped
+        for count in (1, 2) if self.is_small else (1,):
+            for values in combinations(self.movable, count):
+                if self.is_over():
+                    return False
+                helped = self.attempt(self.best.symmetric_difference(values)) or helped
         return helped
 
 
