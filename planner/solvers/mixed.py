@@ -102,7 +102,7 @@ class _Mix:
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
         if proven_lowest(problem) > problem.budget_bytes:
-            raise self.standing.infeasible(proven=True)
+            raise self.infeasible()
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
@@ -134,12 +134,17 @@ class _Mix:
         """
         cut = build(self.problem, step)
         if cut is None:
-            raise self.standing.infeasible(proven=True)
+            raise self.infeasible()
         answer = self.solved(cut)
         if answer.infeasible:
             raise _infeasible(self.standing, self.host, proven=True)
         self.standing.prove(answer.bound * cut.scale)
         return answer.bound * cut.scale, _away(cut, answer)
+
+    def infeasible(self) -> InfeasibleBudgetError:
+        """Give the error that says that no plan keeps the budget, with the lowest peak that quick methods find."""
+        self.offer(lowest_offloading(self.problem, first_within(self.problem, self.movable)))
+        return self.standing.infeasible(proven=True)
 
     def solved(self, cut: OffloadCut) -> Answer:
         """Solve the programme of a cut; without a library nothing is known of it."""
