@@ -168,6 +168,18 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
             assert Library(print).minimise(cut.model, relax=relax).bound * cut.scale <= best + 1e-6
 
 
+def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
+    graph, costs = transformer(3)
+    graph = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, budget_bytes=2**40))
+    whole_bytes = problem.baseline.peak_bytes
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solvers.solve(replace(problem, budget_bytes=whole_bytes // 5), time_limit_seconds=3)
+    known_bytes = caught.value.minimum_feasible_peak_bytes - graph.total_static_bytes
+    assert caught.value.is_proven and known_bytes < whole_bytes
+    assert solvers.solve(replace(problem, budget_bytes=known_bytes), time_limit_seconds=3).peak_bytes <= known_bytes
+
+
 def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
     graph, costs = transformer(3)
     baseline = Problem(graph=graph, costs=costs, budget_bytes=0).baseline

@@ -102,7 +102,7 @@ class _Mix:
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
         if proven_lowest(problem) > problem.budget_bytes:
-            raise self.infeasible()
+            raise _infeasible(self.standing, self.host, proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
@@ -134,17 +134,12 @@ class _Mix:
         """
         cut = build(self.problem, step)
         if cut is None:
-            raise self.infeasible()
+            raise _infeasible(self.standing, self.host, proven=True)
         answer = self.solved(cut)
         if answer.infeasible:
             raise _infeasible(self.standing, self.host, proven=True)
         self.standing.prove(answer.bound * cut.scale)
         return answer.bound * cut.scale, _away(cut, answer)
-
-    def infeasible(self) -> InfeasibleBudgetError:
-        """Give the error that says that no plan keeps the budget, with the lowest peak that quick methods find."""
-        self.offer(lowest_offloading(self.problem, first_within(self.problem, self.movable)))
-        return self.standing.infeasible(proven=True)
 
     def solved(self, cut: OffloadCut) -> Answer:
         """Solve the programme of a cut; without a library nothing is known of it."""
@@ -283,6 +278,7 @@ def _infeasible(standing: Standing, host: Host, *, proven: bool = False) -> Infe
             high = count - 1
         else:
             low = count + 1
+    standing.offer(lowest_offloading(problem, first_within(problem, values)), MixedSolver.name)
     error = standing.infeasible(proven=proven)
     if smallest is None or smallest <= host.budget_bytes:
         return error
