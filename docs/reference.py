@@ -20,6 +20,7 @@ MODULES = (
     "planner.plan_details",
     "planner.pipeline_types",
     "planner.study_types",
+    "planner.eager_study",
     "planner.trade_off.types",
     "planner.audit_types",
     "planner.export_types",

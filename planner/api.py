@@ -16,6 +16,7 @@ from planner.errors import UsageError
 from planner.going_together import check_can_run, check_one_budget, offloading_runtime, sliced_graph, whole_graph
 from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
+from planner.parallel import has_several_ranks
 from planner.planning import Plan, Size, Verification
 from planner.problem import Progress
 from planner.session import Options, cost, lower_step
@@ -154,7 +155,7 @@ def plan(
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
     if chunk != 1:
-        runtime = sliced_graph(runtime, tensor_parallel)
+        runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
@@ -327,7 +328,7 @@ def auto_wrap(
         check_can_run(plan)
     chunk = check_chunk(chunk)
     if chunk != 1:
-        runtime = sliced_graph(runtime)
+        runtime = sliced_graph(runtime, several_devices=has_several_ranks())
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if plan is not None and budget is None and activation_budget is None:
         budget = plan.budget_bytes

@@ -9,7 +9,7 @@ from torch import nn
 from planner import solvers
 from planner.effort import Effort
 from planner.errors import UsageError
-from planner.going_together import offloading_runtime
+from planner.going_together import check_solver, offloading_runtime
 from planner.host import LEAST_BYTES
 from planner.planning import Size
 from planner.problem import Progress
@@ -27,6 +27,7 @@ def what_if(
     budget: Size | None = None,
     points: int = 20,
     budgets: str | None = None,
+    runtime: str = "graph",
     solver: str = "auto",
     offload: bool = False,
     host_budget: Size | None = None,
@@ -50,6 +51,9 @@ def what_if(
         How many budgets, at equal distances.
     budgets : str, optional
         Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"``.
+    runtime : str
+        ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step, which have a solver of
+        their own.
     solver, offload, host_budget, offload_at_least, offload_lossy, deterministic, seed
         See :func:`planner.plan`; with offload the curve is of plans that offload too.
     time_limit_seconds : float
@@ -86,9 +90,10 @@ def what_if(
     if budgets is not None:
         check_budgets(budgets)
     solvers.get(solver)
-    offloading_runtime("graph", offload=offload, lossy=offload_lossy)
+    check_solver(runtime, solver)
+    offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
     effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
-    step = study(model, example_inputs, progress=progress, **options)
+    step = study(model, example_inputs, runtime=runtime, progress=progress, **options)
     host = step.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None
     tracing = Tracing(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=effort, host=host)
     tracing.run(progress=progress)

@@ -10,6 +10,7 @@ from typing import Any
 
 from planner import strategies
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
+from planner.host import LEAST_BYTES
 from planner.plan_parts import SCHEMA
 from planner.plan_types import NoPlanFitsError, Plan
 from planner.planning import Size, plan_from_solution
@@ -153,6 +154,9 @@ def audit_study(
         "progress": progress,
     }
     known = read_current(current)
+    if isinstance(known, Plan) and known.offloading is not None:
+        search["offload_at_least"] = least_bytes = known.offloading.least_bytes or LEAST_BYTES
+        study = study.for_host(study.host(at_least=least_bytes))
     schedule, notes = _schedule(study, known)
     setup = _SetUp(study, known if isinstance(known, str) else _name_of_plan(current), schedule)
     best = setup.cheapest(setup.peak_bytes, search)
@@ -234,7 +238,7 @@ def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, .
     if current == _NONE:
         return Schedule.keep_all(study.graph), ()
     try:
-        return strategies.schedule(current, study.graph, study.costs, study.unlimited_host()), ()
+        return study.strategy(current), ()
     except UsageError as error:
         raise UsageError(f"{error}, so nothing is {current!r} of it") from error
 
@@ -257,7 +261,8 @@ def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ..
         raise PlanMismatchError(f"the plan's decisions cannot be carried out on this step: {error}") from error
     notes = []
     if plan.runtime != study.origin.runtime:
-        notes.append(f"The plan is for the runtime {plan.runtime!r}; its decisions are simulated on the whole graph.")
+        here = "the eager step" if study.origin.runtime == "modules" else "the whole graph"
+        notes.append(f"The plan is for the runtime {plan.runtime!r}; its decisions are simulated on {here}.")
     if theirs.get("graph") != ours.get("graph"):
         notes.append("The plan is for other sizes, or another version of torch; its decisions are simulated here.")
     return schedule, tuple(notes)

@@ -11,6 +11,7 @@ from torch import nn
 from cost_models.measured import Profile
 from planner.audit_types import Audit, audit_study, read_current
 from planner.errors import UsageError
+from planner.going_together import check_solver
 from planner.inputs import check_model, check_own_checkpointing
 from planner.plan_types import Plan
 from planner.planning import Size
@@ -27,6 +28,7 @@ def audit(
     budget: Size | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
+    runtime: str = "auto",
     solver: str = "auto",
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
@@ -49,6 +51,9 @@ def audit(
         the forward, about as many as the square root of the places to cut), or a plan, or the file of one.
     budget : int, float or str, optional
         What the device may hold: then the best plan within it is looked for too.
+    runtime : str
+        ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step; ``"auto"`` is what a plan
+        that is given is for, if it is one of these, else ``"graph"``.
     time_limit_seconds : float
         For each of the two searches.
     example_inputs, example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile, name, progress
@@ -75,7 +80,10 @@ def audit(
     >>> found.now.overhead, found.fits, found.within_budget.status
     (0.0, False, 'optimal')
     """
-    read_current(current)  # refused before minutes of capture
+    known = read_current(current)  # refused before minutes of capture
+    if runtime == "auto":
+        runtime = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
+    check_solver(runtime, solver)
     check_model(model)
     try:
         check_own_checkpointing(model)
@@ -92,6 +100,7 @@ def audit(
         device=device,
         cost_model=cost_model,
         profile=profile,
+        runtime=runtime,
         name=name,
         progress=progress,
         **training,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from planner.errors import RuntimeUnsupportedError, UsageError
-from planner.parallel import has_several_ranks
 from planner.plan_types import Plan
 from planner.planning import Size
 from planner.surroundings import TENSOR_PARALLEL
@@ -42,9 +41,18 @@ def _only_these_offload() -> str:
     return f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
 
 
-def sliced_graph(runtime: str, tensor_parallel: int = 1) -> str:
+def check_solver(runtime: str, *names: str) -> None:
+    """Refuse solvers of whole graphs where modules are chosen."""
+    if runtime == "modules" and (others := [name for name in names if name != "auto"]):
+        raise UsageError(
+            f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
+            "programme of its own: leave it out, or ask about the runtime 'graph'"
+        )
+
+
+def sliced_graph(runtime: str, *, several_devices: bool) -> str:
     """Give the runtime that a step in slices is planned for."""
-    if tensor_parallel > 1 or has_several_ranks():
+    if several_devices:
         raise UsageError("a step in slices is planned for one device: leave out chunk")
     return whole_graph(runtime, "a step in slices is planned on the whole graph")
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cost_models.devices import DeviceSpec
-from planner.checkpoints import Region
+from planner import solvers, strategies
 from planner.effort import Effort
 from planner.errors import UsageError
+from planner.floor import lowest_schedule
 from planner.graph import OperationCost, TrainingGraph
 from planner.host import LEAST_BYTES, Host, host_of
 from planner.plan_parts import PlanOrigin
 from planner.plan_types import Plan
 from planner.planning import Size, make_plan, make_problem
 from planner.problem import Problem, Progress
-from planner.selective import cheapest, with_kept
+from planner.schedule import Schedule
+from planner.solvers._standing import Standing
+from planner.solvers.auto import AutoSolver
+from planner.solvers.mixed import first_within, lowest_offloading, ranked
 from planner.surroundings import Surroundings
 
 
@@ -103,51 +106,47 @@ class Study:
             progress=progress,
         )
 
+    # What a trade-off asks.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagerStudy(Study):
-    """A recorded eager step; :func:`planner.study` makes it for the runtime ``"modules"``.
+    def for_host(self, host: Host | None) -> Study:
+        """Give the step as it is where values may wait in a host's memory, or may not."""
+        return self
 
-    Parameters
-    ----------
-    regions : tuple of Region
-        The modules that ``torch.utils.checkpoint`` could run again.
-    """
+    def improve(self, standing: Standing, *, solver: str, effort: Effort, progress: Progress | None = None) -> None:
+        """Better a standing of this step.
 
-    regions: tuple[Region, ...]
+        Raises
+        ------
+        InfeasibleBudgetError
+            If there is no plan, or none was found.
+        """
+        if solver == AutoSolver.name:
+            AutoSolver().improve(standing, effort=effort, progress=progress)
+            return
+        solution = solvers.solve(
+            standing.problem,
+            solver,
+            time_limit_seconds=effort.time_limit_seconds,
+            deterministic=effort.deterministic,
+            seed=effort.seed,
+            progress=progress,
+        )
+        standing.offer(solution.schedule, solution.solver)
+        standing.prove(solution.lower_bound_seconds)
 
-    def plan(
-        self,
-        *,
-        budget: Size | None = None,
-        activation_budget: Size | None = None,
-        time_limit_seconds: float = 10.0,
-        deterministic: bool = False,
-        offload: bool = False,
-        progress: Progress | None = None,
-        **_: Any,
-    ) -> Plan:
-        """Plan which modules are checkpointed, by an integer programme; there is no choice of solvers, and no offload.
+    def lowest(self, problem: Problem, *, effort: Effort) -> Schedule:
+        """Give the plan of the lowest peak that quick methods find, down to the problem's budget."""
+        schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
+        if problem.host is not None:
+            schedules.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
+        return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
+
+    def strategy(self, name: str) -> Schedule:
+        """Give what an established system does with the step.
 
         Raises
         ------
         UsageError
-            If values are to be offloaded.
+            If the step lacks what the strategy is about, or there is none of that name.
         """
-        if offload:
-            raise UsageError(
-                "a study of a step for the runtime 'modules' does not offload: make the plan with planner.plan(..., "
-                "runtime='modules', offload=True), or study the step for runtime 'graph'"
-            )
-        clock = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic).clock()
-        made = make_plan(
-            self.graph,
-            self.costs,
-            budget=budget,
-            activation_budget=activation_budget,
-            origin=self.origin,
-            surroundings=self.surroundings,
-            compare=False,
-            propose=lambda problem: cheapest(problem, self.regions, clock, progress),
-        )
-        return with_kept(made, self.graph, self.regions)
+        return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())

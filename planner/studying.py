@@ -14,6 +14,7 @@ from planner.eager_session import study_eager
 from planner.errors import UsageError
 from planner.going_together import sliced_graph
 from planner.inputs import Inputs, check_device, check_model, check_own_checkpointing, check_plannable
+from planner.parallel import has_several_ranks
 from planner.problem import Progress
 from planner.session import Options, attention_for, lower_as_run, study_lowered
 from planner.slices import AUTO, OFF, Chunk, check_chunk
@@ -80,7 +81,7 @@ def study(
     if slices == AUTO:
         raise UsageError("a step is studied in one number of slices: give it, or use planner.plan with chunk='auto'")
     if slices != 1:
-        sliced_graph(runtime, training.get("tensor_parallel", 1))
+        sliced_graph(runtime, several_devices=training.get("tensor_parallel", 1) > 1 or has_several_ranks())
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options(
         device=device,

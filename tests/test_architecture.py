@@ -40,7 +40,6 @@ TOUCHES_TORCH = {
     "planner.engine_internals",
     "planner.engine_sums",
     "planner.failures",
-    "planner.going_together",
     "planner.gradient_sums",
     "planner.host_copies",
     "planner.hugging_face",

@@ -28,6 +28,7 @@ import planner
 from planner import exporters
 from planner.baselines import checkpointed_blocks
 from planner.checkpoints import modules_of
+from planner.eager_study import EagerStudy
 from planner.errors import PlanMismatchError, UsageError
 from planner.export_types import Export, Label
 from planner.graph import OperationCost, Phase, TrainingGraph
@@ -36,7 +37,7 @@ from planner.memory import measure_peak
 from planner.module_regions import module_region
 from planner.plan_parts import PlanOrigin
 from planner.simulate import simulate
-from planner.study_types import EagerStudy, Study
+from planner.study_types import Study
 from planner.surroundings import Surroundings
 from planner.verification import run_backward
 from planner.zoo_modules import MiniGPT

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import nn
 
 import planner
-from planner import eager_session, host_copies
+from planner import eager_study, host_copies
 from planner.checkpoint_needs import Needs
 from planner.checkpoints import modules_of, schedule_of
 from planner.eager_graph import lower_eager
@@ -37,8 +37,11 @@ from planner.problem import Problem, Solution
 from planner.report import render
 from planner.runtimes._hooks import Waiting
 from planner.selective import keeping
+from planner.simulate import simulate
 from planner.surroundings import LossMemory
 from planner.torch_internals import installed_call
+from planner.trade_off.curve import Tracing
+from planner.trade_off.ways import WaySearch
 from tests.test_modules import Branching, Convolutions, Stack, check_needs, choices, rows
 from tests.test_selective import Transformer, X, gradients
 
@@ -101,7 +104,7 @@ def take(monkeypatch: pytest.MonkeyPatch, ways: dict[str, int], *, shift: int = 
         )
         return Found(solution, tuple(taken))
 
-    monkeypatch.setattr(eager_session, "cheapest_with_offload", choose)
+    monkeypatch.setattr(eager_study, "cheapest_with_offload", choose)
 
 
 class Given(nn.Module):
@@ -259,9 +262,68 @@ def test_a_plan_is_carried_over_and_refused_elsewhere() -> None:
     assert ways_in(plan, ()) is None
 
 
-def test_studies_refuse() -> None:
-    with pytest.raises(UsageError, match="runtime='modules', offload=True"):
-        planner.study(Stack(), rows(), runtime="modules").plan(budget="60%", offload=True)
+def test_a_study_offloads_as_a_plan_does() -> None:
+    step = planner.study(Stack(), rows(), runtime="modules")
+    told = {**OPTIONS, "deterministic": True, "compare": False}
+    plan = planner.plan(Stack(), rows(), activation_budget="45%", **told)
+    del told["runtime"]
+    asked = step.plan(activation_budget="45%", **told)
+    for found in (plan, asked):
+        assert found.offloading is not None and found.offloading.modules
+    assert replace(asked, capture_seconds=plan.capture_seconds, solve_seconds=plan.solve_seconds) == plan
+    assert step.plan(activation_budget="70%").offloading is None, "what was asked before leaves nothing behind"
+    with pytest.raises(UsageError, match="only the runtime 'graph' rounds"):
+        step.plan(budget="60%", offload=True, offload_lossy=True)
+
+
+def test_a_curve_of_choices_of_modules() -> None:
+    """Every point is a choice of modules, which arbitrary schedules of the eager step are not."""
+    told: Any = {"runtime": "modules", "points": 4, "time_limit_seconds": 4.0}
+    alone = planner.what_if(Stack(), rows(), **told)
+    step = planner.study(Stack(), rows(), runtime="modules")
+    for point in alone.points[:-1]:
+        assert point.overhead is not None
+        plan = step.plan(budget=point.budget_bytes, time_limit_seconds=2.0)
+        assert plan.overhead == pytest.approx(point.overhead) and plan.peak_bytes == point.predicted_peak_bytes
+        assert modules_of(plan)
+    assert alone.points[-1].overhead == 0 and alone.points[0].budget_bytes == alone.minimum_feasible_peak_bytes
+    both = planner.what_if(Stack(), rows(), offload=True, offload_at_least=1024, **told)
+    assert both.minimum_feasible_peak_bytes <= alone.minimum_feasible_peak_bytes
+    assert any(point.host_bytes for point in both.points)
+    with pytest.raises(UsageError, match="'ilp' decides on a whole graph"):
+        planner.what_if(Stack(), rows(), solver="ilp", **told)
+
+
+def test_other_ways_beside_such_a_curve() -> None:
+    step = planner.study(Stack(), rows(), runtime="modules")
+    effort = Effort(time_limit_seconds=2.0)
+    tracing = Tracing(step, points=2, effort=effort, host=step.host("1GiB", 1024))
+    tracing.run()
+    ways = WaySearch(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
+    ways.run()
+    every, second, chunked, alone = ways.ways
+    layers = [region for region in step.regions if region.module.count(".") == 1]
+    found = simulate(step.graph, step.costs, schedule_of(step.graph, layers))
+    assert every.points[0].predicted_peak_bytes == found.peak_bytes + step.graph.total_static_bytes
+    assert 0 < second.points[0].overhead < every.points[0].overhead
+    assert not chunked.points and "no choice of modules" in chunked.reason
+    assert len(alone.points) == 2 and not any(point.host_bytes for point in alone.points)
+    for name in ("ilp", "pytorch"):
+        with pytest.raises(UsageError, match="decides on a whole graph"):
+            WaySearch([name], tracing, effort=effort)
+
+
+def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:
+    plan = plan_for(Stack(), rows(), "45%")
+    assert plan.offloading is not None
+    found = planner.audit(Stack(), rows(), current=plan, budget="90%", time_limit_seconds=2.0)
+    assert (found.now.peak_bytes, found.now.added_seconds) == (plan.peak_bytes, pytest.approx(plan.added_seconds))
+    assert found.now.offloading is not None and found.now.offloading.host_bytes == plan.offloading.host_bytes
+    assert not found.notes and found.fits
+    for best in (found.best, found.within_budget):
+        assert best is not None and best.runtime == "modules" and best.added_seconds <= plan.added_seconds
+    layers = planner.audit(Stack(), rows(), current="every-layer", runtime="modules", time_limit_seconds=2.0)
+    assert layers.now.recompute_seconds > 0 and modules_of(layers.best)
 
 
 def test_nothing_changes_without_offload() -> None:

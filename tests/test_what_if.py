@@ -132,10 +132,10 @@ def test_counting_work_gives_the_same_curve_every_time(toy: Tracing) -> None:
 def test_a_wrong_proof_is_not_hidden(toy: Tracing, monkeypatch: pytest.MonkeyPatch) -> None:
     tracing = Tracing(toy.study, points=2, effort=QUICK)
 
-    def wrong(standing: Standing, *_: Any) -> None:
+    def wrong(self: Study, standing: Standing, **_: Any) -> None:
         raise standing.infeasible(proven=True)
 
-    monkeypatch.setattr(tracing, "_better", wrong)
+    monkeypatch.setattr(Study, "improve", wrong)
     with pytest.raises(ClaimMismatchError, match="no plan keeps"):
         tracing.run()
 
@@ -181,7 +181,7 @@ def test_neighbours_give_a_plan_and_a_bound(toy: Tracing, monkeypatch: pytest.Mo
     low, middle, high = tracing.budgets
     tracing._solve(low, 0.2, None)
     tracing._solve(high, 0.2, None)
-    monkeypatch.setattr(tracing, "_better", lambda *_: None)
+    monkeypatch.setattr(Study, "improve", lambda *_, **__: None)
     tracing._solve(middle, 0.2, None)
     curve = tracing.curve()
     assert curve.points[1].overhead == curve.points[0].overhead

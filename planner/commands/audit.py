@@ -22,7 +22,6 @@ class _Audit:
         return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(runtime="graph")  # what is set beside each other is of whole graphs
         group = parser.add_argument_group("audit")
         group.add_argument(
             "--current",
@@ -35,6 +34,12 @@ class _Audit:
         group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
         group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
         group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        group.add_argument(
+            "--runtime",
+            choices=("auto", "graph", "modules"),
+            default="auto",
+            help="choices of modules in place of whole graphs; auto is a plan's own",
+        )
         group.add_argument("--solver", metavar="NAME", default="auto")
         group.add_argument(
             "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for each search (default 10)"
@@ -64,6 +69,7 @@ class _Audit:
                 loaded.example_args,
                 current=args.current,
                 budget=args.budget,
+                runtime=args.runtime,
                 **_asked.how(args, loaded, progress),
             )
         write_json(found.report(), args.json)

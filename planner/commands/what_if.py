@@ -63,6 +63,7 @@ class _WhatIf:
         group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
         group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
         offload_options(group)
+        group.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
         group.add_argument("--solver", metavar="NAME", default="auto")
         group.add_argument(
             "--time-limit",
@@ -102,6 +103,7 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     import cost_models
     from planner import device_file, solvers, zoo
+    from planner.going_together import check_solver, offloading_runtime
     from planner.report import curve_picture
     from planner.trade_off import ranges, ways
     from planner.units import parse_size
@@ -115,7 +117,9 @@ def _check(args: argparse.Namespace) -> None:
     for device in (args.device, *_names(args, "devices")):
         if device is not None:
             device_file.find(device)
-    ways.check(_names(args, "solvers"))
+    check_solver(args.runtime, args.solver)
+    offloading_runtime(args.runtime, offload=args.offload, lossy=args.offload_lossy)
+    ways.check(_names(args, "solvers"), args.runtime)
     try:
         cost_models.get(args.cost_model)
     except cost_models.UnknownNameError as error:
@@ -269,6 +273,7 @@ class _Asking:
             device=args.device,
             cost_model=args.cost_model,
             profile=planner.load_profile(args.profile) if args.profile else None,
+            runtime=args.runtime,
             name=loaded.name,
             **dataclasses.asdict(_asked.training(args)),
         )

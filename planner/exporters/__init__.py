@@ -12,6 +12,7 @@ from functools import cache
 from typing import Protocol, runtime_checkable
 
 from planner.checkpoints import modules_of
+from planner.eager_study import EagerStudy
 from planner.errors import UsageError
 from planner.export_types import Export, Figures, Label, Placement
 from planner.exporters._step import CannotExpressError, Step
@@ -21,7 +22,7 @@ from planner.plan_match import check_match, check_same_step
 from planner.plan_types import Plan
 from planner.registry import defined, unknown
 from planner.slices import slices_of
-from planner.study_types import EagerStudy, Study
+from planner.study_types import Study
 from planner.units import format_bytes
 
 

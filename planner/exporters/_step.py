@@ -8,6 +8,7 @@ from functools import cached_property
 
 from planner.checkpoint_choice import Chooser
 from planner.checkpoints import BOOKKEEPING, Region, schedule_of
+from planner.eager_study import EagerStudy
 from planner.effort import Effort
 from planner.errors import PlannerError
 from planner.export_types import Figures, Placement
@@ -17,7 +18,7 @@ from planner.plan_types import Plan
 from planner.problem import Problem
 from planner.schedule import Schedule
 from planner.simulate import simulate
-from planner.study_types import EagerStudy, Study
+from planner.study_types import Study
 
 _SECONDS = 10.0
 """For the choice of modules; counted as work, so that an export is the same every time."""
@@ -35,7 +36,7 @@ class Step:
     plan : Plan
         Its budget is to be kept.
     study : Study
-        The step; an :class:`~planner.study_types.EagerStudy` says itself what each module does that runs again.
+        The step; an :class:`~planner.eager_study.EagerStudy` says itself what each module does that runs again.
     to_the_end : bool
         Whether the framework runs all of a module again, and not only what the backward needs.
     """

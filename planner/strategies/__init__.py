@@ -57,10 +57,14 @@ class Chosen:
         """
         return self.strategy.schedule(step, self._number(step))
 
-    def _number(self, step: Step) -> int:
+    def number_among(self, blocks: int) -> int:
+        """Give the number that is taken among so many blocks; 0 where the strategy takes none."""
         if self.number is not None:
             return self.number
-        return self.strategy.number(len(step.layers.blocks)) if self.strategy.number else 0
+        return self.strategy.number(blocks) if self.strategy.number else 0
+
+    def _number(self, step: Step) -> int:
+        return self.number_among(len(step.layers.blocks))
 
 
 @cache

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner import solvers
 from planner.effort import Effort
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
-from planner.floor import lowest_schedule, proven_lowest
+from planner.floor import proven_lowest
 from planner.host import Host, graph_for
 from planner.problem import Problem, Progress, Solution, confirm
 from planner.reservation import optimizer_peak_bytes
@@ -20,7 +19,6 @@ from planner.schedule import Schedule
 from planner.simulate import Evaluation
 from planner.solvers._standing import Standing
 from planner.solvers.auto import AutoSolver
-from planner.solvers.mixed import first_within, lowest_offloading, ranked
 from planner.study_types import Study
 from planner.trade_off.ranges import parse_budgets, spread
 from planner.trade_off.types import TradeOffCurve, TradeOffPoint
@@ -89,7 +87,7 @@ class Tracing:
         known: Tracing | None = None,
         host: Host | None = None,
     ) -> None:
-        self.study = study
+        self.study = study = study.for_host(host)
         self.host = host
         self.solver = solver
         self.effort = effort or Effort()
@@ -164,10 +162,7 @@ class Tracing:
     def _find_lowest(self) -> int:
         """Give the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
         problem = self._problem(self.proven_bytes)
-        schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
-        if problem.host is not None:
-            schedules.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
-        schedule = min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
+        schedule = self.study.lowest(problem, effort=self.effort)
         evaluation = problem.evaluate(schedule)
         if self.solver == AutoSolver.name:
             self._keep(evaluation, schedule, self.solver)
@@ -180,7 +175,7 @@ class Tracing:
             effort = replace(self.effort, time_limit_seconds=share_seconds)
             try:
                 if not standing.is_closed(0.0):
-                    self._better(standing, effort, progress)
+                    self.study.improve(standing, solver=self.solver, effort=effort, progress=progress)
             except InfeasibleBudgetError as error:
                 if error.is_proven and standing.schedule is not None:
                     raise ClaimMismatchError(
@@ -208,21 +203,6 @@ class Tracing:
             budget_bytes=budget_bytes - self.static_bytes,
             host=self.host,
         )
-
-    def _better(self, standing: Standing, effort: Effort, progress: Progress | None) -> None:
-        if self.solver == AutoSolver.name:
-            AutoSolver().improve(standing, effort=effort, progress=progress)
-            return
-        solution = solvers.solve(
-            standing.problem,
-            self.solver,
-            time_limit_seconds=effort.time_limit_seconds,
-            deterministic=effort.deterministic,
-            seed=effort.seed,
-            progress=progress,
-        )
-        standing.offer(solution.schedule, solution.solver)
-        standing.prove(solution.lower_bound_seconds)
 
     def _take(self, budget_bytes: int, standing: Standing) -> None:
         """Keep what a solve has come to, held against the simulator and against its own bound."""

@@ -10,6 +10,7 @@ from typing import Any
 from planner import solvers, strategies
 from planner.effort import Effort
 from planner.errors import PlannerError, UsageError
+from planner.going_together import check_solver
 from planner.problem import Progress
 from planner.schedule import Schedule
 from planner.simulate import simulate
@@ -48,8 +49,8 @@ class Way:
         return {"name": self.name, "points": [asdict(point) for point in self.points], "reason": self.reason}
 
 
-def check(names: Sequence[str]) -> None:
-    """Refuse names of no way.
+def check(names: Sequence[str], runtime: str = "graph") -> None:
+    """Refuse names of no way, and those of ways that a runtime cannot go.
 
     Raises
     ------
@@ -61,6 +62,7 @@ def check(names: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
+    check_solver(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
 
 
 def is_strategy(name: str) -> bool:
@@ -91,7 +93,7 @@ class WaySearch:
         effort: Effort,
         pytorch: Callable[[], Iterable[Schedule]] | None = None,
     ) -> None:
-        check(names)
+        check(names, curve.study.origin.runtime)
         self.names = tuple(dict.fromkeys(names))
         self.curve = curve
         self.effort = effort
@@ -135,7 +137,7 @@ class WaySearch:
     def _strategy(self, name: str) -> Way:
         study = self.curve.study
         try:
-            schedule = strategies.schedule(name, study.graph, study.costs, study.unlimited_host())
+            schedule = study.strategy(name)
         except UsageError as error:
             return Way(name=name, points=(), reason=str(error))
         return Way(name=name, points=(point_of(study, schedule, name),))
