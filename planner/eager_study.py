@@ -144,7 +144,9 @@ class EagerStudy(Study):
         """
         chosen = strategies.get(name)
         if chosen.strategy.name not in (_EVERY_LAYER, _EVERY_NTH):
-            raise UsageError(f"{name!r} is no choice of modules, and the runtime 'modules' checkpoints these only")
+            raise UsageError(
+                f"of the strategies the runtime 'modules' has 'every-layer' and 'every-N' alone, not {name!r}"
+            )
         blocks = self._blocks()
         if not blocks:
             raise UsageError(_NO_BLOCKS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from planner.errors import UsageError
 
@@ -23,6 +24,8 @@ class Effort:
         work would take on a machine of 2024, within a factor of a few.
     seed : int
         Of whatever draws random numbers.
+    told : callable, optional
+        Told of all work in seconds, by whoever asks for one solve after the other.
 
     Raises
     ------
@@ -33,6 +36,7 @@ class Effort:
     time_limit_seconds: float = 30.0
     deterministic: bool = False
     seed: int = 0
+    told: Callable[[float], None] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds)):
@@ -40,7 +44,7 @@ class Effort:
 
     def clock(self) -> Clock:
         """Start to count."""
-        return Clock(self.time_limit_seconds, counts_work=self.deterministic)
+        return Clock(self.time_limit_seconds, counts_work=self.deterministic, told=self.told)
 
 
 class Clock:
@@ -51,6 +55,8 @@ class Clock:
     limit_seconds : float
     counts_work : bool, optional
         Whether time passes only by :meth:`work`, the same on every machine.
+    told : callable, optional
+        Told of all work too.
 
     Examples
     --------
@@ -60,15 +66,20 @@ class Clock:
     (6.0, 1.0)
     """
 
-    def __init__(self, limit_seconds: float, *, counts_work: bool = False) -> None:
+    def __init__(
+        self, limit_seconds: float, *, counts_work: bool = False, told: Callable[[float], None] | None = None
+    ) -> None:
         self.limit_seconds = limit_seconds
         self.counts_work = counts_work
         self._started = 0.0 if counts_work else time.perf_counter()
         self._worked = 0.0
+        self._told = told
 
     def work(self, seconds: float) -> None:
         """Say that something was done that takes about so long."""
         self._worked += seconds
+        if self._told is not None:
+            self._told(seconds)
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until a share of the limit is used up; negative after it."""

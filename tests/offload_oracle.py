@@ -24,6 +24,8 @@ class _State:
     fetching: tuple[tuple[int, float], ...] = ()
     engine_out: float = 0.0
     engine_in: float = 0.0
+    is_returning: bool = False
+    """Whether something has begun to return since the last run: a plan waits before that for what leaves, not after."""
 
     def after(self, seconds: float) -> _State:
         return replace(
@@ -45,7 +47,8 @@ class _Entry:
 def cheapest_offloading(problem: Problem) -> float | None:
     """Find the least time that a plan within both budgets adds, by Dijkstra over memory contents and transfers.
 
-    Any sequence of runs, reruns, departures and returns is a path. Shares no code with the simulator or a solver.
+    Any sequence of runs, reruns, departures and returns is a path, but that between two runs nobody waits for a
+    departure after a return has begun, which a schedule cannot say. Shares no code with the simulator or a solver.
     """
     assert problem.host is not None
     values = problem.graph.values
@@ -102,6 +105,8 @@ def _following(problem: Problem, offloaded: frozenset[int], state: _State) -> li
             found.append((0.0, gone))
             continue
         wait = dict(state.sending)[u]
+        if wait and state.is_returning:
+            continue
         gone = replace(
             gone.after(wait),
             first_here=state.first_here - {u},
@@ -114,7 +119,8 @@ def _following(problem: Problem, offloaded: frozenset[int], state: _State) -> li
     for u in state.on_host - state.held:
         until = state.engine_in + values[u].size_bytes / host.bytes_per_second
         fetching = tuple(sorted([*state.fetching, (u, until)]))
-        found.append((0.0, replace(state, held=state.held | {u}, fetching=fetching, engine_in=until)))
+        begun = replace(state, held=state.held | {u}, fetching=fetching, engine_in=until, is_returning=True)
+        found.append((0.0, begun))
     for o in range(min(state.done + 1, len(operations))):
         operation, first = operations[o], o == state.done
         if not state.held.issuperset(operation.inputs) or arriving.intersection(operation.outputs):
@@ -148,6 +154,7 @@ def _following(problem: Problem, offloaded: frozenset[int], state: _State) -> li
                 sending=tuple(sorted(sending)),
                 engine_out=until,
                 fetching=tuple((u, left) for u, left in after.fetching if u not in operation.inputs),
+                is_returning=False,
             )
             found.append((wait + (0.0 if first else problem.costs[o].seconds), after))
     return found

@@ -149,7 +149,13 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float)
     assert problem.evaluate(widened(problem, tight)).stall_seconds <= problem.evaluate(tight).stall_seconds + 1e-9
 
 
-@pytest.mark.parametrize("seed", [*range(24), 60, 158])  # 60: two at once; 158: fetched in order of reading
+@pytest.mark.parametrize(
+    "seed",
+    # 60: two at once; 158: fetched in order of reading; 445: returning takes the room before leaving does; 564: single
+    # decisions the other way; 797: no waiting for what leaves beside a return; 1454: something runs again right after
+    # what is sent is made; 2921: transfers at their full price.
+    [*range(24), 60, 158, 445, 564, 797, 1454, 2921],
+)
 def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
     share, rate = (0.85, 0.7, 0.6, 0.5)[seed % 4], (0.25, 0.5, 1.0, 2.0)[seed // 4 % 4]
     problem = posed(share, replace(LINK, bytes_per_second=rate, budget_bytes=6 if seed % 3 == 0 else 1000), seed)
@@ -195,6 +201,14 @@ def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
         added.append(found.recompute_seconds)
     near_seconds = ENOUGH * baseline.seconds  # what is nearer to the bound is not searched for
     assert all(later <= before + near_seconds for before, later in pairwise(added)) and added[-1] < added[0]
+
+
+def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
+    """Counted work: solves that end early once used up the whole effort, and waiting that could be hidden was left."""
+    graph, costs = transformer(2)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=Host(bytes_per_second=1e9, budget_bytes=2**40))
+    problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
+    assert solvers.solve(problem, time_limit_seconds=4, deterministic=True).recompute_seconds == 0
 
 
 @pytest.mark.parametrize("rate", [1e8, 1e9])

@@ -23,7 +23,7 @@ from rich.console import Console
 
 import cli
 from planner.baselines import every_nth_layer
-from planner.effort import Effort
+from planner.effort import Clock, Effort
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.graph import OperationCost, TrainingGraph
 from planner.host import Host
@@ -179,10 +179,10 @@ def test_neighbours_give_a_plan_and_a_bound(toy: Tracing, monkeypatch: pytest.Mo
     """With the ends solved, and solvers that find nothing more, the middle still has both."""
     tracing = Tracing(toy.study, points=3, effort=QUICK)
     low, middle, high = tracing.budgets
-    tracing._solve(low, 0.2, None)
-    tracing._solve(high, 0.2, None)
+    tracing._solve(low, 0.2, Clock(1.0), None)
+    tracing._solve(high, 0.2, Clock(1.0), None)
     monkeypatch.setattr(Study, "improve", lambda *_, **__: None)
-    tracing._solve(middle, 0.2, None)
+    tracing._solve(middle, 0.2, Clock(1.0), None)
     curve = tracing.curve()
     assert curve.points[1].overhead == curve.points[0].overhead
     assert curve.points[1].lower_bound_overhead >= curve.points[2].lower_bound_overhead

@@ -99,8 +99,9 @@ def _lines(audit: Audit) -> Iterator[str]:
         host += " --offload-lossy" if audit.now.offloading.lossy else ""
         yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; so much may the plans beside it."
     if not _is_best(audit):
+        runtime = " --runtime modules" if audit.best.runtime == "modules" else ""
         yield (
-            f"For the plan at the same peak: --budget {audit.best.budget_bytes}{host}, to 'plan' or to "
+            f"For the plan at the same peak: --budget {audit.best.budget_bytes}{runtime}{host}, to 'plan' or to "
             "planner.auto_wrap."
         )
     yield from audit.notes

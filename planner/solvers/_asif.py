@@ -33,11 +33,14 @@ class AsIf:
     ----------
     problem : Problem
         The problem as it is posed to a solver, without a host.
+    real : Problem
+        The problem as it was given.
+    chosen : frozenset of int
     """
 
     def __init__(self, problem: Problem, chosen: Collection[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
         assert problem.host is not None
-        self.real, self.host = problem, problem.host
+        self.real, self.host, self.chosen = problem, problem.host, frozenset(chosen)
         graph = problem.graph
         values = list(graph.values)
         operations: list[Operation] = []
@@ -116,14 +119,22 @@ class AsIf:
         )
 
     def _needed(self, schedule: Schedule) -> list[int]:
-        """Give the real operations in order, and -1 less the value for each fetching, of what somebody reads."""
+        """Give the real operations in order, and -1 less the value for each fetching, of what somebody reads.
+
+        Right after the operation that makes a value, its first fetching stands for the value as it was made. Where
+        something runs again between the two, the value was not there meanwhile, and is fetched indeed.
+        """
         graph = self.real.graph
         wanted = [value.retained for value in graph.values]
         first: set[int] = set()
         begins = []
+        again = False
         for index in schedule.order:
-            begins.append(index not in first)
+            is_first = index not in first
             first.add(index)
+            if self.stands_for[index] >= 0:
+                again = not is_first
+            begins.append(is_first and not (again and self.stands_for[index] < 0))
         steps: list[int] = []
         for index, begin in zip(reversed(schedule.order), reversed(begins), strict=True):
             step = self.stands_for[index]

@@ -25,16 +25,26 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
         Of the same order, and within the budget if the given one is. A value leaves when it is sent, or
         before, where its place is needed: of all that wait for that, those that are sent first. It returns
         as late as it may for no run to wait, or later, where there is no place for it. What is not sent
-        before it is needed again stays.
+        before it is needed again stays. Either what leaves or what returns is first to take what room there is,
+        whichever lets runs wait less.
 
     Notes
     -----
     O(runs + positions in all windows).
     """
-    windows = _Windows(problem, schedule)
-    windows.leave()
-    windows.come_back()
-    return Schedule(schedule.order, windows.offloads())
+    leaving_first, returning_first = _Windows(problem, schedule), _Windows(problem, schedule)
+    leaving_first.leave()
+    leaving_first.come_back()
+    returning_first.leave(at_once=True)
+    returning_first.come_back()
+    returning_first.leave()
+    found = (Schedule(schedule.order, windows.offloads()) for windows in (leaving_first, returning_first))
+
+    def cost(wide: Schedule) -> tuple[bool, float]:
+        evaluation = problem.evaluate(wide)
+        return evaluation.peak_bytes > problem.budget_bytes, evaluation.stall_seconds
+
+    return min(found, key=cost)
 
 
 def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:
@@ -80,8 +90,9 @@ class _Windows:
         """Give the last position before another at which a value is made or read."""
         return self.uses[u][bisect_left(self.uses[u], before) - 1]
 
-    def leave(self) -> None:
-        """Let values leave when they are sent, or when their place is needed."""
+    def leave(self, *, at_once: bool = False) -> None:
+        """Let values leave when they are sent, or when their place is needed, or at once."""
+        self.starts = []
         operations, costs = self.problem.graph.operations, self.problem.costs
         free: dict[int, list[int]] = {}
         for u, offload in self.now.items():
@@ -97,7 +108,7 @@ class _Windows:
             waiting.sort(key=lambda u: (sent[u], u))
             room = self.problem.budget_bytes - self.live[position] - sum(self.size[u] for u in waiting)
             due = [u for u in waiting if position == self.now[u].returns[0] or u in operations[index].outputs]
-            while waiting and (room < 0 or due or sent[waiting[0]] <= now):
+            while waiting and (at_once or room < 0 or due or sent[waiting[0]] <= now):
                 u = due.pop() if due else waiting[0]
                 waiting.remove(u)
                 room += self.size[u]

@@ -5,7 +5,8 @@ the bound. What is recomputed beside them is then found by the solvers of recomp
 fetching poses as a recompute of no cost (:mod:`planner.solvers._asif`); last, transfers get time to hide
 (:mod:`planner.solvers._windows`). Plans that only recompute, or only offload, are looked for too, so that
 both together are no worse than either. Starting from the best, single values are offloaded or no longer,
-as long as that helps. Only the simulator says what helps.
+as long as that helps; where runs wait then, single decisions are tried the other way, if the graph is not too large
+(:mod:`planner.solvers._one_by_one`). Only the simulator says what helps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from planner.problem import Problem, Progress, Solution
 from planner.schedule import Schedule
 from planner.solvers._asif import AsIf
 from planner.solvers._offload_bound import OffloadCut, build
+from planner.solvers._one_by_one import OneByOne
 from planner.solvers._pulp import Answer, Library
 from planner.solvers._standing import Standing
 from planner.solvers._windows import widened, without_unneeded
@@ -31,11 +33,17 @@ _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as
 good, and the search ends where plan and bound are near each other."""
 
+_MEDIUM = 300
+"""Up to so many operations single decisions are tried the other way."""
+
 ENOUGH = 3e-4
 """How near that is, as a share of the step."""
 
 _LP_SECONDS_PER_ROW = 1e-4
 """About what a relaxation takes, where work is counted."""
+
+_SECONDS_PER_RUN = 1e-4
+"""About what it takes to give a plan its times, for each of its runs, likewise."""
 
 _FIRST_SHARE, _TRIAL_SHARE = 0.4, 0.25
 """Share of the time that is left for the most promising choice of values, and for another one."""
@@ -92,6 +100,8 @@ class _Mix:
         self.host = standing.problem.host
         self.clock: Clock = effort.clock()
         self.movable = ranked(self.problem)
+        self.waiting: list[tuple[float, AsIf, Schedule]] = []
+        """Plans of a graph that is not large in which runs wait: what they add to the step, and how they were asked."""
         self.tried: set[tuple[frozenset[int], int, float, bool]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
@@ -120,6 +130,7 @@ class _Mix:
             self.make_room()
         while not self.is_over() and self.flip():
             pass
+        self.wait_less()
 
     def is_over(self) -> bool:
         return self.clock.left() < 0 or self.standing.is_closed(self.enough_seconds)
@@ -182,24 +193,25 @@ class _Mix:
         share_seconds = max(share * self.clock.left(), 0.1)
         try:
             found = solvers.get(MixedSolver.recompute).solve(
-                asked.problem, effort=replace(self.effort, time_limit_seconds=share_seconds)
+                asked.problem, effort=replace(self.effort, time_limit_seconds=share_seconds, told=self.clock.work)
             )
         except InfeasibleBudgetError:
             return False
-        finally:
-            self.clock.work(share_seconds)
+        self.clock.work(len(found.schedule.order) * _SECONDS_PER_RUN)
         before = (self.standing.recompute_seconds, self.standing.peak_bytes)
         wide = widened(self.problem, asked.real_schedule(found.schedule))
         self.offer(wide)
         self.offer(without_unneeded(self.problem, wide))
+        if len(self.problem.graph.operations) <= _MEDIUM and (waiting := self.problem.evaluate(wide)).stall_seconds > 0:
+            self.waiting.append((waiting.added_seconds, asked, found.schedule))
         better = (self.standing.recompute_seconds, self.standing.peak_bytes) < before
         if better and self.standing.schedule is not None:
             self.best = frozenset(offload.value for offload in self.standing.schedule.offloads)
         return better
 
-    def offer(self, schedule: Schedule) -> None:
-        """Offer a schedule that keeps the host's budget."""
-        if self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
+    def offer(self, schedule: Schedule | None) -> None:
+        """Offer a schedule, if there is one and it keeps the host's budget."""
+        if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
             self.standing.offer(schedule, MixedSolver.name)
 
     def make_room(self) -> None:
@@ -210,6 +222,14 @@ class _Mix:
             if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
                 return
             self.attempt(self.best, spare_bytes=spare_bytes, price=price)
+
+    def wait_less(self) -> None:
+        """Look once more where runs wait: with transfers at their full price, then by single decisions."""
+        for _, asked, _ in sorted(self.waiting, key=lambda each: each[0]):
+            self.attempt(asked.chosen, price=1.0)
+        for _, asked, schedule in sorted(self.waiting, key=lambda each: each[0]):
+            if not self.is_over():
+                self.offer(OneByOne(asked, self.clock, self.is_over).better(schedule))
 
     def flip(self) -> bool:
         """Offload one value more or less, each in turn, in a small graph also two at once; say whether any helped."""

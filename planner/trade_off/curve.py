@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from planner.effort import Effort
+from planner.effort import Clock, Effort
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
 from planner.floor import proven_lowest
 from planner.host import Host, graph_for
@@ -123,8 +123,7 @@ class Tracing:
             if count is not None:
                 count(done, len(order))
             share_seconds = clock.left() / (len(order) - done)
-            self._solve(budget_bytes, max(share_seconds, _LEAST_SECONDS), progress)
-            clock.work(share_seconds)
+            self._solve(budget_bytes, max(share_seconds, _LEAST_SECONDS), clock, progress)
         if count is not None:
             count(len(order), len(order))
 
@@ -168,11 +167,11 @@ class Tracing:
             self._keep(evaluation, schedule, self.solver)
         return max(evaluation.peak_bytes + self.static_bytes, self.proven_bytes)
 
-    def _solve(self, budget_bytes: int, share_seconds: float, progress: Progress | None) -> None:
+    def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock, progress: Progress | None) -> None:
         """Better what the neighbours give."""
         if budget_bytes >= self.proven_bytes:
             standing = self._standing(budget_bytes)
-            effort = replace(self.effort, time_limit_seconds=share_seconds)
+            effort = replace(self.effort, time_limit_seconds=share_seconds, told=clock.work)
             try:
                 if not standing.is_closed(0.0):
                     self.study.improve(standing, solver=self.solver, effort=effort, progress=progress)
