@@ -10,10 +10,17 @@ from typing import Any, TypeVar
 from torch import nn
 
 from cost_models.measured import MeasuredCosts, Profile
-from planner import loss, runtimes
+from planner import loss, runtimes, strategies
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
-from planner.going_together import check_can_run, check_one_budget, offloading_runtime, sliced_graph, whole_graph
+from planner.going_together import (
+    check_can_run,
+    check_one_budget,
+    check_strategy,
+    offloading_runtime,
+    sliced_graph,
+    whole_graph,
+)
 from planner.host import LEAST_BYTES
 from planner.inputs import Inputs, check_model
 from planner.parallel import has_several_ranks
@@ -37,6 +44,7 @@ def plan(
     *,
     budget: Size | None = None,
     activation_budget: Size | None = None,
+    strategy: str | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     runtime: str = "auto",
@@ -76,6 +84,9 @@ def plan(
         ``"60%"`` of the unplanned peak.
     activation_budget : int, float or str, optional
         Instead of ``budget``: what the step may allocate on top of what is resident before it.
+    strategy : str, optional
+        Do what an established system does (``"every-2"``, ``"unsloth"``, see ``planner.strategies``) in place of what a
+        solver would choose; without a budget the plan is for the peak that this has.
     example_kwargs : mapping, optional
         Keyword arguments beside positional example inputs.
     loss_fn : callable, optional
@@ -154,11 +165,15 @@ def plan(
     if tensor_parallel > 1:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
+    if strategy is not None:
+        check_strategy(runtime, offload=offload, in_slices=chunk != 1)
+        strategies.get(strategy)
     if chunk != 1:
         runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
     options = Options(
         budget=budget,
         activation_budget=activation_budget,
+        strategy=strategy,
         runtime=runtime,
         solver=solver,
         time_limit_seconds=time_limit_seconds,
@@ -185,7 +200,8 @@ def plan(
         progress=progress,
         chunk=chunk,
     )
-    check_one_budget(options.budget, options.activation_budget)
+    if strategy is None or (budget is not None and activation_budget is not None):
+        check_one_budget(options.budget, options.activation_budget)
     way = runtimes.get(runtime)
     begun = time.perf_counter()
     options = _with_loss(model, options, loss_fn, inputs)

@@ -13,8 +13,8 @@ from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.host import LEAST_BYTES
 from planner.plan_parts import SCHEMA
 from planner.plan_types import NoPlanFitsError, Plan
-from planner.planning import Size, plan_from_solution
-from planner.problem import Progress, Solution
+from planner.planning import Size
+from planner.problem import Progress
 from planner.reservation import optimizer_peak_bytes
 from planner.schedule import Schedule
 from planner.simulate import Evaluation, simulate
@@ -196,21 +196,7 @@ class _SetUp:
 
     def as_plan(self, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
         """Write it out as a plan for a budget that it keeps."""
-        solution = Solution(
-            solver=self.name,
-            schedule=self.schedule,
-            peak_bytes=self.found.peak_bytes,
-            recompute_seconds=self.found.added_seconds,
-            lower_bound_seconds=min(bound_seconds, self.found.added_seconds),
-        )
-        host = self.study.host(self.found.host_bytes, lossy=self.rounds) if self.found.host_bytes else None
-        return plan_from_solution(
-            replace(self.study.problem(budget_bytes), host=host),
-            solution,
-            origin=self.study.origin,
-            surroundings=self.study.surroundings,
-            compare=False,
-        )
+        return self.study.as_plan(self.schedule, self.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
 
     def cheapest(self, budget_bytes: int, search: dict[str, Any]) -> Plan:
         """Give the cheapest plan that is known within a budget, which may be the set-up itself.

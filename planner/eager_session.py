@@ -143,6 +143,7 @@ class _Recorded:
             budget=options.budget,
             activation_budget=options.activation_budget,
             at_least_bytes=options.at_least_bytes,
+            strategy=options.strategy,
             time_limit_seconds=options.time_limit_seconds,
             deterministic=options.deterministic,
             seed=options.seed,

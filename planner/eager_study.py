@@ -64,6 +64,7 @@ class EagerStudy(Study):
         budget: Size | None = None,
         activation_budget: Size | None = None,
         at_least_bytes: int = 0,
+        strategy: str | None = None,
         time_limit_seconds: float = 10.0,
         deterministic: bool = False,
         seed: int = 0,
@@ -86,6 +87,16 @@ class EagerStudy(Study):
         host = self.host(host_budget, offload_at_least) if offload else None
         step = self.for_host(host)
         effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+        if strategy is not None:
+            made = self.as_plan(
+                self.strategy(strategy),
+                strategy,
+                budget=budget,
+                activation_budget=activation_budget,
+                bound_by=effort if compare else None,
+                progress=progress,
+            )
+            return self.compared(made, None, effort.clock(), progress) if compare else made
         found: list[Found] = []
 
         def propose(problem: Problem) -> Any:

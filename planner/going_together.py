@@ -50,6 +50,18 @@ def check_solver(runtime: str, *names: str) -> None:
         )
 
 
+def check_strategy(runtime: str, *, offload: bool, in_slices: bool) -> None:
+    """Refuse what does not go with the strategy of an established system."""
+    if runtime not in ("auto", "graph", "modules"):
+        raise UsageError(
+            f"a strategy is carried out by the runtime 'graph', or 'modules', not by {runtime!r}: leave that out"
+        )
+    if offload:
+        raise UsageError("a strategy says itself what waits on the host: leave offload out")
+    if in_slices:
+        raise UsageError("a strategy is one of the step in one piece: leave chunk out")
+
+
 def sliced_graph(runtime: str, *, several_devices: bool) -> str:
     """Give the runtime that a step in slices is planned for."""
     if several_devices:

@@ -82,7 +82,7 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
     refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
                "--operations": args.operations, "--html": args.html, "--tree": args.tree,
                "--memory-viz": args.memory_viz, "--timings": args.timings,
-               "--runtime": args.runtime != "auto", "--offload": args.offload,
+               "--runtime": args.runtime != "auto", "--offload": args.offload, "--strategy": args.strategy,
                "--chunk": args.chunk != OFF}  # fmt: skip
     if given := [option for option, value in refused.items() if value]:
         raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
@@ -151,8 +151,13 @@ def timings_option(parser: argparse.ArgumentParser) -> None:
 
 
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add the budgets to a command, of which exactly one is given."""
-    group = parser.add_mutually_exclusive_group(required=True)
+    """Add the budgets to a command, of which one at most is given, and what may stand in place of one."""
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
+    )
+    group = parser.add_mutually_exclusive_group()
     group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
     group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
     return group

@@ -12,6 +12,7 @@ from planner.problem import Problem, Solution
 from planner.simulate import Evaluation
 from planner.units import format_bytes, format_percent
 
+GAP = "gap-to-bound"
 _WORTH_MORE_SEARCH = 0.02
 
 
@@ -51,7 +52,7 @@ def _unproven(problem: Problem, evaluation: Evaluation, solution: Solution) -> I
     gap = (evaluation.added_seconds - solution.lower_bound_seconds) / max(problem.baseline.seconds, 1e-12)
     if gap >= _WORTH_MORE_SEARCH and solution.lower_bound_seconds > 0:
         yield Finding(
-            rule="gap-to-bound",
+            rule=GAP,
             evidence=f"the plan pays {format_percent(gap)} of the step more than the proven lower bound",
             cause="a cheaper plan may exist",
             fix="give the solver more time",

@@ -58,6 +58,8 @@ class Options:
     ----------
     budget, activation_budget : int, float or str, optional
         One of the two: what the whole device may hold, or what the step may allocate.
+    strategy : str, optional
+        What an established system does, in place of what a solver would choose.
     solver : str
         Name of a solver; ``"auto"`` picks.
     time_limit_seconds : float
@@ -104,6 +106,7 @@ class Options:
 
     budget: Size | None = None
     activation_budget: Size | None = None
+    strategy: str | None = None
     solver: str = "auto"
     time_limit_seconds: float = 10.0
     deterministic: bool = False
@@ -318,6 +321,7 @@ def plan_studied(
         budget=options.budget,
         activation_budget=options.activation_budget,
         at_least_bytes=options.at_least_bytes,
+        strategy=options.strategy,
         solver=options.solver,
         time_limit_seconds=options.time_limit_seconds,
         deterministic=options.deterministic,

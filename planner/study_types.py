@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
 from planner.effort import Effort
-from planner.errors import UsageError
+from planner.errors import InfeasibleBudgetError, UsageError
 from planner.floor import lowest_schedule
 from planner.graph import OperationCost, TrainingGraph
 from planner.host import LEAST_BYTES, Host, host_of
 from planner.plan_parts import PlanOrigin
 from planner.plan_types import Plan
-from planner.planning import Size, make_plan, make_problem
-from planner.problem import Problem, Progress
+from planner.plan_warnings import GAP
+from planner.planning import Size, make_plan, make_problem, plan_from_solution
+from planner.problem import Problem, Progress, Solution
+from planner.reservation import optimizer_peak_bytes
 from planner.schedule import Schedule
+from planner.simulate import simulate
 from planner.solvers._standing import Standing
 from planner.solvers.auto import AutoSolver
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
 from planner.surroundings import Surroundings
+from planner.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +80,7 @@ class Study:
         budget: Size | None = None,
         activation_budget: Size | None = None,
         at_least_bytes: int = 0,
+        strategy: str | None = None,
         solver: str = "auto",
         time_limit_seconds: float = 10.0,
         deterministic: bool = False,
@@ -86,9 +92,20 @@ class Study:
         compare: bool = True,
         progress: Progress | None = None,
     ) -> Plan:
-        """Plan the step; see :func:`planner.plan` for ``offload``, :func:`planner.planning.make_plan` for the rest."""
+        """Plan the step; see :func:`planner.plan` for what is not told to :func:`planner.planning.make_plan`."""
         if offload_lossy and not offload:
             raise UsageError("offload_lossy rounds what is offloaded: give offload too")
+        effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+        if strategy is not None:
+            return self.as_plan(
+                self.strategy(strategy),
+                strategy,
+                budget=budget,
+                activation_budget=activation_budget,
+                bound_by=effort if compare else None,
+                compare=compare,
+                progress=progress,
+            )
         return make_plan(
             self.graph,
             self.costs,
@@ -105,6 +122,74 @@ class Study:
             compare=compare,
             progress=progress,
         )
+
+    def as_plan(
+        self,
+        schedule: Schedule,
+        name: str,
+        *,
+        budget: Size | None = None,
+        activation_budget: Size | None = None,
+        lower_bound_seconds: float = 0.0,
+        bound_by: Effort | None = None,
+        compare: bool = False,
+        progress: Progress | None = None,
+    ) -> Plan:
+        """Write out a schedule of this step, wherever it comes from, as a plan for a budget, or for its own peak.
+
+        Parameters
+        ----------
+        schedule : Schedule
+        name : str
+            What stands for the solver's name.
+        budget, activation_budget : int, float or str, optional
+        lower_bound_seconds : float
+            Proven for the budget.
+        bound_by : Effort, optional
+            How hard to look for a better bound.
+        compare, progress
+            See :func:`planner.planning.make_plan`.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If it does not keep the budget.
+        """
+        found = simulate(self.graph, self.costs, schedule, self.unlimited_host())
+        static_bytes = self.graph.total_static_bytes
+        needed_bytes = max(found.peak_bytes + static_bytes, optimizer_peak_bytes(self.graph, self.surroundings))
+        if budget is None and activation_budget is None:
+            budget = needed_bytes
+        problem = make_problem(self.graph, self.costs, budget=budget, activation_budget=activation_budget)
+        budget_bytes = problem.budget_bytes + static_bytes
+        if needed_bytes > budget_bytes:
+            raise InfeasibleBudgetError(
+                f"{name!r} needs {format_bytes(needed_bytes)} ({needed_bytes} bytes), and the budget is "
+                f"{format_bytes(budget_bytes)}: give that much, or leave the strategy out for a plan that fits",
+                minimum_feasible_peak_bytes=needed_bytes,
+                operation=self.graph.operations[schedule.order[found.peak_position]].name,
+            )
+        rounds = any(offload.lossy for offload in schedule.offloads)
+        host = self.host(found.host_bytes, lossy=rounds) if found.host_bytes else None
+        problem = replace(problem, host=host)
+        if bound_by is not None:
+            standing = Standing(problem)
+            standing.offer(schedule, name)
+            with suppress(InfeasibleBudgetError):  # nothing better was found in time
+                self.improve(standing, solver=AutoSolver.name, effort=bound_by, progress=progress)
+            lower_bound_seconds = max(lower_bound_seconds, standing.lower_bound_seconds)
+        solution = Solution(
+            solver=name,
+            schedule=schedule,
+            peak_bytes=found.peak_bytes,
+            recompute_seconds=found.added_seconds,
+            lower_bound_seconds=min(lower_bound_seconds, found.added_seconds),
+        )
+        made = plan_from_solution(
+            problem, solution, origin=self.origin, surroundings=self.surroundings, compare=compare
+        )
+        # That it pays more than it must is what was to be seen, and no solver's time changes it.
+        return replace(made, warnings=tuple(one for one in made.warnings if one.rule != GAP))
 
     # What a trade-off asks.
 

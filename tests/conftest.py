@@ -34,6 +34,7 @@ def _same_random_numbers() -> None:
 SLOW = (
     # More cases of what others of the same test cover: `make test-all` runs them too.
     r"test_benchmarks.*test_(runtimes_are_held|exactness_runs)",
+    r"test_carried_out.*of_one_device_runs\[(?!every|jax-offload|megatron-out|save-on-cpu|selective|unsloth)",
     r"test_correctness.*test_one_step\[(alpha|feature|rrelu|rand_like|randint|normal|uniform|exponential|gru|rnn|randperm)",
     r"test_correctness.*test_one_step\[(multinomial|gumbel|group norm|softmax|sorted|max pool|cumsum|split and cat)",
     r"test_correctness.*test_autocast\[dtype1",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from planner import timings
 from planner.commands import _asked
-from planner.errors import CaptureError, PlannerError
+from planner.errors import CaptureError, PlannerError, UsageError
 from planner.terminal import quiet, reporting, show, write_json
 
 if TYPE_CHECKING:
@@ -19,12 +19,24 @@ if TYPE_CHECKING:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
+    from planner import strategies
+    from planner.going_together import check_strategy
+    from planner.slices import OFF
     from planner.units import parse_size
 
     _asked.check_solving(args)
     _asked.check_offload(args)
     if budget := args.budget or args.activation_budget:
         parse_size(budget, whole_bytes=2**60)
+    plan_file = getattr(args, "plan", None)
+    if args.strategy is not None:
+        if plan_file:
+            raise UsageError("--plan says what is done: leave --strategy out")
+        strategies.get(args.strategy)
+        check_strategy(args.runtime, offload=args.offload, in_slices=args.chunk not in (1, OFF))
+    elif not (budget or plan_file):
+        saved = ", --plan PLAN" if hasattr(args, "plan") else ""
+        raise UsageError(f"say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME{saved}")
 
 
 def report_plan(
@@ -81,6 +93,7 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
             loaded.example_args,
             budget=args.budget,
             activation_budget=args.activation_budget,
+            strategy=args.strategy,
             runtime=args.runtime,
             chunk=args.chunk,
             **_asked.offload(args),

@@ -31,6 +31,7 @@ class _Plan:
     examples = (
         "plan gpt2 --budget 60%",
         "plan my_model.py:make --budget 8GiB --optimizer adamw --save my.plan --verify",
+        "plan minigpt --strategy every-2 --verify",
     )
 
     def parents(self) -> Sequence[Parser]:
