@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
 from cost_models.measured import MeasuredCosts, Profile
-from planner import loss, runtimes, strategies
+from planner import loss, runtimes
 from planner.capture import capture, is_fake
 from planner.errors import UsageError
 from planner.going_together import (
@@ -85,8 +86,7 @@ def plan(
     activation_budget : int, float or str, optional
         Instead of ``budget``: what the step may allocate on top of what is resident before it.
     strategy : str, optional
-        Do what an established system does (``"every-2"``, ``"unsloth"``, see ``planner.strategies``) in place of what a
-        solver would choose; without a budget the plan is for the peak that this has.
+        What an established system does (``"every-2"``); without a budget the plan is for the peak that this has.
     example_kwargs : mapping, optional
         Keyword arguments beside positional example inputs.
     loss_fn : callable, optional
@@ -165,9 +165,7 @@ def plan(
     if tensor_parallel > 1:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
-    if strategy is not None:
-        check_strategy(runtime, offload=offload, in_slices=chunk != 1)
-        strategies.get(strategy)
+    check_strategy(strategy, runtime, offload=offload, in_slices=chunk != 1)
     if chunk != 1:
         runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
     options = Options(
@@ -200,8 +198,7 @@ def plan(
         progress=progress,
         chunk=chunk,
     )
-    if strategy is None or (budget is not None and activation_budget is not None):
-        check_one_budget(options.budget, options.activation_budget)
+    check_one_budget(budget, activation_budget, or_none=strategy is not None)
     way = runtimes.get(runtime)
     begun = time.perf_counter()
     options = _with_loss(model, options, loss_fn, inputs)
@@ -390,9 +387,7 @@ def auto_wrap(
         options = _with_loss(model, options, loss_fn, inputs)
         plan = way.plan(model, inputs, options, reuse=plan, must_match=not replan)
         options = options.after(plan)
-    prepare: Callable[[Inputs], Options] | None = None
-    if loss_fn is not None:
-        prepare = lambda seen: _with_loss(model, options, loss_fn, seen)  # noqa: E731
+    prepare = partial(_with_loss, model, options, loss_fn) if loss_fn is not None else None
     unwrap(model)
     install_call(model, way.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model

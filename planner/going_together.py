@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from planner import strategies
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plan_types import Plan
 from planner.planning import Size
@@ -11,9 +12,10 @@ _OFFLOAD = ("graph", "modules")
 """Runtimes that copy values to the host and back."""
 
 
-def check_one_budget(budget: Size | None, activation_budget: Size | None) -> None:
-    """Refuse two budgets, and none."""
-    if (budget is None) == (activation_budget is None):
+def check_one_budget(budget: Size | None, activation_budget: Size | None, *, or_none: bool = False) -> None:
+    """Refuse two budgets, and none where one is needed."""
+    both, none = None not in (budget, activation_budget), budget is None and activation_budget is None
+    if both or (none and not or_none):
         raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
 
 
@@ -50,8 +52,11 @@ def check_solver(runtime: str, *names: str) -> None:
         )
 
 
-def check_strategy(runtime: str, *, offload: bool, in_slices: bool) -> None:
-    """Refuse what does not go with the strategy of an established system."""
+def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: bool) -> None:
+    """Refuse a strategy of an established system that is not known, and what does not go with one."""
+    if name is None:
+        return
+    strategies.get(name)
     if runtime not in ("auto", "graph", "modules"):
         raise UsageError(
             f"a strategy is carried out by the runtime 'graph', or 'modules', not by {runtime!r}: leave that out"

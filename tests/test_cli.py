@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
     [
         ((), ("COMMAND",)),
         (("plna",), ("plna",)),
-        (("plan",), ("--budget",)),
+        (("plan",), ("name one model",)),
         (("plan", "minigpt"), ("--budget",)),
         (("plan", "--budget", "1GiB"), ("name one model",)),
         (("plan", "minigpt", "--model", "a.py:f", "--budget", "1GiB"), ("name one model",)),

@@ -162,9 +162,9 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
     best = cheapest_offloading(problem)
     if best is None:
         with pytest.raises(InfeasibleBudgetError):
-            solvers.solve(problem, time_limit_seconds=3)
+            solvers.solve(problem, time_limit_seconds=3, deterministic=True)
         return
-    found = solvers.solve(problem, time_limit_seconds=3)
+    found = solvers.solve(problem, time_limit_seconds=3, deterministic=True)
     assert found.lower_bound_seconds <= best + 1e-9
     assert found.recompute_seconds == pytest.approx(best, abs=1e-9)
     for step in range(len(problem.graph.operations)):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
-    from planner import strategies
     from planner.going_together import check_strategy
     from planner.slices import OFF
     from planner.units import parse_size
@@ -29,11 +28,10 @@ def check(args: argparse.Namespace) -> None:
     if budget := args.budget or args.activation_budget:
         parse_size(budget, whole_bytes=2**60)
     plan_file = getattr(args, "plan", None)
+    check_strategy(args.strategy, args.runtime, offload=args.offload, in_slices=args.chunk not in (1, OFF))
     if args.strategy is not None:
         if plan_file:
             raise UsageError("--plan says what is done: leave --strategy out")
-        strategies.get(args.strategy)
-        check_strategy(args.runtime, offload=args.offload, in_slices=args.chunk not in (1, OFF))
     elif not (budget or plan_file):
         saved = ", --plan PLAN" if hasattr(args, "plan") else ""
         raise UsageError(f"say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME{saved}")
