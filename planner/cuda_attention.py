@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from cost_models.devices import DeviceSpec
 
@@ -182,3 +183,25 @@ def replace_attention(graph_module: fx.GraphModule, attention: Attention) -> Non
     ):
         node.target = attention
     graph_module.recompile()
+
+
+class InPlaceOfAttention(TorchFunctionMode):
+    """While entered, lets every attention call of a program that is followed run something else.
+
+    Parameters
+    ----------
+    attention : callable, optional
+        Without it calls run as they are.
+    """
+
+    def __init__(self, attention: Attention | None) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Stand in for one call."""
+        if self.attention is not None and function is functional.scaled_dot_product_attention:
+            function = self.attention
+        return function(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture import fake_mode, is_fake
+from planner.cuda_attention import Attention, InPlaceOfAttention
 from planner.eager_trace import Recorder, Trace, tensors_in
 from planner.engine_sums import EngineSums
 from planner.errors import CaptureError, PlannerError
@@ -32,7 +33,7 @@ from planner.torch_internals import (
 from planner.verification import run_backward
 
 
-def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
+def record(model: nn.Module, inputs: Inputs, *, has_loss: bool, attention: Attention | None = None) -> Trace:
     """Record one training step: without data where the program allows that, else for real.
 
     Parameters
@@ -42,6 +43,8 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
     inputs : Inputs
     has_loss : bool
         Whether a loss outside the model follows; otherwise what the model returns is differentiated.
+    attention : callable, optional
+        Stands in for ``scaled_dot_product_attention``, where the step is recorded without data.
 
     Raises
     ------
@@ -52,10 +55,10 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool) -> Trace:
     """
     try:
         misses = FakeTensorMode.cache_info().misses
-        trace = _record(model, inputs, has_loss=has_loss, real=False)
+        trace = _record(model, inputs, has_loss=has_loss, real=False, attention=attention)
         if FakeTensorMode.cache_info().misses > misses:
             # What fake tensors compute for the first time they hold on to, and autograd copies it for that.
-            trace = _record(model, inputs, has_loss=has_loss, real=False)
+            trace = _record(model, inputs, has_loss=has_loss, real=False, attention=attention)
         if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
             return trace
     except PlannerError:
@@ -78,7 +81,9 @@ def _failed(model: nn.Module, error: Exception, hint: str = "") -> CaptureError:
     )
 
 
-def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> Trace:
+def _record(
+    model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool, attention: Attention | None = None
+) -> Trace:
     state: dict[str, torch.Tensor] = dict(
         itertools.chain(
             model.named_parameters(remove_duplicate=False),
@@ -106,7 +111,7 @@ def _record(model: nn.Module, inputs: Inputs, *, has_loss: bool, real: bool) -> 
         if real:
             _step(recorder, call, parameters, inputs, has_loss)
         else:
-            with as_with_data(masking), mode:
+            with as_with_data(masking), InPlaceOfAttention(attention), mode:
                 _step(recorder, call, parameters, inputs, has_loss)
     return Trace(
         runs=recorder.runs,

@@ -31,7 +31,7 @@ from planner.problem import Solution
 from planner.reservation import optimizer_peak_bytes
 from planner.resident import surroundings
 from planner.selective import with_kept
-from planner.session import Options, cost, device_spec, fingerprint, problems_of
+from planner.session import Options, attention_for, cost, device_spec, fingerprint, problems_of
 from planner.surroundings import LossMemory, as_planned
 
 _NO_TROUBLE = ("full-backward-hooks",)
@@ -57,8 +57,10 @@ class _Recorded:
         self.begun = time.perf_counter()
         if options.progress is not None:
             options.progress("recording a step")
+        attention = attention_for(model, options)
         with timings.stage("capture"):
-            self.trace = record(model, inputs, has_loss=options.loss is not None)
+            self.trace = record(model, inputs, has_loss=options.loss is not None, attention=attention)
+        self.has_attention_of_here = self.trace.is_real and attention is not None
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
         self.spec = device_spec(model, options.device)
@@ -113,7 +115,7 @@ class _Recorded:
             runtime=options.runtime,
             warnings=(
                 *costing.warnings,
-                *_notes(trace),
+                *_notes(trace, has_attention_of_here=self.has_attention_of_here),
                 *problems_of(
                     model,
                     options,
@@ -193,7 +195,14 @@ class _Recorded:
         return with_kept(with_modules(taken, ways, host), graph, study.regions)
 
 
-def _notes(trace: Trace) -> Iterator[Finding]:
+def _notes(trace: Trace, *, has_attention_of_here: bool) -> Iterator[Finding]:
+    if has_attention_of_here:
+        yield Finding(
+            rule="attention-of-here",
+            evidence="a real step was recorded on this machine, for a device that is not here",
+            cause="its attention kernels are those of this machine, which keep other tensors, and more of them",
+            fix="plan there, or a model that can be followed without data",
+        )
     if trace.is_real:
         yield Finding(
             rule="recorded-for-real",

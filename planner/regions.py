@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from planner.capture import capture, differentiable_outputs, fake_mode
-from planner.cuda_attention import Attention
+from planner.cuda_attention import Attention, InPlaceOfAttention
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.hugging_face import as_with_data, masking_of
 from planner.inputs import Inputs
@@ -217,6 +217,7 @@ class Step:
         state = {f"model.{name}": tensor for name, tensor in self.state.items()}
         with ExitStack() as stack:
             stack.enter_context(as_with_data(self.masking))
+            stack.enter_context(InPlaceOfAttention(self.attention))
             stack.enter_context(self.mode)
             stack.enter_context(torch.enable_grad())
             if mode is not None:

@@ -159,6 +159,49 @@ def test_a_plan_for_a_gpu_that_is_not_here() -> None:
     assert planner.Plan.from_json(plan.to_json()).reserved == plan.reserved
 
 
+class Tower(nn.Module):
+    """Attention with dropout in blocks and outside of them: a CPU has no fused kernel for it."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention(dropout=0.1) for _ in range(3))
+        self.last = Attention(dropout=0.1)
+        self.looks = looks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        if self.looks and x.sum() > 1e9:
+            x = 2 * x
+        return self.last(x).float().square().mean()
+
+
+@pytest.mark.parametrize("device", ["h100", "a100-80"])
+def test_every_runtime_plans_with_the_kernels_of_that_gpu(device: str) -> None:
+    x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
+    plans = {
+        runtime: planner.plan(Tower(), x, budget="100%", device=device, runtime=runtime, compare=False)
+        for runtime in ("graph", "modules", "regional")
+    }
+    kernel = "cudnn" if device == "h100" else "flash"
+    for plan in plans.values():
+        found = [row.operation for row in plan.operations]
+        assert sum(f"_scaled_dot_product_{kernel}_attention" in name and "backward" not in name for name in found) == 4
+        assert not any("softmax" in name for name in found)
+        assert "attention-of-here" not in {warning.rule for warning in plan.warnings}
+    whole = plans["graph"].baseline_peak_bytes
+    assert all(plan.baseline_peak_bytes == pytest.approx(whole, rel=0.02) for plan in plans.values())
+
+
+def test_a_step_that_must_be_run_has_the_kernels_of_here_and_says_so() -> None:
+    x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
+    plan = planner.plan(Tower(looks=True), x, budget="100%", device="h100", runtime="modules", compare=False)
+    assert {"recorded-for-real", "attention-of-here"} <= {warning.rule for warning in plan.warnings}
+    assert any("softmax" in row.operation for row in plan.operations)
+    here = planner.plan(Tower(looks=True), x, budget="100%", runtime="modules", compare=False)
+    assert "attention-of-here" not in {warning.rule for warning in here.warnings}
+
+
 def test_it_is_not_verified_on_a_cpu() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(60, 60), nn.GELU()) for _ in range(6)))
     x = torch.randn(500, 60)
