@@ -99,11 +99,13 @@ class Chooser:
             lower_bound_seconds=bound,
         )
 
-    def choose(self, price: float = 0.0, free_bytes: int = 0) -> tuple[frozenset[int], float]:
+    def choose(
+        self, price: float = 0.0, free_bytes: int = 0, most_sent_bytes: int | None = None
+    ) -> tuple[frozenset[int], float]:
         """Give the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds.
 
-        With a price, so much of all transfers counts as if computing waited for it, and some of the budget may be
-        left free; the bound is then of the same.
+        With a price, so much of all transfers counts as if computing waited for it; some of the budget may be left
+        free, and less may be sent than the host takes. The bound is then of the same.
         """
         budget_bytes = self.problem.budget_bytes - free_bytes
         chosen: frozenset[int] = frozenset()
@@ -114,7 +116,7 @@ class Chooser:
                 return chosen, bound
             self._add_moments(evaluation, chosen, budget_bytes)
             self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
-            model = self._model(budget_bytes, price)
+            model = self._model(budget_bytes, price, most_sent_bytes=most_sent_bytes)
             answer = self._minimise(model)
             bound = max(bound, answer.bound * self._unit_seconds)
             if answer.columns is None:
@@ -209,7 +211,14 @@ class Chooser:
     def _unit_seconds(self) -> float:
         return max(sum(self._seconds) + sum(self._sent_seconds), 1e-12)
 
-    def _model(self, budget_bytes: int | None, price: float = 0.0, *, least_sent: bool = False) -> Model:
+    def _model(
+        self,
+        budget_bytes: int | None,
+        price: float = 0.0,
+        *,
+        least_sent: bool = False,
+        most_sent_bytes: int | None = None,
+    ) -> Model:
         """Write the programme down: columns of regions first.
 
         Without a budget the peak is to be lowered, for which there is a column; or what is sent, where that is asked.
@@ -223,7 +232,7 @@ class Chooser:
             model.column(cost if budget_bytes is not None else 0.0, integer=True)
         peak = model.column(1.0) if budget_bytes is None else -1
         if any(self._sent_bytes) and not least_sent:
-            self._add_host(model, counts=budget_bytes is not None)
+            self._add_host(model, most_sent_bytes, counts=budget_bytes is not None)
         for together in rivals(self.regions):
             if len(together) > 1:
                 model.at_least(-1.0, *((number, -1.0) for number in together))
@@ -247,12 +256,13 @@ class Chooser:
                 model.at_least(1.0 - len(refused), *terms.items())
         return model
 
-    def _add_host(self, model: Model, *, counts: bool) -> None:
+    def _add_host(self, model: Model, most_sent_bytes: int | None, *, counts: bool) -> None:
         """Keep the host's budget, and let computing wait for what cannot hide."""
         host, graph = self.problem.host, self.problem.graph
         assert host is not None
         most = max(sum(self._sent_bytes), 1)
-        model.at_least(-host.budget_bytes / most, *((r, -size / most) for r, size in enumerate(self._sent_bytes)))
+        allowed_bytes = host.budget_bytes if most_sent_bytes is None else min(host.budget_bytes, most_sent_bytes)
+        model.at_least(-allowed_bytes / most, *((r, -size / most) for r, size in enumerate(self._sent_bytes)))
         if not counts:
             return
         unit_seconds = self._unit_seconds

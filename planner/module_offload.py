@@ -31,8 +31,17 @@ from planner.simulate import Evaluation
 _LEAST_PRICE = 1e-3
 """What of all transfers counts as waiting: no more than lets fewer transfers be better than more."""
 
-_TRIALS = ((_LEAST_PRICE, 0.0), (_LEAST_PRICE, 0.05), (0.02, 0.1), (0.3, 0.0))
-"""Prices of transfers, and what is left free of the budget, as a share of it. The first gives the bound."""
+_TRIALS = (
+    (_LEAST_PRICE, 0.0, 1.0),
+    (_LEAST_PRICE, 0.0, 0.5),
+    (_LEAST_PRICE, 0.05, 1.0),
+    (_LEAST_PRICE, 0.0, 0.25),
+    (0.02, 0.1, 1.0),
+    (0.3, 0.0, 1.0),
+)
+"""Prices of transfers, what is left free of the budget, as a share of it, and what is sent at most, as a share of what
+the first sends: that one gives the bound, and sends all that could hide if nothing had to be there at a certain time.
+"""
 
 _NEAR = 1e-3
 """How near to the bound is near enough, as a share of the step."""
@@ -130,14 +139,18 @@ class _Search:
         ways = tuple(way for region in regions for way in _with_sending(region))
         self.chooser = Chooser(problem, ways, self.clock, self.progress, near_seconds=self.near_seconds)
         self.bound = 0.0
-        for number, (price, free) in enumerate(_TRIALS):
+        first_sent_bytes = 0
+        for number, (price, free, sent) in enumerate(_TRIALS):
             if self.is_over():
                 return
+            most_sent_bytes = None if sent == 1.0 else int(sent * first_sent_bytes)
             with self.share(share) as self.chooser.clock:
-                chosen, seconds = self.chooser.choose(price, int(free * problem.budget_bytes))
+                chosen, seconds = self.chooser.choose(price, int(free * problem.budget_bytes), most_sent_bytes)
+            tight = problem.evaluate(self.chooser.schedule(chosen))
             if not number:
                 self.bound = max(0.0, seconds - price * _all_transfers_seconds(problem, self.regions))
-            if problem.evaluate(self.chooser.schedule(chosen)).peak_bytes > problem.budget_bytes:
+                first_sent_bytes = tight.host_bytes
+            if tight.peak_bytes > problem.budget_bytes:
                 if not number:
                     return
                 continue
