@@ -155,8 +155,9 @@ def audit_study(
     }
     known = read_current(current)
     if isinstance(known, Plan) and known.offloading is not None:
-        search["offload_at_least"] = least_bytes = known.offloading.least_bytes or LEAST_BYTES
-        study = study.for_host(study.host(at_least=least_bytes))
+        if known.offloading.modules:
+            search["offload_at_least"] = known.offloading.least_bytes
+        study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
     schedule, notes = _schedule(study, known)
     setup = _SetUp(study, known if isinstance(known, str) else _name_of_plan(current), schedule)
     best = setup.cheapest(setup.peak_bytes, search)
@@ -205,7 +206,14 @@ class _SetUp:
         """
         fits = self.peak_bytes <= budget_bytes
         if self.found.host_bytes:
-            search = {**search, "offload": True, "host_budget": self.found.host_bytes, "offload_lossy": self.rounds}
+            least_bytes = search.get("offload_at_least", self.study.least_offloaded(self.schedule))
+            search = {
+                **search,
+                "offload": True,
+                "host_budget": self.found.host_bytes,
+                "offload_at_least": least_bytes,
+                "offload_lossy": self.rounds,
+            }
         try:
             found = self.study.plan(budget=budget_bytes, compare=False, **search)
         except NoPlanFitsError as error:

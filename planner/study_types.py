@@ -170,7 +170,7 @@ class Study:
                 operation=self.graph.operations[schedule.order[found.peak_position]].name,
             )
         rounds = any(offload.lossy for offload in schedule.offloads)
-        host = self.host(found.host_bytes, lossy=rounds) if found.host_bytes else None
+        host = self.host(found.host_bytes, self.least_offloaded(schedule), lossy=rounds) if found.host_bytes else None
         problem = replace(problem, host=host)
         if bound_by is not None:
             standing = Standing(problem)
@@ -190,6 +190,11 @@ class Study:
         )
         # That it pays more than it must is what was to be seen, and no solver's time changes it.
         return replace(made, warnings=tuple(one for one in made.warnings if one.rule != GAP))
+
+    def least_offloaded(self, schedule: Schedule) -> int:
+        """Give the size from which on values may be offloaded, so that a schedule's own may be."""
+        sizes = (self.graph.values[offload.value].size_bytes for offload in schedule.offloads)
+        return min(LEAST_BYTES, min(sizes, default=LEAST_BYTES))
 
     # What a trade-off asks.
 

@@ -50,6 +50,15 @@ def test_what_a_strategy_could_not_pay_less_than_is_proven(runtime: str) -> None
     assert any(row.name == "this plan" for row in plan.baselines)
 
 
+def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does() -> None:
+    plan = planner.plan(Transformer(), X, strategy="save-on-cpu", time_limit_seconds=2)
+    assert plan.offloading is not None
+    assert max(value.size_bytes for value in plan.offloading.values) < 2**20, "none would be offloaded by default"
+    found = planner.audit(Transformer(), X, current=plan, time_limit_seconds=2)
+    assert found.now.peak_bytes == plan.peak_bytes and found.best.offloading is not None
+    assert max(plan.lower_bound_overhead, found.best.lower_bound_overhead) <= found.best.overhead <= plan.overhead
+
+
 def test_within_a_budget_or_not_at_all() -> None:
     own = planner.plan(Transformer(), X, strategy="every-2", compare=False)
     above = planner.plan(Transformer(), X, strategy="every-2", budget=own.peak_bytes + 4096, compare=False)
