@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cost_models.flops import count_flops, moved_bytes
 from planner.engine_sums import EngineSums
 from planner.errors import UsageError
-from planner.layouts import as_kernels_view
+from planner.layouts import as_kernel_gives
 from planner.memory import measure_peak
 from planner.operands import is_opaque, storage_bytes
 from planner.provenance import is_library, short_path
@@ -197,7 +197,7 @@ class Recorder(TorchDispatchMode):
         if watched:
             peak_bytes, result = measure_peak(lambda: function(*args, **kwargs), given[0].device)
         else:
-            peak_bytes, result = 0, as_kernels_view(function, args, function(*args, **kwargs))
+            peak_bytes, result = 0, as_kernel_gives(function, args, kwargs, function(*args, **kwargs))
         run = self._record(function, args, kwargs, result)
         self._called[function] += 1
         if watched and run is not None:

@@ -17,8 +17,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner import operands
-from planner.joint import is_random, mutates, tensors_of
-from planner.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
+from planner.joint import draws, mutates, tensors_of
+from planner.torch_internals import FakeTensor, OpOverload, is_mutable, outside_tracing, storage_id
 
 aten = torch.ops.aten
 
@@ -48,6 +48,21 @@ def as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any
         return result
     with result.fake_mode, torch.no_grad():
         return result.as_strided(result.shape, strides, result.storage_offset())
+
+
+def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
+    """Give the fake result of a call that is being followed the strides that its kernel gives it.
+
+    See :func:`as_kernels_view` for views; others are those of :func:`correct_layouts`.
+    """
+    if not isinstance(function, OpOverload) or is_mutable(function):
+        return result
+    if function in _VIEWS:
+        return as_kernels_view(function, arguments, result)
+    read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
+    if all(tensor.is_contiguous() for tensor in read):
+        return result
+    return _laid_out(function, arguments, keywords, result)
 
 
 def correct_layouts(graph: fx.Graph) -> None:
@@ -140,28 +155,37 @@ def _result(node: fx.Node) -> Any:
 
 def _lay_out(node: fx.Node) -> bool:
     """Give a node's results the strides of its kernel, and tell whether that changed anything."""
-    outputs = tensors_of(node)
-    read = [tensor for source in node.all_input_nodes for tensor in tensors_of(source)]
-    if is_random(node) or not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
-        return False
+    traced = node.meta["val"]
+    node.meta["val"] = _laid_out(node.target, _values(node.args), _values(node.kwargs), traced)
+    return any(
+        new is not old
+        for new, old in zip(pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(traced), strict=True)
+    )
+
+
+def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
+    """Give the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
+    read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    if not outputs or draws(function, arguments, keywords):
+        return result
+    if not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
+        return result
     if not all(isinstance(output, FakeTensor) for output in outputs):
-        return False
-    if node.target in _NORMS:
+        return result
+    if function in _NORMS:
         if outputs[0].device.type != "cpu":
-            return False
+            return result
     elif len({output.shape for output in outputs}) != 1 or not all(_goes_with(tensor, outputs[0]) for tensor in read):
-        return False
+        return result
     try:
         with operands.running_alone(torch.device("cpu")):
-            found = node.target(*_in_small(node.args), **_in_small(node.kwargs))  # type: ignore[operator]
+            found = function(*_in_small(arguments), **_in_small(keywords))
     except (RuntimeError, IndexError, TypeError, ValueError):
-        return False  # it takes no sizes but its own
-    val = node.meta["val"]
-    if isinstance(val, torch.Tensor):
-        node.meta["val"] = _like(val, found)
-        return node.meta["val"] is not val
-    node.meta["val"] = type(val)(map(_like, val, found))
-    return any(new is not old for new, old in zip(node.meta["val"], val, strict=True))
+        return result  # it takes no sizes but its own
+    if isinstance(result, torch.Tensor):
+        return _like(result, found)
+    return type(result)(map(_like, result, found))
 
 
 def _like(traced: Any, found: Any) -> Any:
@@ -218,4 +242,4 @@ def _in_small(arguments: Any) -> Any:
     def small(value: Any) -> Any:
         return _small(value) if isinstance(value, torch.Tensor) else value
 
-    return pytree.tree_map(small, _values(arguments))
+    return pytree.tree_map(small, arguments)

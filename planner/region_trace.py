@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.eager_trace import tensors_in
-from planner.layouts import as_kernels_view
+from planner.layouts import as_kernel_gives
 from planner.operands import storage_bytes
 from planner.torch_internals import OpOverload, is_mutable, storage_id
 
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = as_kernels_view(function, args, function(*args, **kwargs))
+        result = as_kernel_gives(function, args, kwargs, function(*args, **kwargs))
         if self._silent:
             return result
         made = [t for t in tensors_in(result) if storage_id(t) not in self._numbers]

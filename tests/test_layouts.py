@@ -85,6 +85,29 @@ def test_recorded_layouts_are_those_of_kernels() -> None:
     assert tensors_of(node)[0].stride() == node.target(*arguments).stride()
 
 
+class Turned(nn.Module):
+    """A loss between what is turned and what is not: its kernel's gradient has the usual layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.ConvTranspose2d(64, 64, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = (2 * x).transpose(1, 2).reshape(1, 64, 8, 16)
+        y = self.up(F.max_pool2d(image, 2))
+        return F.mse_loss(y.flatten(2).transpose(1, 2), x.detach())
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_a_step_that_is_followed_has_the_layouts_of_kernels(runtime: str) -> None:
+    model, x = Turned(), torch.randn(1, 128, 64)
+    plan = planner.plan(model, x, budget="100%", runtime=runtime, compare=False)
+    measured = planner.verify(model, x, plan, timed_steps=1)
+    assert measured.exact
+    assert 0.998 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+
+
 class TwoResults(nn.Module):
     """``logsigmoid`` keeps what its backward needs as a second result."""
 
