@@ -16,6 +16,7 @@ from planner import strategies
 from planner.checkpoints import modules_of
 from planner.errors import InfeasibleBudgetError, UsageError
 from tests.test_selective import Transformer, X
+from tests.test_strategies import FACTORY
 
 OF_SEVERAL_DEVICES = ("deepspeed-partition-activations", "megatron-distributed")
 
@@ -92,16 +93,6 @@ def test_what_does_not_go_together(told: dict[str, Any], words: str) -> None:
 def test_a_model_without_blocks() -> None:
     with pytest.raises(UsageError, match="no repeated blocks"):
         planner.plan(nn.Linear(4, 4), torch.ones(2, 4), strategy="every-2")
-
-
-FACTORY = """
-import torch
-
-
-def make():
-    layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
-    return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
-"""
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
