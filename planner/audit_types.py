@@ -155,8 +155,6 @@ def audit_study(
     }
     known = read_current(current)
     if isinstance(known, Plan) and known.offloading is not None:
-        if known.offloading.modules:
-            search["offload_at_least"] = known.offloading.least_bytes
         study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
     schedule, notes = _schedule(study, known)
     setup = _SetUp(study, known if isinstance(known, str) else _name_of_plan(current), schedule)
@@ -206,12 +204,11 @@ class _SetUp:
         """
         fits = self.peak_bytes <= budget_bytes
         if self.found.host_bytes:
-            least_bytes = search.get("offload_at_least", self.study.least_offloaded(self.schedule))
             search = {
                 **search,
                 "offload": True,
                 "host_budget": self.found.host_bytes,
-                "offload_at_least": least_bytes,
+                "offload_at_least": self.study.least_offloaded(self.schedule),
                 "offload_lossy": self.rounds,
             }
         try:

@@ -58,6 +58,10 @@ class EagerStudy(Study):
         least_bytes = host.least_bytes if host is not None else None
         return self if self.seen_for is None or least_bytes == self.least_bytes else self.seen_for(least_bytes)
 
+    def least_offloaded(self, schedule: Schedule) -> int:
+        """Give the size from which on values may be offloaded in this step as it is seen."""
+        return LEAST_BYTES if self.least_bytes is None else self.least_bytes
+
     def plan(
         self,
         *,

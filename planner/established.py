@@ -163,8 +163,12 @@ def compare(
     Raises
     ------
     UsageError
-        If there is no strategy of some name.
+        If there is no strategy of some name, or the step is an eager one.
     """
+    if study.origin.runtime == "modules":
+        raise UsageError(
+            "strategies are set beside each other on a whole graph: study the step for the runtime 'graph'"
+        )
     chosen = [strategies.get(name) for name in names or strategies.known()]
     step = strategies.Step(study.graph, study.costs, study.unlimited_host())
     found: dict[str, _Simulated] = {}
@@ -246,16 +250,8 @@ def _beside_the_best_offloading(
     for way in (one, *(other for other in others if other.peak_bytes <= one.peak_bytes)):
         standing.offer(way.schedule, way.name)
     try:
-        solution = solvers.solve(
-            problem,
-            solver if solvers.get(solver).offloads else AutoSolver.name,
-            time_limit_seconds=effort.time_limit_seconds,
-            deterministic=effort.deterministic,
-            seed=effort.seed,
-            progress=progress,
-        )
-        standing.offer(solution.schedule, solution.solver)
-        standing.prove(solution.lower_bound_seconds)
+        able = solver if solvers.get(solver).offloads else AutoSolver.name
+        study.improve(standing, solver=able, effort=effort, progress=progress)
     except InfeasibleBudgetError as error:
         standing.prove(error.lower_bound_seconds)
     seconds = problem.baseline.seconds or 1.0

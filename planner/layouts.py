@@ -33,7 +33,7 @@ _NORMS = {
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any:
+def _as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any:
     """Give a fake view the strides that the kernel gives it.
 
     Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
@@ -53,12 +53,12 @@ def as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Give the fake result of a call that is being followed the strides that its kernel gives it.
 
-    See :func:`as_kernels_view` for views; others are those of :func:`correct_layouts`.
+    Views along dimensions of one element, elementwise operators and BatchNorm, as in :func:`correct_layouts`.
     """
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
     if function in _VIEWS:
-        return as_kernels_view(function, arguments, result)
+        return _as_kernels_view(function, arguments, result)
     read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
     if all(tensor.is_contiguous() for tensor in read):
         return result
@@ -94,7 +94,7 @@ def correct_layouts(graph: fx.Graph) -> None:
         elif affected and not traced.keys().isdisjoint(before):
             _view_again(node)
         elif not affected and node.target in _VIEWS:
-            viewed = as_kernels_view(node.target, _values(node.args), node.meta["val"])
+            viewed = _as_kernels_view(node.target, _values(node.args), node.meta["val"])
             if viewed is node.meta["val"]:
                 continue
             node.meta["val"] = viewed
@@ -150,7 +150,7 @@ def _record_again(node: fx.Node) -> bool:
 
 def _result(node: fx.Node) -> Any:
     arguments = _values(node.args)
-    return as_kernels_view(node.target, arguments, node.target(*arguments, **_values(node.kwargs)))  # type: ignore[operator]
+    return _as_kernels_view(node.target, arguments, node.target(*arguments, **_values(node.kwargs)))  # type: ignore[operator]
 
 
 def _lay_out(node: fx.Node) -> bool:

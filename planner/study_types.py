@@ -213,6 +213,8 @@ class Study:
         if solver == AutoSolver.name:
             AutoSolver().improve(standing, effort=effort, progress=progress)
             return
+        if effort.told is not None:
+            effort.told(effort.time_limit_seconds)  # what it really takes nobody says
         solution = solvers.solve(
             standing.problem,
             solver,

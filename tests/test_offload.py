@@ -74,6 +74,12 @@ def posed(share: float, host: Host = LINK, seed: int | None = None) -> Problem:
     return replace(problem, budget_bytes=int(share * problem.baseline.peak_bytes))
 
 
+def posed_by(seed: int) -> Problem:
+    """Pose a random graph with a budget, a link and a host that its seed says."""
+    share, rate = (0.85, 0.7, 0.6, 0.5)[seed % 4], (0.25, 0.5, 1.0, 2.0)[seed // 4 % 4]
+    return posed(share, replace(LINK, bytes_per_second=rate, budget_bytes=6 if seed % 3 == 0 else 1000), seed)
+
+
 def test_an_offloaded_value_is_away_between_the_runs_that_say_so():
     graph, costs = chain()
     schedule = Schedule(tuple(range(8)), (Offload(0, leaves=3, returns=(6,)),))
@@ -157,8 +163,7 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float)
     [*range(24), 60, 158, 445, 564, 797, 1454, 2921],
 )
 def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
-    share, rate = (0.85, 0.7, 0.6, 0.5)[seed % 4], (0.25, 0.5, 1.0, 2.0)[seed // 4 % 4]
-    problem = posed(share, replace(LINK, bytes_per_second=rate, budget_bytes=6 if seed % 3 == 0 else 1000), seed)
+    problem = posed_by(seed)
     best = cheapest_offloading(problem)
     if best is None:
         with pytest.raises(InfeasibleBudgetError):

@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -523,6 +524,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert [row["name"] for row in report["absent"]] == ["megatron-selective"]
     for row in (row for row in report["strategies"] if row["best_overhead"] is not None):
         assert row["lower_bound_overhead"] <= row["best_overhead"] <= row["overhead"]
+
+
+def test_an_eager_step_has_no_such_table() -> None:
+    """What strategies do of a captured step would be no choice of modules, and could not be carried out."""
+    eager = replace(study_of(), origin=PlanOrigin(fingerprint={}, runtime="modules"))
+    with pytest.raises(UsageError, match="on a whole graph"):
+        compare(eager, ["every-2"])
 
 
 @pytest.mark.parametrize(

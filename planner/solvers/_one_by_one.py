@@ -70,16 +70,12 @@ class OneByOne:
         now = self._gone_in(schedule)
         best = self._look(now)
         while not self.is_over():
-            following = best, now
-            for gone in self._changed(now):
-                found = self._look(gone)
-                if found is not None and (following[0] is None or found[0] < following[0][0]):
-                    following = found, gone
-                if self.is_over():
-                    break
-            if following[0] is best:
+            changed = ((gone, self._look(gone)) for gone in self._changed(now) if not self.is_over())
+            fitting = [(gone, found) for gone, found in changed if found is not None]
+            gone, found = min(fitting, key=lambda one: one[1][0], default=(now, None))
+            if found is None or (best is not None and found[0] >= best[0]):
                 break
-            best, now = following
+            now, best = gone, found
         return best[1] if best is not None else None
 
     def _gone_in(self, schedule: Schedule) -> Gone:
@@ -117,16 +113,20 @@ class OneByOne:
         except ScheduleError:
             return None
         found = self._timed(order)
-        moved: list[int] | None = order
-        while found is not None and moved is not None:
-            moved = None
-            for candidate in self._earlier(order):
-                other = self._timed(candidate)
-                if other is not None and other[0] < found[0]:
-                    found, order = other, candidate
-                    moved = candidate
-                    break
+        while found is not None:
+            cheaper = self._cheaper(order, found)
+            if cheaper is None:
+                break
+            order, found = cheaper
         return found
+
+    def _cheaper(self, order: list[int], than: Found) -> tuple[list[int], Found] | None:
+        """Give the first order with a rerun ahead of others that is cheaper, and what it comes to."""
+        for candidate in self._earlier(order):
+            found = self._timed(candidate)
+            if found is not None and found[0] < than[0]:
+                return candidate, found
+        return None
 
     def _earlier(self, order: list[int]) -> Iterator[list[int]]:
         """Let each rerun go ahead of more and more of those before it."""
