@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Sequence
 
 from planner.commands import commands
+from planner.commands._options import Parser
 from planner.errors import PlannerError
-from planner.options import Parser
 
 _INTERRUPTED = 130
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(arguments)
         debug = args.debug
         if getattr(args, "no_cache", False):
-            from planner import solution_cache
+            from planner.solving import solution_cache
 
             solution_cache.turn_off()
         code: int = args.run(args)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from planner.atomic import check_writable, write_text
+from planner.common.atomic import check_writable, write_text
 from planner.errors import PlannerError, UsageError
 
 RESULTS = Path(__file__).parent / "results"

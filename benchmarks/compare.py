@@ -30,11 +30,11 @@ from benchmarks.cases import CASES, GPU_SIZES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.peers import NotForThisModelError, Peer, peers
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
+from planner.capture.memory import keep_freed_memory
+from planner.capture.torch_internals import installed_call
+from planner.commands._terminal import Bar, counting
 from planner.errors import PlannerError, UsageError
-from planner.memory import keep_freed_memory
-from planner.planning import NoPlanFitsError
-from planner.terminal import Bar, counting
-from planner.torch_internals import installed_call
+from planner.plans.planning import NoPlanFitsError
 from planner.zoo import ZooModel
 
 MODELS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
-from planner.atomic import write_bytes
+from planner.common.atomic import write_bytes
 
 GOALS = {"partitioner": 0.5, "every second layer": 0.35, "save products": 0.35, "every layer": 0.6}
 """What of each alternative's overhead a plan may cost, as a geometric mean."""

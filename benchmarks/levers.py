@@ -22,16 +22,16 @@ import torch
 from benchmarks import common
 from benchmarks.common import Result, percent
 from planner import zoo
-from planner.capture import capture, fake_mode
-from planner.floor import minimum_peak
-from planner.inputs import Inputs
-from planner.planning import NoPlanFitsError, Plan, make_problem
-from planner.session import Options, attention_for, lower_as_run, study_lowered
-from planner.slices import slices_of
-from planner.step_planning import Candidate, candidates, cheapest
-from planner.study_types import Study
-from planner.training import Training
-from planner.units import format_bytes
+from planner.analysis.study import Study
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture, fake_mode
+from planner.common.chunks import slices_of
+from planner.common.training import Training
+from planner.common.units import format_bytes
+from planner.plans.planning import NoPlanFitsError, Plan, make_problem
+from planner.session.step import Options, attention_for, lower_as_run, study_lowered
+from planner.session.step_planning import Candidate, candidates, cheapest
+from planner.solving.peak_bounds import minimum_peak
 from planner.zoo import ZooModel
 
 _ENOUGH = 1e-3

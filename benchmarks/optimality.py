@@ -17,8 +17,8 @@ from benchmarks import common
 from benchmarks.common import Result
 from planner import solvers
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.instances import Reference, load_instance
-from planner.problem import Problem
+from planner.ir.instances import Reference, load_instance
+from planner.ir.problem import Problem
 
 NEAR, NOT_FAR = 1.0002, 1.005
 """Goals for the ratio to the best known cost: on nearly all instances, and on all."""

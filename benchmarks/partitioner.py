@@ -26,17 +26,17 @@ from torch import fx
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import zoo
-from planner.capture import capture, fake_mode
-from planner.costing import operation_costs
-from planner.inputs import Inputs
-from planner.joint import is_tangent, tensors_of
-from planner.lowering import LoweredGraph
-from planner.min_cut import Partition, partition, read_schedule
-from planner.planning import NoPlanFitsError, make_plan
-from planner.schedule import Schedule
-from planner.session import Options, attention_for, lower_step
-from planner.simulate import simulate
-from planner.torch_internals import storage_id
+from planner.capture.inputs import Inputs
+from planner.capture.joint import is_tangent, tensors_of
+from planner.capture.joint_capture import capture, fake_mode
+from planner.capture.lowering import LoweredGraph
+from planner.capture.torch_internals import storage_id
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.measure.costing import operation_costs
+from planner.plans.planning import NoPlanFitsError, make_plan
+from planner.session.min_cut import Partition, partition, read_schedule
+from planner.session.step import Options, attention_for, lower_step
 
 GOAL_MEAN, GOAL_WORST = 0.65, 1.0
 MODELS = "gpt2,bert-large,vit-b16,resnet50,unet,t5-base"

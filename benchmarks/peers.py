@@ -20,8 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from planner.regions import find_blocks
-from planner.torch_internals import aot_backend, call_implementation, eliminate_common_subexpressions
+from planner.capture.blocks.regions import find_blocks
+from planner.capture.torch_internals import aot_backend, call_implementation, eliminate_common_subexpressions
 from planner.zoo import ZooModel
 
 aten = torch.ops.aten

@@ -25,17 +25,17 @@ from torch import fx
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from cost_models.measured import Profile
-from planner import api, operands, zoo
-from planner.capture import capture
+from planner import api, zoo
+from planner.capture.inputs import Inputs
+from planner.capture.joint import is_tangent, tensors_of
+from planner.capture.joint_capture import capture, operands
+from planner.capture.lowering import LoweredGraph
+from planner.capture.memory import keep_freed_memory
 from planner.errors import PlannerError
-from planner.inputs import Inputs
-from planner.joint import is_tangent, tensors_of
-from planner.lowering import LoweredGraph
-from planner.memory import keep_freed_memory
-from planner.planning import NoPlanFitsError, Plan
-from planner.rewrite import split
-from planner.schedule import Schedule
-from planner.session import Options, lower_step
+from planner.ir.schedule import Schedule
+from planner.plans.planning import NoPlanFitsError, Plan
+from planner.rewrite.graphs import split
+from planner.session.step import Options, lower_step
 from planner.zoo import ZooModel
 
 PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95

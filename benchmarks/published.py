@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks import common
 from benchmarks.common import Result, percent
 from planner import api, zoo
-from planner.atomic import check_writable, write_text
 from planner.capture import fake_mode
-from planner.planning import Plan
+from planner.common.atomic import check_writable, write_text
+from planner.plans.planning import Plan
 
 PAGE = common.ROOT / "docs" / "published-figures.md"
 

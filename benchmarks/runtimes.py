@@ -28,6 +28,14 @@ from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from planner import runtimes
+from planner.capture.memory import keep_freed_memory
+from planner.capture.torch_internals import (
+    aot_backend,
+    call_implementation,
+    compile_isolated,
+    install_call,
+    installed_call,
+)
 from planner.errors import (
     CaptureError,
     InfeasibleBudgetError,
@@ -36,15 +44,7 @@ from planner.errors import (
     RuntimeUnsupportedError,
     UsageError,
 )
-from planner.memory import keep_freed_memory
-from planner.planning import NoPlanFitsError, Plan
-from planner.torch_internals import (
-    aot_backend,
-    call_implementation,
-    compile_isolated,
-    install_call,
-    installed_call,
-)
+from planner.plans.planning import NoPlanFitsError, Plan
 from planner.zoo import ZooModel
 
 RUNTIMES = [name for name in runtimes.names() if name != "auto"]

@@ -20,15 +20,15 @@ import torch
 from benchmarks import common
 from benchmarks.common import Result, percent
 from planner import solvers
-from planner.capture import capture, fake_mode
-from planner.costing import operation_costs
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture, fake_mode
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.graph import TrainingGraph
-from planner.inputs import Inputs
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.session import Options, lower_step
-from planner.simulate import simulate
+from planner.ir.graph import TrainingGraph
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.measure.costing import operation_costs
+from planner.session.step import Options, lower_step
 
 
 def main(arguments: Sequence[str]) -> int:

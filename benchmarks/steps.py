@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from planner.memory import measure_peak
-from planner.torch_internals import install_call, uninstall_call
-from planner.verification import run_backward
+from planner.capture.inputs import run_backward
+from planner.capture.memory import measure_peak
+from planner.capture.torch_internals import install_call, uninstall_call
 from planner.zoo import ZooModel
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 400

@@ -1,6 +1,6 @@
 """Costs that were measured: each distinct operation was run on the device, here or elsewhere.
 
-A :class:`Profile` holds what was measured, as plain data; ``planner.profiling`` makes one. An
+A :class:`Profile` holds what was measured, as plain data; ``planner.measure.profiling`` makes one. An
 operation that it does not know costs what the roofline says.
 """
 

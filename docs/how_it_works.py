@@ -5,10 +5,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.simulate import lifetimes, simulate
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import lifetimes, simulate
 from planner.solvers import solve
 
 MIB = 2**20

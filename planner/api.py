@@ -11,10 +11,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from cost_models.measured import MeasuredCosts, Profile
-from planner import loss, runtimes
-from planner.capture import capture, is_fake
-from planner.errors import UsageError
-from planner.going_together import (
+from planner import runtimes
+from planner.analysis.compatibility import (
     check_can_run,
     check_one_budget,
     check_strategy,
@@ -22,18 +20,20 @@ from planner.going_together import (
     sliced_graph,
     whole_graph,
 )
-from planner.host import LEAST_BYTES
-from planner.inputs import Inputs, check_model
-from planner.parallel import has_several_ranks
-from planner.planning import Plan, Size, Verification
-from planner.problem import Progress
-from planner.session import Options, cost, lower_step
-from planner.slices import OFF, Chunk, check_chunk
-from planner.surroundings import SHARDS
-from planner.torch_internals import install_call, installed_call
-from planner.training import Training
-from planner.verification import LossFunction
-from planner.verification import verify as _verify
+from planner.capture.inputs import Inputs, LossFunction, check_model
+from planner.capture.joint_capture import capture, is_fake
+from planner.capture.parallel import has_several_ranks
+from planner.capture.torch_internals import install_call, installed_call
+from planner.common.chunks import OFF, Chunk, check_chunk
+from planner.common.training import Training
+from planner.diagnose.verification import verify as _verify
+from planner.errors import UsageError
+from planner.ir.host import LEAST_BYTES
+from planner.ir.problem import Progress
+from planner.ir.static_memory import SHARDS
+from planner.measure import loss
+from planner.plans.planning import Plan, Size, Verification
+from planner.session.step import Options, cost, lower_step
 from planner.wrapped import running_on, unwrap
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -111,7 +111,7 @@ def plan(
     profile : Profile, optional
         Costs recorded before, by :func:`profile` or read from a file.
     optimizer : str
-        One of ``planner.training.OPTIMIZERS`` (``"adamw"``, ``"adafactor"``, ``"adam8bit"``, ...): its state is
+        One of ``planner.common.training.OPTIMIZERS`` (``"adamw"``, ``"adafactor"``, ``"adam8bit"``, ...): its state is
         resident, and its own step must fit too.
     master_weights : bool
         Whether parameters of 16 bits are updated through float32 copies.

@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from torch import nn
 
+from planner.capture.torch_internals import installed_call, uninstall_call
 from planner.errors import UsageError
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 from planner.runtimes import Running
-from planner.torch_internals import installed_call, uninstall_call
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 
 ROUND_BYTES = 64
 

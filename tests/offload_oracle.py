@@ -6,8 +6,8 @@ import heapq
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from planner.problem import Problem
-from planner.schedule import Schedule
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import heapq
 import random
 
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.problem import Problem
-from planner.schedule import Schedule
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
 
 
 def cheapest(problem: Problem) -> tuple[float, Schedule] | None:

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import allocator as rules
-from planner.allocator import Allocator, Reserved, simulate_reserved
 from planner.errors import ScheduleError, UsageError
-from planner.graph import Operation, OperationCost, TrainingGraph, Value
-from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.plans import allocator as rules
+from planner.plans.allocator import Allocator, Reserved, simulate_reserved
 
 KIB, MIB = 2**10, 2**20
 seeds = st.integers(0, 10**6)

@@ -14,6 +14,7 @@ from torch import nn
 
 import planner
 from planner.capture import fake_mode
+from planner.capture.memory import measure_peak
 from planner.errors import (
     CaptureError,
     InfeasibleBudgetError,
@@ -21,7 +22,6 @@ from planner.errors import (
     PlanMismatchError,
     UsageError,
 )
-from planner.memory import measure_peak
 
 WIDTH = 64
 
@@ -361,7 +361,7 @@ def test_planning_under_a_profiler_warns() -> None:
 def test_a_plan_that_is_made_in_the_first_call_knows_the_workspace_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Model(), data()
     ahead = planner.plan(model, x, activation_budget="70%", compare=False)
-    monkeypatch.setattr("planner.workspace._known", {})  # what was found out ahead is to be found out again
+    monkeypatch.setattr("planner.measure.workspace._known", {})  # what was found out ahead is to be found out again
     planner.auto_wrap(model, activation_budget="70%")
     model(x).backward()
     assert planner.plan_of(model).peak_bytes == ahead.peak_bytes

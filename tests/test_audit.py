@@ -17,16 +17,16 @@ from rich.console import Console
 import cli
 import cost_models
 import planner
-from planner.audit_types import Audit, audit_study, read_current
-from planner.baselines import every_nth_layer
+from planner.analysis.audit import Audit, audit_study, read_current
+from planner.analysis.study import Study
 from planner.errors import PlanFileError, PlanMismatchError, UsageError
-from planner.graph import Phase
-from planner.plan_parts import PlanOrigin
+from planner.ir.graph import Phase
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import Surroundings
+from planner.plans.baselines import every_nth_layer
+from planner.plans.parts import PlanOrigin
 from planner.report import render_audit
-from planner.schedule import Schedule
-from planner.simulate import simulate
-from planner.study_types import Study
-from planner.surroundings import Surroundings
 
 GRAPH, COSTS = transformer(4)
 STATIC = GRAPH.total_static_bytes

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 import cli
-from planner import solution_cache
-from planner.effort import Effort
-from planner.host import Host
-from planner.planning import Plan, make_plan
-from planner.problem import Problem
-from planner.solution_cache import FROM_CACHE
+from planner.common.limits import Effort
+from planner.ir.host import Host
+from planner.ir.problem import Problem
+from planner.plans.planning import Plan, make_plan
+from planner.solving import solution_cache
+from planner.solving.solution_cache import FROM_CACHE
 from tests.example_graphs import transformer
 
 GRAPH, COSTS = transformer(4)
@@ -208,7 +208,7 @@ _WRITER = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from planner import atomic
+from planner.common import atomic
 number = 0
 while True:
     number += 1

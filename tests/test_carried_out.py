@@ -13,8 +13,8 @@ from torch import nn
 import cli
 import planner
 from planner import strategies
-from planner.checkpoints import modules_of
 from planner.errors import InfeasibleBudgetError, UsageError
+from planner.plans.module_choices import modules_of
 from tests.test_selective import Transformer, X
 from tests.test_strategies import FACTORY
 

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import solvers
-from planner.cut_points import chain_places
 from planner.errors import InfeasibleBudgetError
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.ir.cut_points import chain_places
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
 from planner.solvers import chain_dp
-from planner.solvers._chain import Chain
+from planner.solving.chain import Chain
 
 Step = tuple[TrainingGraph, tuple[OperationCost, ...]]
 

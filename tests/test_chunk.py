@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import planner
-from planner.capture import capture
-from planner.chunk_region import Region, find_region, region_around
-from planner.chunk_rules import Form
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
+from planner.common.chunks import TOLERANCE, check_chunk, slices_of
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.inputs import Inputs
-from planner.plan_types import Plan
-from planner.session import Options, lower_as_run
-from planner.slices import TOLERANCE, check_chunk, slices_of
+from planner.plans.plan import Plan
+from planner.session.step import Options, lower_as_run
+from planner.transforms.chunk_region import Region, find_region, region_around
+from planner.transforms.chunk_rules import Form
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 1500, 32, 2, 25
 ROWS = BATCH * LENGTH

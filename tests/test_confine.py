@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from planner.confine import confine
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.problem import Problem
-from planner.schedule import Schedule
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
 from planner.solvers import solve
+from planner.solving.confine import confine
 
 
 def chain(regions: list[str]) -> TrainingGraph:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner import rewrite
+from planner.diagnose.verification import bitwise_equal
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
-from planner.verification import bitwise_equal
+from planner.rewrite import graphs as rewrite
 
 WIDTH = 64
 

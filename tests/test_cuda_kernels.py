@@ -11,11 +11,11 @@ from torch.nn import functional
 
 import cost_models
 import planner
-from planner.capture import capture
-from planner.cuda_attention import attention_on, choose
-from planner.cuda_workspace import allowance_bytes
+from planner.capture.cuda_attention import attention_on, choose
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
 from planner.errors import PlanMismatchError
-from planner.inputs import Inputs
+from planner.measure.cuda_workspace import allowance_bytes
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 96, 64
 

@@ -11,12 +11,12 @@ import pytest
 from example_graphs import transformer
 from test_report import example_plan
 
-from planner import memory_viz
 from planner.errors import PlanFileError, UsageError
-from planner.host import Host
-from planner.plan_details import AliveTensors
-from planner.planning import Plan, make_plan
-from planner.timeline import MOST_POINTS
+from planner.ir.host import Host
+from planner.plans import memory_viz
+from planner.plans.details import AliveTensors
+from planner.plans.planning import Plan, make_plan
+from planner.plans.timeline import MOST_POINTS
 
 
 @pytest.fixture(scope="module")

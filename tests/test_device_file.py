@@ -12,8 +12,9 @@ import pytest
 import cli
 import cost_models
 from cost_models.devices import unknown_gpu
-from planner import calibration, device_file
 from planner.errors import DeviceFileError, UsageError
+from planner.measure import calibration
+from planner.plans import device_file
 
 LEAST = {
     "name": "my card",

@@ -20,8 +20,8 @@ from torch.utils import checkpoint as checkpointing
 import cli
 import planner
 from planner.diagnose.check import RULES
-from planner.findings import Diagnosis, Severity
-from planner.zoo_modules import MixtureOfExperts
+from planner.findings.finding import Diagnosis, Severity
+from planner.zoo.modules import MixtureOfExperts
 
 ROOT = Path(__file__).parent.parent
 X = (16, 8)

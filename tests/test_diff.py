@@ -16,16 +16,16 @@ from example_graphs import Builder, transformer
 from rich.console import Console
 
 import cli
-from planner.comparing import Difference, diff
+from planner.analysis.diff import Difference, diff
 from planner.errors import UsageError
-from planner.graph import OperationCost, Phase, TrainingGraph
-from planner.host import Host
-from planner.plan_parts import PlanOrigin
-from planner.planning import Plan, make_plan, make_problem, plan_from_solution
-from planner.problem import Solution
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.problem import Solution
+from planner.ir.schedule import recompute_lazily
+from planner.ir.simulate import lifetimes, simulate
+from planner.plans.parts import PlanOrigin
+from planner.plans.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.report import render_difference
-from planner.schedule import recompute_lazily
-from planner.simulate import lifetimes, simulate
 
 GRAPH, COSTS = transformer(4)
 GOLDEN = Path(__file__).parent / "golden" / "diff_80.txt"

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.eager_record import record
-from planner.inputs import Inputs
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
 
 SIZE = 64
 

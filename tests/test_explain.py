@@ -18,16 +18,16 @@ from example_graphs import Builder, transformer
 from rich.console import Console
 
 import cli
+from planner.analysis.explain import Explanation, explain
 from planner.errors import PlanFileError, UsageError
-from planner.explaining import Explanation, explain
-from planner.graph import OperationCost, Phase, TrainingGraph
-from planner.host import Host
-from planner.plan_values import ValueRow, ValueTable, value_table
-from planner.planning import Plan, make_plan, make_problem, plan_from_solution
-from planner.problem import Problem, Solution
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.simulate import lifetimes, simulate
+from planner.plans.planning import Plan, make_plan, make_problem, plan_from_solution
+from planner.plans.values import ValueRow, ValueTable, value_table
 from planner.report import render_explanation
-from planner.schedule import Schedule, recompute_lazily
-from planner.simulate import lifetimes, simulate
 
 GRAPH, COSTS = transformer(4)
 GOLDEN = Path(__file__).parent / "golden" / "explain_80.txt"

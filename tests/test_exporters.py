@@ -26,21 +26,20 @@ import cli
 import cost_models
 import planner
 from planner import exporters
-from planner.baselines import checkpointed_blocks
-from planner.checkpoints import modules_of
-from planner.eager_study import EagerStudy
+from planner.analysis.eager_study import EagerStudy
+from planner.analysis.study import Study
+from planner.capture.inputs import Inputs, run_backward
+from planner.capture.memory import measure_peak
 from planner.errors import PlanMismatchError, UsageError
-from planner.export_types import Export, Label
-from planner.graph import OperationCost, Phase, TrainingGraph
-from planner.inputs import Inputs
-from planner.memory import measure_peak
-from planner.module_regions import module_region
-from planner.plan_parts import PlanOrigin
-from planner.simulate import simulate
-from planner.study_types import Study
-from planner.surroundings import Surroundings
-from planner.verification import run_backward
-from planner.zoo_modules import MiniGPT
+from planner.exporters._export import Export, Label
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.module_regions import module_region
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import Surroundings
+from planner.plans.baselines import checkpointed_blocks
+from planner.plans.module_choices import modules_of
+from planner.plans.parts import PlanOrigin
+from planner.zoo.modules import MiniGPT
 
 TARGETS = {"accelerate", "axolotl", "deepspeed", "fsdp", "huggingface", "jax", "keras", "lightning", "megatron",
            "torchtitan", "unsloth"}  # fmt: skip

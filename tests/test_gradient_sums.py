@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import capture
-from planner.inputs import Inputs
-from planner.memory import measure_peak
-from planner.session import Options, lower_as_run
-from planner.torch_internals import aot_backend
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
+from planner.capture.memory import measure_peak
+from planner.capture.torch_internals import aot_backend
+from planner.session.step import Options, lower_as_run
 
 ROWS, WIDTH, TOKENS = 8, 64, 3000
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from planner import solvers
-from planner.instances import Reference, load_instance
-from planner.problem import Problem
+from planner.ir.instances import Reference, load_instance
+from planner.ir.problem import Problem
 
 FOLDER = Path(
     os.environ.get("CHECKPOINT_PLANNER_INSTANCES")

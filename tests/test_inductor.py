@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler, self_test
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
-from planner.inductor_internals import Draft, draft_with_inductor, missing_compiler, self_test
 from planner.runtimes.inductor import InductorRuntime
 
 

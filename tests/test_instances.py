@@ -12,7 +12,7 @@ import pytest
 
 import planner
 from planner.errors import UsageError
-from planner.graph import Phase
+from planner.ir.graph import Phase
 
 SMALL: dict[str, Any] = {
     "name": "small",

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import capture
-from planner.eager_record import record
-from planner.inputs import Inputs
-from planner.joint import tensors_of
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
+from planner.capture.joint import tensors_of
+from planner.capture.joint_capture import capture
 
 
 class Transposed(nn.Module):

@@ -14,18 +14,19 @@ from rich.console import Console
 
 import cli
 import planner
-from planner import host_copies, solvers
+from planner import solvers
+from planner.diagnose.verification import ROUNDED, StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, UsageError
-from planner.graph import TrainingGraph
-from planner.host import Host, graph_for
-from planner.planning import make_plan, plan_from_solution
-from planner.problem import Problem, Solution
+from planner.ir.graph import TrainingGraph
+from planner.ir.host import Host, graph_for
+from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Offload, Schedule
+from planner.ir.simulate import simulate
+from planner.plans.planning import make_plan, plan_from_solution
 from planner.report import render
-from planner.schedule import Offload, Schedule
-from planner.simulate import simulate
-from planner.solvers._asif import AsIf
-from planner.solvers._windows import widened
-from planner.verification import ROUNDED, StepResult, compare
+from planner.rewrite import host_copies
+from planner.solving.offload_reduction import AsIf
+from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
 from tests.offload_oracle import walk
 from tests.oracle import random_graph

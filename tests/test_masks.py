@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture import capture
-from planner.inputs import Inputs
-from planner.joint import JointGraph
-from planner.memory import measure_peak
+from planner.capture.inputs import Inputs
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import capture
+from planner.capture.memory import measure_peak
 
 transformers = pytest.importorskip("transformers", reason="the Hugging Face models of the zoo")
 

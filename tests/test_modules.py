@@ -17,21 +17,22 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
-from planner.checkpoint_choice import Chooser
-from planner.checkpoint_needs import Needs
-from planner.checkpoints import Region, modules_of, rivals, schedule_of, seconds_of
-from planner.eager_graph import lower_eager
-from planner.eager_record import record
-from planner.effort import Effort
+from planner.capture.eager.graph import lower_eager
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
+from planner.capture.memory import measure_peak
+from planner.capture.torch_internals import installed_call
+from planner.common.limits import Effort
 from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
-from planner.graph import OperationCost
-from planner.inputs import Inputs
-from planner.memory import measure_peak
-from planner.problem import Problem
-from planner.selective import cheapest, ways_of
-from planner.simulate import simulate
-from planner.surroundings import LossMemory
-from planner.torch_internals import installed_call
+from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of
+from planner.ir.graph import OperationCost
+from planner.ir.problem import Problem
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import LossMemory
+from planner.plans.module_choices import modules_of
+from planner.solving.modules.ilp import Chooser
+from planner.solving.modules.peaks import Needs
+from planner.solving.modules.variants import cheapest, ways_of
 
 WIDTH = 32
 

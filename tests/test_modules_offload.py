@@ -13,35 +13,36 @@ from rich.console import Console
 from torch import nn
 
 import planner
-from planner import eager_study, host_copies
-from planner.checkpoint_needs import Needs
-from planner.checkpoints import modules_of, schedule_of
-from planner.eager_graph import lower_eager
-from planner.eager_record import record
-from planner.effort import Effort
+from planner.analysis import eager_study
+from planner.analysis.trade_off.curve import Tracing
+from planner.analysis.trade_off.methods import WaySearch
+from planner.capture.eager.graph import lower_eager
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import installed_call
+from planner.common.limits import Effort
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
-from planner.graph import OperationCost
-from planner.host import Host
-from planner.inputs import Inputs
-from planner.module_offload import (
+from planner.ir.checkpoints import schedule_of
+from planner.ir.graph import OperationCost
+from planner.ir.host import Host
+from planner.ir.problem import Problem, Solution
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import LossMemory
+from planner.plans.module_choices import modules_of, ways_in
+from planner.plans.offload import OffloadedModule
+from planner.report import render
+from planner.rewrite import host_copies
+from planner.runtimes._hooks import Waiting
+from planner.solving.modules.offload import (
     Found,
     cheapest_with_offload,
     offloading_ways,
     sending,
     sending_given,
-    ways_in,
 )
-from planner.module_windows import moved, widened
-from planner.plan_offload import OffloadedModule
-from planner.problem import Problem, Solution
-from planner.report import render
-from planner.runtimes._hooks import Waiting
-from planner.selective import keeping
-from planner.simulate import simulate
-from planner.surroundings import LossMemory
-from planner.torch_internals import installed_call
-from planner.trade_off.curve import Tracing
-from planner.trade_off.ways import WaySearch
+from planner.solving.modules.peaks import Needs
+from planner.solving.modules.transfer_windows import moved, widened
+from planner.solving.modules.variants import keeping
 from tests.test_modules import Branching, Convolutions, Stack, check_needs, choices, rows
 from tests.test_selective import Transformer, X, gradients
 

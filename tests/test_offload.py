@@ -15,8 +15,8 @@ from rich.console import Console
 
 import cost_models
 import planner
-from planner import host_copies, solvers
-from planner.device_file import load, save
+from planner import solvers
+from planner.capture.memory import record
 from planner.errors import (
     HostBudgetError,
     InfeasibleBudgetError,
@@ -25,21 +25,22 @@ from planner.errors import (
     ScheduleError,
     UsageError,
 )
-from planner.floor import lowest_peak
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.host import Host, host_of
-from planner.memory import record
-from planner.plan_offload import offloading_of, with_offloads
-from planner.planning import NoPlanFitsError, make_plan
-from planner.problem import Problem
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.host import Host, host_of
+from planner.ir.problem import Problem
+from planner.ir.schedule import Offload, Schedule
+from planner.ir.simulate import Copy, FetchedCopy, lifetimes, simulate
+from planner.plans.device_file import load, save
+from planner.plans.offload import offloading_of, with_offloads
+from planner.plans.planning import NoPlanFitsError, make_plan
 from planner.report import render
-from planner.schedule import Offload, Schedule
-from planner.simulate import Copy, FetchedCopy, lifetimes, simulate
-from planner.solvers._asif import AsIf
-from planner.solvers._offload_bound import build
-from planner.solvers._pulp import Library
-from planner.solvers._windows import widened
+from planner.rewrite import host_copies
 from planner.solvers.mixed import ENOUGH
+from planner.solving.milp import Library
+from planner.solving.offload_bound import build
+from planner.solving.offload_reduction import AsIf
+from planner.solving.peak_bounds import lowest_peak
+from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph

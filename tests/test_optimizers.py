@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from planner.capture import fake_mode
+from planner.capture.memory import measure_peak, record
+from planner.common.training import OPTIMIZERS
 from planner.errors import UsageError
-from planner.memory import measure_peak, record
-from planner.optimizers import OptimizerMemory, memory_of_step, optimizer_memory
-from planner.training import OPTIMIZERS
+from planner.measure.optimizers import OptimizerMemory, memory_of_step, optimizer_memory
 
 REAL = {
     "sgd": torch.optim.SGD,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_report import example_plan
 
-from planner.planning import Plan
+from planner.plans.planning import Plan
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{7*7}}"
 VOID = ("meta", "input", "br", "img", "link")

@@ -14,17 +14,17 @@ from torch import nn
 
 import cli
 import planner
+from planner.capture.memory import measure_peak
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.memory import measure_peak
-from planner.pipeline import make_pipeline_plan
-from planner.pipeline_schedules import PipelineSchedule, loads, most_in_flight, passes
-from planner.pipeline_types import PipelinePlan
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.simulate import simulate
-from planner.stages import IN_FLIGHT, Stage, balanced, cut
-from planner.surroundings import Surroundings
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import Surroundings
+from planner.plans.pipeline import make_pipeline_plan
+from planner.plans.pipeline_schedules import PipelineSchedule, loads, most_in_flight, passes
+from planner.plans.pipeline_stages import IN_FLIGHT, Stage, balanced, cut
+from planner.plans.pipeline_types import PipelinePlan
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
 

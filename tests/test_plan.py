@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 from example_graphs import Builder, transformer
 
-from planner import atomic
-from planner.anatomy import anatomy_of_peak, placement
-from planner.baselines import every_nth_layer
+from planner.common import atomic
 from planner.errors import (
     ClaimMismatchError,
     InfeasibleBudgetError,
@@ -25,13 +23,15 @@ from planner.errors import (
     ScheduleError,
     UsageError,
 )
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph
-from planner.layers import collapse, find_layers
-from planner.plan_parts import PlanOrigin
-from planner.planning import NoPlanFitsError, Plan, Verification, make_plan, make_problem, plan_from_solution
-from planner.problem import Solution
-from planner.schedule import Schedule, recompute_lazily
-from planner.simulate import simulate
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
+from planner.ir.layers import collapse, find_layers
+from planner.ir.problem import Solution
+from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.simulate import simulate
+from planner.plans.anatomy import anatomy_of_peak, placement
+from planner.plans.baselines import every_nth_layer
+from planner.plans.parts import PlanOrigin
+from planner.plans.planning import NoPlanFitsError, Plan, Verification, make_plan, make_problem, plan_from_solution
 
 GRAPH, COSTS = transformer(4)
 UNPLANNED_BYTES = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH)).peak_bytes + GRAPH.total_static_bytes

@@ -16,8 +16,8 @@ import cli
 import planner
 from cost_models import device
 from cost_models.measured import MeasuredCosts, Measurement, Profile, differ_in_batch_only
-from planner import profiling
 from planner.errors import ProfileFileError, ProfileMismatchError, UsageError
+from planner.measure import profiling
 
 BATCH = 512
 
@@ -214,7 +214,7 @@ def test_kept_memory_is_not_taken_from_the_system_again() -> None:
     """In a process of its own, since the switch stays."""
     program = """
 import resource, sys, torch
-from planner.memory import keep_freed_memory
+from planner.capture.memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def faults():

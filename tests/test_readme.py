@@ -12,7 +12,7 @@ import torch
 
 import cli
 from planner import zoo
-from planner.zoo_modules import MiniGPT
+from planner.zoo.modules import MiniGPT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import planner
-from planner.capture import capture
-from planner.inputs import Inputs
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
 
 BATCH, LENGTH, FEATURES, SIZE = 3, 4, 16, 24
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import planner
 from planner.capture import fake_mode
+from planner.capture.blocks.regions import find_blocks
 from planner.errors import PlanMismatchError, UsageError
-from planner.regions import find_blocks
 
 ROWS, WIDTH = 256, 32
 

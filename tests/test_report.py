@@ -15,8 +15,13 @@ import pytest
 from example_graphs import transformer
 from rich.console import Console
 
-from planner.graph import Phase
-from planner.planning import (
+from planner.commands._terminal import encodable
+from planner.common.units import format_bytes
+from planner.ir.graph import Phase
+from planner.ir.problem import Solution
+from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.simulate import simulate
+from planner.plans.planning import (
     NoPlanFitsError,
     Plan,
     PlanOrigin,
@@ -25,14 +30,9 @@ from planner.planning import (
     make_problem,
     plan_from_solution,
 )
-from planner.problem import Solution
 from planner.report import render, render_infeasible
 from planner.report.style import compact_count
 from planner.report.verdict import verdict
-from planner.schedule import Schedule, recompute_lazily
-from planner.simulate import simulate
-from planner.terminal import encodable
-from planner.units import format_bytes
 
 GOLDEN = Path(__file__).parent / "golden"
 WIDTHS = (80, 100, 160)

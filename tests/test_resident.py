@@ -13,10 +13,10 @@ from torch.nn import functional
 
 import cost_models
 import planner
+from planner.common.training import Training
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.optimizers import optimizer_memory
-from planner.resident import surroundings
-from planner.training import Training
+from planner.measure.optimizers import optimizer_memory
+from planner.measure.resident import surroundings
 
 WIDTH, BLOCKS, BATCH = 64, 6, 512
 
@@ -179,7 +179,7 @@ def test_a_plan_whose_optimizer_peaks_higher_is_verified_and_not_taken_below_tha
 
 def test_measured_against_a_whole_training_step() -> None:
     """Peak of backward and of the optimizer's step, counted from the allocations of a real loop."""
-    from planner.memory import measure_peak
+    from planner.capture.memory import measure_peak
 
     model, x = Wide(), torch.randn(64, 512)
     plan = planner.plan(model, x, budget="1GiB", optimizer="adamw")

@@ -15,16 +15,16 @@ import oracle
 import pytest
 
 from planner import solvers
-from planner.effort import Effort
+from planner.common.limits import Effort
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
-from planner.floor import proven_floor
-from planner.graph import TrainingGraph
-from planner.problem import Problem, Solution, confirm
-from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.ir.graph import TrainingGraph
+from planner.ir.problem import Problem, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
 from planner.solvers import search
-from planner.solvers._standing import Standing
 from planner.solvers.search import SOLVER, Annealing
+from planner.solving.incumbent import Standing
+from planner.solving.peak_bounds import proven_floor
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
 needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
@@ -77,7 +77,7 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
             pytest.skip("numba is not installed")
         return lambda count: count
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "planner.solvers._annealing", raising=False)
+    monkeypatch.delitem(sys.modules, "planner.solving.annealing", raising=False)
     pytest.importorskip("numpy")
     import planner.solvers as package
 

@@ -16,16 +16,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import planner
-from planner.checkpoints import Keepable, Region, modules_of
-from planner.eager_record import record
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
 from planner.errors import PlanFileError
 from planner.exporters import carries_exactly
-from planner.graph import OperationCost, TrainingGraph
-from planner.inputs import Inputs
-from planner.planning import Plan
+from planner.ir.checkpoints import Keepable, Region
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.plans.module_choices import modules_of
+from planner.plans.planning import Plan
 from planner.report import render
 from planner.runtimes._contexts import contexts
-from planner.selective import keeping, way_named, ways_of
+from planner.solving.modules.variants import keeping, way_named, ways_of
 
 WIDTH, ROWS, HEADS = 64, 32, 4
 X = torch.randn(4, ROWS, WIDTH, generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import planner
-from planner import capture, study_types
+from planner.analysis import study as study_types
+from planner.capture import joint_capture as capture
+from planner.capture.memory import measure_peak
 from planner.errors import RuntimeUnsupportedError, UsageError
-from planner.memory import measure_peak
 
 WIDTH = 32
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ClaimMismatchError, ScheduleError, UsageError
-from planner.graph import Operation, OperationCost, TrainingGraph, Value
-from planner.problem import Problem, Solution, confirm
-from planner.schedule import Schedule, recompute_lazily
-from planner.simulate import lifetimes, simulate
+from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.problem import Problem, Solution, confirm
+from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.simulate import lifetimes, simulate
 
 seeds = st.integers(0, 10**6)
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from planner import solvers
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError, UsageError
-from planner.floor import minimum_peak, proven_floor
-from planner.graph import OperationCost, Phase, TrainingGraph
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.solving.peak_bounds import minimum_peak, proven_floor
 
 seeds = st.integers(0, 10**6)
 shares = st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.95])

@@ -16,24 +16,24 @@ from rich.console import Console
 import cli
 import cost_models
 from planner import strategies
-from planner.audit_types import audit_study
-from planner.baselines import every_nth_layer
-from planner.cut_points import turning_point
+from planner.analysis.audit import audit_study
+from planner.analysis.strategy_comparison import Established, Standing, compare
+from planner.analysis.study import Study
+from planner.analysis.trade_off import methods as ways
 from planner.errors import UsageError
-from planner.established import Established, Standing, compare
-from planner.graph import Operation, OperationCost, Phase, TrainingGraph
-from planner.host import Host
-from planner.plan_parts import PlanOrigin
+from planner.ir.cut_points import turning_point
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import lifetimes, simulate
+from planner.ir.static_memory import Surroundings
+from planner.plans.baselines import every_nth_layer
+from planner.plans.parts import PlanOrigin
 from planner.report import render_established
 from planner.report.established import answer
-from planner.schedule import Schedule
-from planner.simulate import lifetimes, simulate
 from planner.strategies import Step, unsloth
 from planner.strategies._divided import GATHER
 from planner.strategies.binary_search import peak_bytes, search
-from planner.study_types import Study
-from planner.surroundings import Surroundings
-from planner.trade_off import ways
 
 GOLDEN = Path(__file__).parent / "golden" / "strategies_80.txt"
 GRAPH, COSTS = transformer(4)

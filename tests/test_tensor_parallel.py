@@ -13,13 +13,13 @@ from torch.nn import functional as F
 import cli
 import planner
 from planner import zoo
-from planner.capture import capture, fake_mode
+from planner.capture.inputs import Inputs
+from planner.capture.joint import JointGraph, is_tangent
+from planner.capture.joint_capture import capture, fake_mode
 from planner.errors import UsageError
-from planner.inputs import Inputs
-from planner.joint import JointGraph, is_tangent
-from planner.local_graph import local_step
-from planner.shards import Sharded
-from planner.tensor_parallel import Sharding, find_sharding
+from planner.transforms.local_graph import local_step
+from planner.transforms.shards import Sharded
+from planner.transforms.tensor_parallel import Sharding, find_sharding
 
 WIDTH, HIDDEN, HEADS, BATCH, LENGTH = 32, 64, 8, 2, 8
 
@@ -70,7 +70,7 @@ def captured(model: nn.Module, inputs: Any = None) -> JointGraph:
 
 
 def names(joint: JointGraph, products: tuple[fx.Node, ...]) -> list[str]:
-    from planner.provenance import Places
+    from planner.capture.provenance import Places
 
     places = Places(joint.graph)
     return [places[product].module for product in products]

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from planner import torch_internals
+from planner.capture import torch_internals
 from planner.errors import PlannerError
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import planner
 from planner.errors import UsageError
 from planner.runtimes.graph import GraphRuntime
-from planner.zoo_modules import MiniGPT
+from planner.zoo.modules import MiniGPT
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers warn of is not ours
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from planner.common.units import format_bytes, format_percent, format_seconds, parse_size
 from planner.errors import UsageError
-from planner.units import format_bytes, format_percent, format_seconds, parse_size
 
 
 @pytest.mark.parametrize(

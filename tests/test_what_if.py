@@ -22,25 +22,25 @@ from oracle import cheapest, random_graph
 from rich.console import Console
 
 import cli
-from planner.baselines import every_nth_layer
-from planner.effort import Clock, Effort
+from planner.analysis.study import Study
+from planner.analysis.trade_off.accelerators import DeviceSearch
+from planner.analysis.trade_off.answers import Answers, csv_text
+from planner.analysis.trade_off.curve import MORE_BYTES, Tracing, coarse_to_fine
+from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, WaySearch
+from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
+from planner.analysis.trade_off.sizes import SizeSearch
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
+from planner.common.limits import Clock, Effort
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
-from planner.graph import OperationCost, TrainingGraph
-from planner.host import Host
-from planner.plan_parts import PlanOrigin
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import Surroundings
+from planner.plans.baselines import every_nth_layer
+from planner.plans.parts import PlanOrigin
 from planner.report import curve_picture, render_what_if, terminal_plot
-from planner.schedule import Schedule
-from planner.simulate import simulate
-from planner.solvers._standing import Standing
-from planner.study_types import Study
-from planner.surroundings import Surroundings
-from planner.trade_off.accelerators import DeviceSearch
-from planner.trade_off.answers import Answers, csv_text
-from planner.trade_off.curve import MORE_BYTES, Tracing, coarse_to_fine
-from planner.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
-from planner.trade_off.sizes import SizeSearch
-from planner.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
-from planner.trade_off.ways import RECOMPUTE_ALONE, WaySearch
+from planner.solving.incumbent import Standing
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICK = Effort(time_limit_seconds=2.0, deterministic=True)

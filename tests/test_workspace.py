@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner import session, workspace
-from planner.memory import measure_peak
+from planner.capture.memory import measure_peak
+from planner.measure import workspace
+from planner.session import step as session
 
 ROWS, WIDTH = 512, 64
 

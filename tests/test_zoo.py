@@ -81,7 +81,7 @@ def joint_graph(example, mode):
 
     from torch._dynamo.backends.common import aot_autograd
 
-    from planner.torch_internals import dynamo_settings
+    from planner.capture.torch_internals import dynamo_settings
 
     backend = aot_autograd(
         fw_compiler=lambda graph, _: graph,
@@ -179,7 +179,7 @@ def test_sequences_may_be_longer_than_the_models_own():
 
 
 def test_diffusion_goes_by_the_text():
-    from planner.zoo_unets import DiffusionUNet
+    from planner.zoo.unets import DiffusionUNet
 
     torch.manual_seed(0)
     model = DiffusionUNet(blocks=1, width=32, attention_levels=(0,), context_width=16)
@@ -196,7 +196,7 @@ def test_every_sixth_layer_of_gemma_sees_all_tokens():
 
 
 def test_unused_experts_change_nothing():
-    from planner.zoo_modules import MixtureOfExperts
+    from planner.zoo.modules import MixtureOfExperts
 
     torch.manual_seed(0)
     mixture, x = MixtureOfExperts(8, 16, experts=4, chosen=2), torch.randn(1, 1, 8)

@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from planner.options import Parser
-from planner.registry import defined
+from planner.commands._options import Parser
+from planner.common.registry import defined
 
 
 @runtime_checkable

@@ -6,12 +6,12 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from planner.commands._options import DTYPES
 from planner.errors import UsageError
-from planner.options import DTYPES
 
 if TYPE_CHECKING:
-    from planner.problem import Progress
-    from planner.training import Training
+    from planner.common.training import Training
+    from planner.ir.problem import Progress
     from planner.zoo import ZooModel
 
 
@@ -27,7 +27,7 @@ def check_model(args: argparse.Namespace) -> None:
 
 def check_writable(*paths: str | None) -> None:
     """Refuse files that could not be written in the end; ``"-"`` is standard output."""
-    from planner import atomic
+    from planner.common import atomic
 
     for path in paths:
         if path not in (None, "-"):
@@ -37,7 +37,8 @@ def check_writable(*paths: str | None) -> None:
 def check_solving(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work: names of all kinds, and where results go."""
     import cost_models
-    from planner import device_file, runtimes, solvers
+    from planner import runtimes, solvers
+    from planner.plans import device_file
 
     check_model(args)
     check_writable(args.json)
@@ -54,8 +55,8 @@ def check_solving(args: argparse.Namespace) -> None:
 
 def check_offload(args: argparse.Namespace) -> None:
     """Refuse options on offload without it, and a device of which nothing is known of the link to the host."""
-    from planner import device_file
-    from planner.host import host_of
+    from planner.ir.host import host_of
+    from planner.plans import device_file
 
     given = {"--host-budget": args.host_budget, "--offload-lossy": args.offload_lossy}
     for option, value in given.items():
@@ -77,7 +78,7 @@ def offload(args: argparse.Namespace) -> dict[str, Any]:
 
 def training(args: argparse.Namespace) -> Training:
     """Give what surrounds the step."""
-    from planner.training import Training
+    from planner.common.training import Training
 
     return Training(
         optimizer=args.optimizer,
@@ -112,8 +113,9 @@ def how(args: argparse.Namespace, loaded: ZooModel, progress: Progress) -> dict[
 
 def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
     """Build the model that is named: for real, or without memory."""
-    from planner import devices, zoo
+    from planner import zoo
     from planner.capture import fake_mode
+    from planner.measure import devices
 
     mode = None if real else fake_mode()
     sizes = {size: getattr(args, size) for size in ("batch_size", "seq_len", "image_size", "layers")}

@@ -7,21 +7,21 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from planner import timings
 from planner.commands import _asked
+from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UsageError
-from planner.terminal import quiet, reporting, show, write_json
 
 if TYPE_CHECKING:
-    from planner.planning import Plan
-    from planner.problem import Progress
+    from planner.ir.problem import Progress
+    from planner.plans.planning import Plan
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
-    from planner.going_together import check_strategy
-    from planner.slices import OFF
-    from planner.units import parse_size
+    from planner.analysis.compatibility import check_strategy
+    from planner.common.chunks import OFF
+    from planner.common.units import parse_size
 
     _asked.check_solving(args)
     _asked.check_offload(args)
@@ -46,7 +46,7 @@ def report_plan(
     show_tree: bool = False,
 ) -> int:
     """Make or read the plan, run real steps, write what else is asked for, and show all that."""
-    from planner.planning import NoPlanFitsError
+    from planner.plans.planning import NoPlanFitsError
 
     try:
         with quiet(args.debug), reporting(args.debug) as progress, timings.collected() as seconds:
@@ -76,8 +76,8 @@ def report_plan(
 def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_file: str | None) -> Plan:
     """Load the model, make or read the plan, and verify it where that is asked for."""
     from planner import api
-    from planner.memory import keep_freed_memory
-    from planner.planning import Plan
+    from planner.capture.memory import keep_freed_memory
+    from planner.plans.planning import Plan
 
     saved = Plan.load(plan_file) if plan_file else None
     progress("building the model")

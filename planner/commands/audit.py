@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.options import Parser, model_options, seconds, training_options, whole
-from planner.terminal import quiet, reporting, show, write_json
+from planner.commands._options import Parser, model_options, seconds, training_options, whole
+from planner.commands._terminal import quiet, reporting, show, write_json
 
 
 class _Audit:
@@ -49,16 +49,16 @@ class _Audit:
         group.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner.audit_types import read_current
-        from planner.units import parse_size
+        from planner.analysis.audit import read_current
+        from planner.common.units import parse_size
 
         _asked.check_solving(args)
         read_current(args.current)
         if args.budget:
             parse_size(args.budget, whole_bytes=2**60)
         with quiet(args.debug), reporting(args.debug) as progress:
-            from planner.auditing import audit
-            from planner.memory import keep_freed_memory
+            from planner.capture.memory import keep_freed_memory
+            from planner.session.auditing import audit
 
             progress("building the model")
             if args.cost_model == "measured":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from planner.options import Parser
+from planner.commands._options import Parser
 
 
 class _Cache:
@@ -20,8 +20,8 @@ class _Cache:
         parser.add_argument("--clear", action="store_true", help="remove all that is kept")
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner import solution_cache
-        from planner.units import format_bytes
+        from planner.common.units import format_bytes
+        from planner.solving import solution_cache
 
         place = solution_cache.folder()
         if place is None:

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
+from planner.commands._options import Parser
+from planner.commands._terminal import quiet, reporting, show
 from planner.errors import UsageError
-from planner.options import Parser
-from planner.terminal import quiet, reporting, show
 
 
 class _Calibrate:
@@ -27,8 +27,8 @@ class _Calibrate:
             raise UsageError(f"--output {args.output}: a device file is found by its name, which ends in .json")
         _asked.check_writable(args.output)
         with quiet(args.debug), reporting(args.debug) as progress:
-            from planner import device_file
-            from planner.calibration import calibrate
+            from planner.measure.calibration import calibrate
+            from planner.plans import device_file
 
             spec = calibrate(progress=progress)
         device_file.save(spec, args.output)

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from planner.commands import _asked
+from planner.commands._options import Parser, model_options, training_options
+from planner.commands._terminal import quiet, reporting, show, write_json
 from planner.errors import CaptureError, PlannerError
-from planner.options import Parser, model_options, training_options
-from planner.terminal import quiet, reporting, show, write_json
 
 
 class _Check:
@@ -30,7 +30,7 @@ class _Check:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner import device_file
+        from planner.plans import device_file
 
         _asked.check_model(args)
         training = _asked.training(args)

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.options import Parser
-from planner.terminal import show, write_json
+from planner.commands._options import Parser
+from planner.commands._terminal import show, write_json
 
 
 class _Diff:
@@ -24,8 +24,8 @@ class _Diff:
         parser.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner.comparing import diff
-        from planner.plan_types import Plan
+        from planner.analysis.diff import diff
+        from planner.plans.plan import Plan
 
         _asked.check_writable(args.json)
         difference = diff(Plan.load(args.a), Plan.load(args.b))

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
+from planner.commands._options import Parser
+from planner.commands._terminal import show, write_json
 from planner.errors import UsageError
-from planner.options import Parser
-from planner.terminal import show, write_json
 
 _LARGEST = 10
 
@@ -33,8 +33,8 @@ class _Explain:
         parser.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner.explaining import explain
-        from planner.plan_types import Plan
+        from planner.analysis.explain import explain
+        from planner.plans.plan import Plan
 
         if args.all and args.module:
             raise UsageError("--all shows every module: leave it out, or leave out the module")

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
+from planner.commands._options import Parser, model_options, training_options
+from planner.commands._terminal import quiet, reporting, write_json
 from planner.errors import CaptureError, UsageError
-from planner.options import Parser, model_options, training_options
-from planner.terminal import quiet, reporting, write_json
 
 if TYPE_CHECKING:
-    from planner.study_types import Study
+    from planner.analysis.study import Study
 
 
 class _Export:
@@ -44,9 +44,10 @@ class _Export:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        from planner import device_file, exporters
-        from planner.export_types import Label
-        from planner.plan_types import Plan
+        from planner import exporters
+        from planner.exporters._export import Label
+        from planner.plans import device_file
+        from planner.plans.plan import Plan
 
         exporters.get(args.to)
         if args.output == "-":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from planner.options import Parser
+from planner.commands._options import Parser
 
 
 class _Models:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked, _planning
-from planner.errors import UsageError
-from planner.options import (
+from planner.commands._options import (
     Parser,
     budget_options,
     chunk_option,
@@ -19,10 +18,11 @@ from planner.options import (
     timings_option,
     training_options,
 )
-from planner.terminal import quiet, reporting, show, write_json
+from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from planner.plan_types import Plan
+    from planner.plans.plan import Plan
 
 
 class _Plan:
@@ -64,8 +64,8 @@ class _Plan:
 
 def _write(plan: Plan, args: argparse.Namespace) -> None:
     """Write the files that are asked for."""
-    from planner import memory_viz
-    from planner.atomic import write_text
+    from planner.common.atomic import write_text
+    from planner.plans import memory_viz
 
     if args.save:
         plan.save(args.save)
@@ -76,7 +76,7 @@ def _write(plan: Plan, args: argparse.Namespace) -> None:
 
 
 def _run_pipeline(args: argparse.Namespace) -> int:
-    from planner.pipeline_types import NoPipelineFitsError
+    from planner.plans.pipeline_types import NoPipelineFitsError
     from planner.report import render_infeasible_pipeline, render_pipeline
 
     try:

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.options import Parser, model_options, seconds
-from planner.terminal import quiet, reporting, show
+from planner.commands._options import Parser, model_options, seconds
+from planner.commands._terminal import quiet, reporting, show
 
 
 class _Profile:
@@ -29,8 +29,8 @@ class _Profile:
         _asked.check_writable(args.output)
         with quiet(args.debug), reporting(args.debug) as progress:
             from planner import api
-            from planner.memory import keep_freed_memory
-            from planner.profile_file import save
+            from planner.capture.memory import keep_freed_memory
+            from planner.plans.profile_file import save
 
             progress("building the model")
             keep_freed_memory()

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.options import Parser, model_options, seconds, training_options, whole
-from planner.terminal import quiet, reporting, show, write_json
+from planner.commands._options import Parser, model_options, seconds, training_options, whole
+from planner.commands._terminal import quiet, reporting, show, write_json
 
 
 class _Strategies:
@@ -43,8 +43,8 @@ class _Strategies:
             strategies.get(name)
         with quiet(args.debug), reporting(args.debug) as progress:
             import planner
-            from planner.established import compare
-            from planner.memory import keep_freed_memory
+            from planner.analysis.strategy_comparison import compare
+            from planner.capture.memory import keep_freed_memory
 
             progress("building the model")
             if args.cost_model == "measured":

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _planning
-from planner.errors import UsageError
-from planner.options import (
+from planner.commands._options import (
     Parser,
     budget_options,
     chunk_option,
@@ -16,6 +15,7 @@ from planner.options import (
     timings_option,
     training_options,
 )
+from planner.errors import UsageError
 
 
 class _Verify:

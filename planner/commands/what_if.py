@@ -10,18 +10,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planner.commands import _asked
+from planner.commands._options import Parser, count, model_options, offload_options, seconds, training_options, whole
+from planner.commands._terminal import Bar, Interrupts, counting, quiet, show, write_json
 from planner.errors import UsageError
-from planner.options import Parser, count, model_options, offload_options, seconds, training_options, whole
-from planner.terminal import Bar, Interrupts, counting, quiet, show, write_json
 
 if TYPE_CHECKING:
-    from planner.schedule import Schedule
-    from planner.study_types import Study
-    from planner.trade_off.accelerators import DeviceSearch
-    from planner.trade_off.answers import Answers
-    from planner.trade_off.curve import Tracing
-    from planner.trade_off.sizes import SizeSearch
-    from planner.trade_off.ways import WaySearch
+    from planner.analysis.study import Study
+    from planner.analysis.trade_off.accelerators import DeviceSearch
+    from planner.analysis.trade_off.answers import Answers
+    from planner.analysis.trade_off.curve import Tracing
+    from planner.analysis.trade_off.methods import WaySearch
+    from planner.analysis.trade_off.sizes import SizeSearch
+    from planner.ir.schedule import Schedule
 
 _INTERRUPTED = 130
 _DEFAULT_SECONDS = 25.0
@@ -102,11 +102,13 @@ def _points(text: str) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     import cost_models
-    from planner import device_file, solvers, zoo
-    from planner.going_together import check_solver, offloading_runtime
+    from planner import solvers, zoo
+    from planner.analysis.compatibility import check_solver, offloading_runtime
+    from planner.analysis.trade_off import methods as ways
+    from planner.analysis.trade_off import ranges
+    from planner.common.units import parse_size
+    from planner.plans import device_file
     from planner.report import curve_picture
-    from planner.trade_off import ranges, ways
-    from planner.units import parse_size
 
     _asked.check_model(args)
     _asked.training(args)
@@ -150,7 +152,7 @@ def _names(args: argparse.Namespace, option: str) -> list[str]:
 
 def _sizes(args: argparse.Namespace, size: str) -> Any:
     """Read a range of sizes; None if none is given."""
-    from planner.trade_off.ranges import parse_sizes
+    from planner.analysis.trade_off.ranges import parse_sizes
 
     given = getattr(args, f"{size}s")
     what = {"batch_size": "batch sizes", "seq_len": "sequence lengths"}[size]
@@ -161,7 +163,7 @@ class _Asking:
     """All that is asked about a model, one after the other."""
 
     def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
-        from planner.effort import Effort
+        from planner.common.limits import Effort
 
         self.args = args
         self.bar = bar
@@ -175,7 +177,7 @@ class _Asking:
 
     def run(self) -> bool:
         """Ask, and say whether that was interrupted; before anything is done that is an error."""
-        from planner.trade_off.curve import Tracing
+        from planner.analysis.trade_off.curve import Tracing
 
         args = self.args
         study = self.study()
@@ -212,9 +214,9 @@ class _Asking:
 
     def further(self) -> Iterator[Callable[[], None]]:
         """Give the searches along the other axes."""
-        from planner.trade_off.accelerators import DeviceSearch
-        from planner.trade_off.sizes import SizeSearch
-        from planner.trade_off.ways import RECOMPUTE_ALONE, WaySearch
+        from planner.analysis.trade_off.accelerators import DeviceSearch
+        from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, WaySearch
+        from planner.analysis.trade_off.sizes import SizeSearch
 
         args, tracing = self.args, self.tracing
         assert tracing is not None
@@ -257,7 +259,7 @@ class _Asking:
     def study(self, **changes: Any) -> Study:
         """Capture the step, at other sizes or for another device where these are given."""
         import planner
-        from planner.inputs import Inputs
+        from planner.capture.inputs import Inputs
 
         args = argparse.Namespace(**{**vars(self.args), **changes})
         loaded = _asked.load(args, real=False)
@@ -280,7 +282,7 @@ class _Asking:
 
     def partitioned(self) -> Iterator[Schedule]:
         """Let PyTorch's partitioner decide on the same step."""
-        from planner import min_cut
+        from planner.session import min_cut
 
         args = self.args
         loaded = _asked.load(args, real=False)
@@ -294,7 +296,7 @@ class _Asking:
 
     def answers(self, *, interrupted: bool) -> Answers:
         """Give what is done."""
-        from planner.trade_off.answers import Answers
+        from planner.analysis.trade_off.answers import Answers
 
         assert self.tracing is not None
         axes = {size: search.axis_so_far for size, search in self.sizes.items()}
@@ -310,9 +312,9 @@ class _Asking:
 
 def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     """Write the files and show the report."""
-    from planner.atomic import write_text
+    from planner.analysis.trade_off.answers import csv_text
+    from planner.common.atomic import write_text
     from planner.report import curve_picture, render_what_if
-    from planner.trade_off.answers import csv_text
 
     write_json(answers.report(), args.json)
     if args.csv:

@@ -8,22 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from planner import loss
-from planner.capture import capture
-from planner.diagnose import checkpoint_rules, model_rules, step_rules
-from planner.diagnose.facts import module_facts, outside_bytes
+from planner.capture.inputs import Inputs, LossFunction, check_module
+from planner.capture.joint_capture import capture
+from planner.capture.module_facts import module_facts, outside_bytes
+from planner.common.training import Training
 from planner.diagnose.observe import observe
-from planner.diagnose.rules import examine
-from planner.diagnose.subject import Step, Subject
 from planner.errors import CaptureError, RuntimeUnsupportedError
-from planner.findings import Diagnosis
-from planner.inputs import Inputs, check_module
-from planner.planning import Size
-from planner.problem import Problem, Progress
-from planner.schedule import Schedule
-from planner.session import Options, attention_for, cost, lower_step
-from planner.training import Training
-from planner.verification import LossFunction
+from planner.findings import checkpoint_rules, model_rules, step_rules
+from planner.findings.finding import Diagnosis
+from planner.findings.rules import examine
+from planner.findings.subject import Step, Subject
+from planner.ir.problem import Problem, Progress
+from planner.ir.schedule import Schedule
+from planner.measure import loss
+from planner.plans.planning import Size
+from planner.session.step import Options, attention_for, cost, lower_step
 
 RULES = (*checkpoint_rules.RULES, *model_rules.RULES, *step_rules.RULES)
 """All rules, in the order in which findings of the same severity are shown."""

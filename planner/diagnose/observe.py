@@ -22,12 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from planner.capture import fake_mode
-from planner.diagnose.facts import tied_parameters, updates_statistics
-from planner.diagnose.subject import CheckpointCall
-from planner.failures import raised_at
-from planner.inputs import Inputs
-from planner.joint import draws
-from planner.torch_internals import (
+from planner.capture.failures import raised_at
+from planner.capture.inputs import Inputs
+from planner.capture.joint import draws
+from planner.capture.module_facts import tied_parameters, updates_statistics
+from planner.capture.torch_internals import (
     CHECKPOINT,
     FakeTensor,
     FakeTensorMode,
@@ -35,6 +34,7 @@ from planner.torch_internals import (
     is_mutable,
     storage_id,
 )
+from planner.findings.subject import CheckpointCall
 
 aten = torch.ops.aten
 

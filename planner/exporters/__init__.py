@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Protocol, runtime_checkable
 
-from planner.checkpoints import modules_of
-from planner.eager_study import EagerStudy
+from planner.analysis.eager_study import EagerStudy
+from planner.analysis.study import Study
+from planner.common.chunks import slices_of
+from planner.common.registry import defined, unknown
+from planner.common.units import format_bytes
 from planner.errors import UsageError
-from planner.export_types import Export, Figures, Label, Placement
+from planner.exporters._export import Export, Figures, Label, Placement
 from planner.exporters._step import CannotExpressError, Step
 from planner.exporters._text import comment, figures
-from planner.findings import collapsed
-from planner.plan_match import check_match, check_same_step
-from planner.plan_types import Plan
-from planner.registry import defined, unknown
-from planner.slices import slices_of
-from planner.study_types import Study
-from planner.units import format_bytes
+from planner.findings.finding import collapsed
+from planner.plans.match import check_match, check_same_step
+from planner.plans.module_choices import modules_of
+from planner.plans.plan import Plan
 
 
 @runtime_checkable

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from planner.checkpoint_choice import Chooser
-from planner.checkpoints import BOOKKEEPING, Region, schedule_of
-from planner.eager_study import EagerStudy
-from planner.effort import Effort
+from planner.analysis.eager_study import EagerStudy
+from planner.analysis.study import Study
+from planner.common.limits import Effort
 from planner.errors import PlannerError
-from planner.export_types import Figures, Placement
-from planner.layers import find_layers
-from planner.module_regions import forward_of, module_region
-from planner.plan_types import Plan
-from planner.problem import Problem
-from planner.schedule import Schedule
-from planner.simulate import simulate
-from planner.study_types import Study
+from planner.exporters._export import Figures, Placement
+from planner.ir.checkpoints import BOOKKEEPING, Region, schedule_of
+from planner.ir.layers import find_layers
+from planner.ir.module_regions import forward_of, module_region
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.plans.plan import Plan
+from planner.solving.modules.ilp import Chooser
 
 _SECONDS = 10.0
 """For the choice of modules; counted as work, so that an export is the same every time."""
@@ -36,7 +36,7 @@ class Step:
     plan : Plan
         Its budget is to be kept.
     study : Study
-        The step; an :class:`~planner.eager_study.EagerStudy` says itself what each module does that runs again.
+        The step; an :class:`~planner.analysis.eager_study.EagerStudy` says itself what each recomputed module runs.
     to_the_end : bool
         Whether the framework runs all of a module again, and not only what the backward needs.
     """

@@ -6,8 +6,8 @@ import json
 import textwrap
 from collections.abc import Iterable
 
-from planner.export_types import Figures
-from planner.plan_types import Plan
+from planner.exporters._export import Figures
+from planner.plans.plan import Plan
 
 _WIDTH = 100
 

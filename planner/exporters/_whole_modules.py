@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
 
 

@@ -8,10 +8,10 @@ https://docs.pytorch.org/docs/stable/checkpoint.html.
 
 from __future__ import annotations
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._text import names, without_cache
 from planner.exporters._whole_modules import WholeModules
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 
 
 class _FSDP(WholeModules):

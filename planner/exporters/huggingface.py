@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
 from planner.exporters._text import names
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 
 
 class _HuggingFace:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
 from planner.exporters._text import comment, names, numbers
-from planner.graph import Operation, Phase
-from planner.module_regions import forward_of
-from planner.plan_types import Plan
+from planner.ir.graph import Operation, Phase
+from planner.ir.module_regions import forward_of
+from planner.plans.plan import Plan
 
 _TRIED = 8
 """Modules whose output may be kept."""

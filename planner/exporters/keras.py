@@ -7,10 +7,10 @@ https://keras.io/api/utils/rematerialization_utils/.
 
 from __future__ import annotations
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
 from planner.exporters._text import names
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 
 
 class _Keras:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
 from planner.exporters._text import comment
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 
 _MLP = ("mlp", "feed_forward", "ffn")
 """What libraries call the part that is ``mlp`` to Megatron."""

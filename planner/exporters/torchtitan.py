@@ -9,10 +9,10 @@ pytorch/torchtitan.
 
 from __future__ import annotations
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
 from planner.exporters._text import numbers
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 
 
 class _TorchTitan:

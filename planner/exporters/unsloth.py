@@ -8,9 +8,9 @@ in unslothai/unsloth, and https://docs.unsloth.ai.
 
 from __future__ import annotations
 
-from planner.export_types import Placement
+from planner.exporters._export import Placement
 from planner.exporters._step import Step
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 
 
 class _Unsloth:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 from planner.report import (
     anatomy,
     baselines,

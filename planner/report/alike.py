@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.layers import collapse
+from planner.ir.layers import collapse
 from planner.report.style import operator_name
 
 

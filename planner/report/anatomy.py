@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan_types import Plan
+from planner.common.units import format_bytes, format_percent
+from planner.plans.plan import Plan
 from planner.report.placement import short_name
 from planner.report.style import cells, in_unit_of, table
-from planner.units import format_bytes, format_percent
 
 _ORDER = (
     "parameters", "master weights", "buffers", "inputs", "gradients", "optimizer", "saved activations",

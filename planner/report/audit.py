@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.audit_types import Audit
-from planner.plan_types import Plan
+from planner.analysis.audit import Audit
+from planner.common.units import format_bytes, format_seconds
+from planner.plans.plan import Plan
 from planner.report.style import at_least_percent, cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
-from planner.units import format_bytes, format_seconds
 
 
 def render(audit: Audit, console: Console) -> None:

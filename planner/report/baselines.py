@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Group
 from rich.text import Text
 
-from planner.plan_parts import BaselineRow
-from planner.plan_types import Plan
+from planner.common.units import format_seconds
+from planner.plans.parts import BaselineRow
+from planner.plans.plan import Plan
 from planner.report.style import cells, in_unit_of, signed_percent, table
-from planner.units import format_seconds
 
 
 def render(plan: Plan) -> Group | None:

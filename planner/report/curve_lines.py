@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.trade_off.types import TradeOffCurve, TradeOffPoint
-from planner.trade_off.ways import Way, is_strategy
+from planner.analysis.trade_off.methods import Way, is_strategy
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 
 _CURVE, _BOUND = "hd", "."
 

@@ -6,11 +6,11 @@ import io
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner.atomic import check_writable, write_bytes
+from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.types import TradeOffCurve
+from planner.common.atomic import check_writable, write_bytes
 from planner.errors import UsageError
 from planner.report.curve_lines import lines
-from planner.trade_off.types import TradeOffCurve
-from planner.trade_off.ways import Way
 
 _KINDS = (".png", ".svg")
 

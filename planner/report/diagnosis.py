@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from planner.findings import Diagnosis, Finding
+from planner.findings.finding import Diagnosis, Finding
 from planner.report.verdict import print_verdict
 from planner.report.warnings import listed
 

@@ -9,13 +9,13 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.comparing import Difference, LayerDifference, Move
-from planner.layers import collapse
+from planner.analysis.diff import Difference, LayerDifference, Move
+from planner.common.units import format_bytes, format_seconds
+from planner.ir.layers import collapse
 from planner.report.alike import alike
 from planner.report.placement import fitting
 from planner.report.style import cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
-from planner.units import format_bytes, format_seconds
 
 _MOST_ROWS, _LABEL_AT_MOST = 30, 25
 

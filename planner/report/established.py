@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.established import NEAR, Established, Standing
+from planner.analysis.strategy_comparison import NEAR, Established, Standing
+from planner.common.units import format_bytes, format_seconds
 from planner.report.style import at_least_percent, cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
-from planner.units import format_bytes, format_seconds
 
 
 def render(established: Established, console: Console) -> None:

@@ -8,10 +8,10 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.explaining import ExplainedValue, Explanation, per_ms
+from planner.analysis.explain import ExplainedValue, Explanation, per_ms
+from planner.common.units import format_bytes, format_seconds
 from planner.report.alike import alike, result_name
 from planner.report.verdict import print_verdict
-from planner.units import format_bytes, format_seconds
 
 
 def render(explanation: Explanation, console: Console, *, largest: int | None = None) -> None:

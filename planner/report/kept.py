@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from planner.layers import collapse
-from planner.plan_types import Plan
+from planner.ir.layers import collapse
+from planner.plans.plan import Plan
 from planner.report.placement import short_name
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from planner.checkpoints import modules_of
-from planner.layers import collapse
-from planner.plan_offload import OffloadedModule
-from planner.plan_types import Plan
-from planner.units import format_bytes, format_seconds
+from planner.common.units import format_bytes, format_seconds
+from planner.ir.layers import collapse
+from planner.plans.module_choices import modules_of
+from planner.plans.offload import OffloadedModule
+from planner.plans.plan import Plan
 
 
 def render(plan: Plan) -> Text | None:

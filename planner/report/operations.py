@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from planner.plan_types import Plan
+from planner.common.units import format_bytes, format_seconds
+from planner.plans.plan import Plan
 from planner.report.style import cells, compact_count, table
-from planner.units import format_bytes, format_seconds
 
 
 def render(plan: Plan) -> Table:

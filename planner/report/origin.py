@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.text import Text
 
-from planner.plan_types import Plan
-from planner.units import format_seconds
+from planner.common.units import format_seconds
+from planner.plans.plan import Plan
 
 _SOURCES = {
     "roofline": "a data sheet's figures, which rank choices well and predict the slowdown roughly",

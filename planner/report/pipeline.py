@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from planner.pipeline_types import PipelinePlan, StagePlan
+from planner.common.units import format_bytes, format_seconds
+from planner.plans.pipeline_types import PipelinePlan, StagePlan
 from planner.report.style import cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
-from planner.units import format_bytes, format_seconds
 
 
 def render(plan: PipelinePlan, console: Console) -> None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from planner.layers import collapse
-from planner.plan_parts import LayerPlacement
-from planner.plan_types import Plan
+from planner.common.units import format_bytes, format_seconds
+from planner.ir.layers import collapse
+from planner.plans.parts import LayerPlacement
+from planner.plans.plan import Plan
 from planner.report.style import in_unit_of
-from planner.units import format_bytes, format_seconds
 
 NUMBERS = ("saved", "freed", "again", "added", "freed/ms")
 _GAP = "  "

@@ -6,9 +6,9 @@ from rich.console import Console
 
 import cost_models
 from cost_models.measured import Profile
+from planner.common.units import format_percent, format_seconds
 from planner.report.style import cells, table
 from planner.report.verdict import print_verdict
-from planner.units import format_percent, format_seconds
 
 _ROWS = 15
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 import cost_models
 from cost_models.devices import device_names
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 from planner.report.style import cells, in_unit_of, signed_percent, table
 
 

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 from rich.text import Text
 
+from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.types import TradeOffCurve
 from planner.report.curve_lines import lines
-from planner.trade_off.types import TradeOffCurve
-from planner.trade_off.ways import Way
 
 _WIDTH_AT_MOST, _HEIGHT = 100, 18
 

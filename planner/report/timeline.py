@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from planner.plan_details import StepDetails, Timeline
-from planner.plan_types import Plan
+from planner.common.units import format_seconds
+from planner.plans.details import StepDetails, Timeline
+from planner.plans.plan import Plan
 from planner.report.style import in_unit_of
-from planner.units import format_seconds
 
 _ROWS = 9
 _PARTS = " ▁▂▃▄▅▆▇█"

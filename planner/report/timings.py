@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from planner.common.timings import STAGES
+from planner.common.units import format_seconds
 from planner.report.style import cells, table
-from planner.timings import STAGES
-from planner.units import format_seconds
 
 
 def render(seconds: Mapping[str, float], console: Console) -> None:

@@ -9,10 +9,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from planner.layers import collapse
-from planner.plan_parts import LayerPlacement
-from planner.plan_types import Plan
-from planner.units import format_bytes, format_seconds
+from planner.common.units import format_bytes, format_seconds
+from planner.ir.layers import collapse
+from planner.plans.parts import LayerPlacement
+from planner.plans.plan import Plan
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from planner.plan_parts import PeakLocation
-from planner.plan_types import Plan
+from planner.common.units import format_bytes
+from planner.plans.parts import PeakLocation
+from planner.plans.plan import Plan
 from planner.report.style import at_least_percent, in_unit_of, signed_percent
-from planner.units import format_bytes
 
 
 def verdict(plan: Plan) -> str:

@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.plan_types import Plan
+from planner.plans.plan import Plan
 from planner.report.style import cells, signed_percent, table
 
 

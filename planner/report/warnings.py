@@ -8,8 +8,8 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from planner.findings import Finding, Severity
-from planner.plan_types import Plan
+from planner.findings.finding import Finding, Severity
+from planner.plans.plan import Plan
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from planner.analysis.trade_off.accelerators import DeviceRow
+from planner.analysis.trade_off.answers import Answers
+from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.sizes import SizeAxis
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
+from planner.common.units import format_bytes, format_seconds
 from planner.report import terminal_plot
 from planner.report.style import cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
-from planner.trade_off.accelerators import DeviceRow
-from planner.trade_off.answers import Answers
-from planner.trade_off.sizes import SizeAxis
-from planner.trade_off.types import TradeOffCurve, TradeOffPoint
-from planner.trade_off.ways import Way
-from planner.units import format_bytes, format_seconds
 
 
 def render(answers: Answers, console: Console) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from planner.registry import files, unknown
+from planner.common.registry import files, unknown
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.inputs import Inputs
-    from planner.plan_types import Plan
-    from planner.session import Options
+    from planner.capture.inputs import Inputs
+    from planner.plans.plan import Plan
+    from planner.session.step import Options
 
 Prepare = Callable[["Inputs"], "Options"]
 """Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them."""
@@ -60,7 +60,7 @@ class Runtime(Protocol):
         One line on what it does.
     tolerance : float
         How far loss, gradients and buffers may be from those of its own step without recompute; 0 means equal
-        to the last bit. See :func:`planner.verification.compare`.
+        to the last bit. See :func:`planner.diagnose.verification.compare`.
     exact_peak : bool
         Whether the predicted peak is the measured one, and not an upper bound.
     """
@@ -73,7 +73,7 @@ class Runtime(Protocol):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        """Plan one step, and run nothing; see :func:`planner.step_planning.plan_step` for the last two."""
+        """Plan one step, and run nothing; see :func:`planner.session.step_planning.plan_step` for the last two."""
         ...
 
     def start(

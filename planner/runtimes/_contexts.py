@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from planner.eager_graph import keeps_statistics
+from planner.capture.eager.graph import keeps_statistics
 
 Kept = Mapping[str, Sequence[int]]
 """For an operator, those of its calls within a module whose results are kept."""

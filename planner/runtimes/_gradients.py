@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.joint import JointGraph, is_random, is_tangent, mutates
+from planner.capture.torch_internals import TangentAOTInput
 from planner.errors import PlannerError, RuntimeUnsupportedError
-from planner.joint import JointGraph, is_random, is_tangent, mutates
-from planner.torch_internals import TangentAOTInput
 
 Reach = tuple[list[int], list[frozenset[int]]]
 """Raw output of each tangent, and for each gradient the tangents that it depends on."""

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from planner import host_copies
-from planner.eager_trace import is_plain
+from planner.capture.eager.trace import is_plain
+from planner.capture.torch_internals import storage_id, version_of
 from planner.errors import RuntimeUnsupportedError
-from planner.plan_offload import OffloadedModule
-from planner.torch_internals import storage_id, version_of
+from planner.plans.offload import OffloadedModule
+from planner.rewrite import host_copies
 
 
 class Waiting:

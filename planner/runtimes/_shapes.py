@@ -6,10 +6,10 @@ import math
 
 import torch
 
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import dynamic_ranges, is_marked_dynamic
 from planner.errors import UsageError
-from planner.inputs import Inputs
-from planner.plan_types import Plan
-from planner.torch_internals import dynamic_ranges, is_marked_dynamic
+from planner.plans.plan import Plan
 
 Sizes = tuple[tuple[int, ...], ...]
 

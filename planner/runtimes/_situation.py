@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.hugging_face import masking_of
-from planner.inputs import Inputs
-from planner.torch_internals import training_switches
+from planner.capture.hugging_face import masking_of
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import training_switches
 
 
 def situation_of(model: nn.Module, inputs: Inputs) -> Any:

@@ -7,17 +7,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from planner import runtimes
+from planner.capture.parallel import has_several_ranks
 from planner.errors import CaptureError, RuntimeUnsupportedError
-from planner.findings import Finding
-from planner.parallel import has_several_ranks
+from planner.findings.finding import Finding
 from planner.runtimes import Prepare, Running
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.inputs import Inputs
-    from planner.plan_types import Plan
-    from planner.session import Options
+    from planner.capture.inputs import Inputs
+    from planner.plans.plan import Plan
+    from planner.session.step import Options
 
 FIRST, INSTEAD = "graph", "modules"
 _RULE = "runtime"

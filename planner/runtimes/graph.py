@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner import rewrite
-from planner.capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, expected_losses
+from planner.capture.failures import explain_failures
+from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, expected_losses
+from planner.capture.masks import AssumptionBrokenError
+from planner.capture.torch_internals import Compiler, aot_backend, call_implementation, without_dynamic_marks
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
-from planner.failures import explain_failures
-from planner.inputs import Inputs, check_plannable
-from planner.joint import JointGraph
-from planner.masks import AssumptionBrokenError
-from planner.planning import Plan
+from planner.plans.planning import Plan
+from planner.rewrite import graphs as rewrite
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
-from planner.session import Options, PlannedStep, attention_for, input_elements
-from planner.step_planning import plan_step
-from planner.torch_internals import Compiler, aot_backend, call_implementation, without_dynamic_marks
+from planner.session.step import Options, PlannedStep, attention_for, input_elements
+from planner.session.step_planning import plan_step
 
 
 class GraphRuntime:
@@ -45,7 +45,7 @@ class GraphRuntime:
     prepare : callable, optional
         Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them.
     compiler : callable, optional
-        What makes code of the planned graphs; see :class:`planner.capture.Backend`.
+        What makes code of the planned graphs; see :class:`planner.capture.joint_capture.Backend`.
     """
 
     def __init__(

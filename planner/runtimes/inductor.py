@@ -15,27 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from planner import devices, rewrite
-from planner.capture import Stopped, until_stopped
-from planner.drafts import peak_of_drafts
+from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
+from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import Stopped, until_stopped
+from planner.capture.torch_internals import PartitionFunction
+from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
-from planner.findings import Finding, Severity
-from planner.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
-from planner.inputs import Inputs, check_plannable
-from planner.joint import JointGraph
-from planner.plan_types import NoPlanFitsError, Plan
+from planner.findings.finding import Finding, Severity
+from planner.ir.static_memory import LossMemory
+from planner.measure import devices
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.rewrite import graphs as rewrite
+from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes.graph import GraphRuntime
-from planner.session import PlannedStep, attention_for, lower_step
-from planner.step_planning import plan_step
-from planner.surroundings import LossMemory
-from planner.torch_internals import PartitionFunction
-from planner.units import format_bytes
+from planner.session.step import PlannedStep, attention_for, lower_step
+from planner.session.step_planning import plan_step
 
 if TYPE_CHECKING:
     from torch import nn
 
     from planner.runtimes import Prepare
-    from planner.session import Options
+    from planner.session.step import Options
 
 ATTEMPTS = 6
 """How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""

@@ -15,18 +15,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.checkpoints import modules_of
-from planner.eager_session import plan_eager
+from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
+from planner.capture.torch_internals import call_implementation, install_call, installed_call, uninstall_call
 from planner.errors import PlanMismatchError
-from planner.inputs import Inputs, check_device, check_own_checkpointing
-from planner.plan_offload import OffloadedModule
-from planner.planning import Plan
+from planner.plans.module_choices import modules_of
+from planner.plans.offload import OffloadedModule
+from planner.plans.planning import Plan
 from planner.runtimes import Prepare
 from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._situation import situation_of
-from planner.session import Options
-from planner.torch_internals import call_implementation, install_call, installed_call, uninstall_call
+from planner.session.eager import plan_eager
+from planner.session.step import Options
 
 
 @dataclass(frozen=True, slots=True)

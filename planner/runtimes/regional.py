@@ -14,29 +14,30 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner import rewrite
-from planner.agreement import plan_together
-from planner.capture import IsolatedCall, differentiable_outputs
+from planner.capture.blocks.regions import Block, Step, find_blocks, forwards, placeholders_given
+from planner.capture.blocks.sharding import ROOT, Parameter
+from planner.capture.blocks.whole_step import prefixed, put_together
+from planner.capture.failures import explain_failures, explain_forward
+from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
+from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
+from planner.capture.parallel import is_sharded
+from planner.capture.torch_internals import call_implementation
 from planner.errors import PlanMismatchError, UsageError
-from planner.failures import explain_failures, explain_forward
-from planner.findings import Finding
-from planner.graph import OperationCost, TrainingGraph
-from planner.inputs import Inputs, check_plannable
-from planner.joint import JointGraph
-from planner.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
-from planner.parallel import is_sharded
-from planner.planning import Plan
-from planner.regions import Block, Step, find_blocks, forwards, placeholders_given
+from planner.findings.finding import Finding
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.ir.static_memory import LossMemory, Surroundings
+from planner.measure.devices import device_spec
+from planner.plans.planning import Plan
+from planner.rewrite import graphs as rewrite
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.runtimes._situation import situation_of
-from planner.schedule import Schedule
-from planner.session import LoweredStep, Options, attention_for, device_spec, surroundings_of
-from planner.sharding import ROOT, Parameter
-from planner.simulate import simulate
-from planner.surroundings import LossMemory, Surroundings
-from planner.torch_internals import call_implementation
-from planner.whole_step import prefixed, put_together
+from planner.session.agreement import plan_together
+from planner.session.step import LoweredStep, Options, attention_for, surroundings_of
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""

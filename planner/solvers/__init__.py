@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
 
-from planner.confine import confined
-from planner.effort import Effort
+from planner.common.limits import Effort
+from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
-from planner.problem import Problem, Progress, Solution, confirm
-from planner.registry import defined, unknown
+from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.solving.confine import confined
 
 DEFAULT_TIME_LIMIT_SECONDS = 30.0
 
@@ -95,7 +95,7 @@ def solve(
     time_limit_seconds : float
         Roughly when to stop improving.
     deterministic : bool
-        Count work instead of seconds: the same plan every time, see :class:`planner.effort.Effort`.
+        Count work instead of seconds: the same plan every time, see :class:`planner.common.limits.Effort`.
     seed : int
         Of whatever draws random numbers.
     progress : callable, optional
@@ -104,7 +104,7 @@ def solve(
     Returns
     -------
     Solution
-        Its peak, time and budget agree with :func:`planner.simulate.simulate`.
+        Its peak, time and budget agree with :func:`planner.ir.simulate.simulate`.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def solve(
     Three operations forward, one for the loss, three backward, each with one result of 4 bytes.
     Operation 1 takes 9 seconds, the others one second each.
 
-    >>> from planner.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+    >>> from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
     >>> reads = [(), (0,), (1,), (2,), (3, 1), (4, 0), (5,)]
     >>> phases = [Phase.FORWARD] * 3 + [Phase.LOSS] + [Phase.BACKWARD] * 3
     >>> graph = TrainingGraph(
@@ -159,7 +159,7 @@ def solve(
 
 def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
     """Let the error name the smallest peak that any quick solver can reach, not only the one that gave up."""
-    from planner.floor import minimum_peak  # it calls solvers itself
+    from planner.solving.peak_bounds import minimum_peak  # it calls solvers itself
 
     floor = minimum_peak(problem.graph, problem.costs)
     known_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes

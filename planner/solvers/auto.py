@@ -15,12 +15,12 @@ from threading import Event
 from typing import Protocol
 
 from planner import solvers
-from planner.effort import Effort
+from planner.common.limits import Effort
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
-from planner.floor import lowest_schedule
-from planner.problem import Problem, Progress, Solution
-from planner.schedule import Schedule
-from planner.solvers._standing import Standing
+from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
+from planner.solving.incumbent import Standing
+from planner.solving.peak_bounds import lowest_schedule
 
 _ENOUGH = 3e-4
 """Gap, as a share of the step, at which no search is started and one that goes on stops, where no more is asked."""

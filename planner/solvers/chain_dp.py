@@ -11,13 +11,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 
-from planner.cut_points import chain_places
-from planner.effort import Effort
-from planner.problem import Problem, Progress, Solution
-from planner.schedule import Schedule
-from planner.solvers._chain import Chain, Stage
-from planner.solvers._repair import without_useless
-from planner.solvers._standing import Standing
+from planner.common.limits import Effort
+from planner.ir.cut_points import chain_places
+from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
+from planner.solving.chain import Chain, Stage
+from planner.solving.incumbent import Standing
+from planner.solving.repair import without_useless
 
 _MOST_SPLITS = 8_000
 """Splits of different runs of stages that are tried; with more, neighbouring stages are joined."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.effort import Clock, Effort
-from planner.problem import Problem, Progress, Solution
-from planner.schedule import Schedule
-from planner.simulate import simulate
-from planner.solvers._pulp import Answer, Library
-from planner.solvers._repair import lower_peak, take_back, without_useless
-from planner.solvers._standing import Standing
-from planner.solvers._stepcut import Cut, Model, build, carry_out, needed_after
+from planner.common.limits import Clock, Effort
+from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.solving.incumbent import Standing
+from planner.solving.milp import Answer, Library
+from planner.solving.repair import lower_peak, take_back, without_useless
+from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
 
 _LEVELS = ((1e-3, 0.8), (3e-4, 0.9), (1e-4, 0.7), (0.0, 0.4))
 """How near to the bound to come, as a share of the step, and until what share of the time that is tried."""

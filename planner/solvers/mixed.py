@@ -1,12 +1,12 @@
 """Keep, recompute or offload: a mixed plan, with a bound on all of them.
 
-Which values to offload comes from the programme of :mod:`planner.solvers._offload_bound`, whose optimum is
+Which values to offload comes from the programme of :mod:`planner.solving.offload_bound`, whose optimum is
 the bound. What is recomputed beside them is then found by the solvers of recompute, for which
-fetching poses as a recompute of no cost (:mod:`planner.solvers._asif`); last, transfers get time to hide
-(:mod:`planner.solvers._windows`). Plans that only recompute, or only offload, are looked for too, so that
+fetching poses as a recompute of no cost (:mod:`planner.solving.offload_reduction`); last, transfers get time to hide
+(:mod:`planner.solving.transfer_windows`). Plans that only recompute, or only offload, are looked for too, so that
 both together are no worse than either. Starting from the best, single values are offloaded or no longer,
 as long as that helps; where runs wait then, single decisions are tried the other way, if the graph is not too large
-(:mod:`planner.solvers._one_by_one`). Only the simulator says what helps.
+(:mod:`planner.solving.single_flip_search`). Only the simulator says what helps.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import replace
 from itertools import combinations
 
 from planner import solvers
-from planner.effort import Clock, Effort
+from planner.common.limits import Clock, Effort
 from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
-from planner.floor import lowest_schedule, proven_lowest
-from planner.host import Host
-from planner.problem import Problem, Progress, Solution
-from planner.schedule import Schedule
-from planner.solvers._asif import AsIf
-from planner.solvers._offload_bound import OffloadCut, build
-from planner.solvers._one_by_one import OneByOne
-from planner.solvers._pulp import Answer, Library
-from planner.solvers._standing import Standing
-from planner.solvers._windows import widened, without_unneeded
+from planner.ir.host import Host
+from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
+from planner.solving.incumbent import Standing
+from planner.solving.milp import Answer, Library
+from planner.solving.offload_bound import OffloadCut, build
+from planner.solving.offload_reduction import AsIf
+from planner.solving.peak_bounds import lowest_schedule, proven_lowest
+from planner.solving.single_flip_search import OneByOne
+from planner.solving.transfer_windows import widened, without_unneeded
 
 _SMALL = 60
 """Up to so many operations the programme of a cut is solved itself; beyond, its relaxation, which is nearly always as

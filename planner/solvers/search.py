@@ -20,17 +20,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.effort import Clock, Effort
+from planner.common.limits import Clock, Effort
 from planner.errors import ClaimMismatchError, SolverUnavailableError
-from planner.floor import lowest_schedule, proven_floor
-from planner.graph import Operation, OperationCost, TrainingGraph, Value
-from planner.problem import Problem, Progress, Solution
-from planner.schedule import Schedule
-from planner.simulate import simulate
-from planner.solvers._standing import Standing
+from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.solving.incumbent import Standing
+from planner.solving.peak_bounds import lowest_schedule, proven_floor
 
 if TYPE_CHECKING:
-    from planner.solvers import _annealing
+    from planner.solving import annealing as _annealing
 
 _HOT, _WARM, _COLD = 5.0, 0.1, 0.003
 """Temperatures at the start from scratch, at the start from a plan, and at the end, in mean costs of an operation."""
@@ -145,7 +145,7 @@ def _is_compiled() -> bool:
 
 def _cache_folder() -> Path | None:
     """Give the folder in which numba keeps what it compiles; none where numba is not installed."""
-    from planner.solvers import _annealing as kernels
+    from planner.solving import annealing as kernels
 
     stats = getattr(kernels.anneal, "stats", None)
     return None if stats is None else Path(stats.cache_path)
@@ -193,7 +193,7 @@ class Annealing:
     """One problem laid out for the kernels, and the set of reruns that they work on."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
-        from planner.solvers import _annealing as kernels
+        from planner.solving import annealing as kernels
 
         np: Any = import_module("numpy")
         self.problem = problem

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from planner.common.registry import defined, unknown
 from planner.errors import UsageError
-from planner.graph import OperationCost, TrainingGraph
-from planner.host import Host
-from planner.registry import defined, unknown
-from planner.schedule import Schedule
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule
 from planner.strategies._step import Step, Strategy
 
 __all__ = ["ALIASES", "Chosen", "Step", "Strategy", "find", "get", "known", "names", "schedule"]
@@ -129,6 +129,6 @@ def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost], ho
     if chosen.strategy.step is not None:
         raise UsageError(
             f"{name!r} divides values over several devices, which no schedule of one device's step can say: only the "
-            "command 'strategies' (planner.established.compare) shows it"
+            "command 'strategies' (planner.analysis.strategy_comparison.compare) shows it"
         )
     return chosen.schedule(Step(graph, costs, host))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from planner.checkpoints import Region, schedule_of
 from planner.errors import UsageError
-from planner.graph import Operation, OperationCost, Value
-from planner.schedule import Schedule
+from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.graph import Operation, OperationCost, Value
+from planner.ir.schedule import Schedule
 from planner.strategies._step import Step
 
 GATHER = "gather of shares"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from planner.checkpoints import Region, schedule_of
-from planner.cut_points import turning_point
-from planner.problem import Problem
-from planner.schedule import Offload, Schedule
-from planner.solvers._windows import widened
+from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.cut_points import turning_point
+from planner.ir.problem import Problem
+from planner.ir.schedule import Offload, Schedule
+from planner.solving.transfer_windows import widened
 from planner.strategies._step import Step
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.graph import Operation
+from planner.ir.graph import Operation
 
 _UNBATCHED = {"mm", "addmm", "_scaled_mm", "linear"}
 _BATCHED = {"bmm", "baddbmm"}

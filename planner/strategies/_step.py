@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from planner.checkpoints import Region, schedule_of
 from planner.errors import UsageError
-from planner.graph import OperationCost, Phase, TrainingGraph
-from planner.host import Host
-from planner.layers import Layers, find_layers, forward_of_blocks
-from planner.module_regions import Saved, region_of
-from planner.schedule import Schedule
+from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.layers import Layers, find_layers, forward_of_blocks
+from planner.ir.module_regions import Saved, region_of
+from planner.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)

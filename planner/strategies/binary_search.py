@@ -8,8 +8,8 @@ that would have done, and finds a larger one, or none.
 
 from __future__ import annotations
 
-from planner.schedule import Schedule
-from planner.simulate import simulate
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
 from planner.strategies._step import Step, Strategy
 from planner.strategies.megatron import first_blocks
 

@@ -14,7 +14,7 @@ checkpointing of DeepSpeed's configuration.
 
 from __future__ import annotations
 
-from planner.schedule import Schedule
+from planner.ir.schedule import Schedule
 from planner.strategies._divided import check_divides, divided, gathered
 from planner.strategies._offloads import inputs_offloaded
 from planner.strategies._step import Step, Strategy

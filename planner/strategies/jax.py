@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from planner.cut_points import turning_point
-from planner.graph import Operation
-from planner.schedule import Schedule, recompute_lazily
+from planner.ir.cut_points import turning_point
+from planner.ir.graph import Operation
+from planner.ir.schedule import Schedule, recompute_lazily
 from planner.strategies._offloads import hiding, offloaded
 from planner.strategies._operators import is_fused_attention, is_linear, is_product
 from planner.strategies._step import Step, Strategy

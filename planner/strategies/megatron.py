@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.cut_points import turning_point
-from planner.graph import Phase
-from planner.schedule import Schedule, recompute_lazily
+from planner.ir.cut_points import turning_point
+from planner.ir.graph import Phase
+from planner.ir.schedule import Schedule, recompute_lazily
 from planner.strategies._divided import check_divides, divided
 from planner.strategies._operators import (
     is_activation,

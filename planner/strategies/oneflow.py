@@ -9,7 +9,7 @@ Oneflow-Inc/oneflow (03b7b8a); https://docs.oneflow.org/en/master/cookies/activa
 
 from __future__ import annotations
 
-from planner.schedule import Schedule
+from planner.ir.schedule import Schedule
 from planner.strategies._operators import is_batch_norm
 from planner.strategies._step import Step, Strategy
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from itertools import chain
 
-from planner.schedule import Schedule
+from planner.ir.schedule import Schedule
 from planner.strategies._offloads import inputs_offloaded, offloaded
 from planner.strategies._step import Step, Strategy
 

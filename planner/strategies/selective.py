@@ -9,8 +9,8 @@ pytorch/torchtitan, whose policy keeps attention and of the products of linear l
 
 from __future__ import annotations
 
-from planner.graph import Operation
-from planner.schedule import Schedule
+from planner.ir.graph import Operation
+from planner.ir.schedule import Schedule
 from planner.strategies._operators import is_fused_attention, is_linear, is_product
 from planner.strategies._step import Step, Strategy
 

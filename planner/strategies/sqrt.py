@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from planner.schedule import Schedule
-from planner.solvers.sqrt import segmentations
+from planner.ir.schedule import Schedule
+from planner.solving.segmentations import segmentations
 from planner.strategies._step import Step, Strategy
 
 

@@ -5,7 +5,7 @@ Source: ``tensorflow/python/ops/custom_gradient.py`` of TensorFlow 2.13, ``recom
 
 from __future__ import annotations
 
-from planner.schedule import Schedule
+from planner.ir.schedule import Schedule
 from planner.strategies._step import Step, Strategy
 
 

@@ -10,7 +10,7 @@ Source: ``UnslothCheckpointFunction`` in ``unsloth_zoo/gradient_checkpointing.py
 
 from __future__ import annotations
 
-from planner.schedule import Schedule
+from planner.ir.schedule import Schedule
 from planner.strategies._offloads import inputs_offloaded
 from planner.strategies._step import Step, Strategy
 

@@ -12,12 +12,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import planner
+from planner.analysis.study import Study
+from planner.capture.inputs import run_backward
+from planner.capture.memory import measure_peak
+from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
-from planner.memory import measure_peak
-from planner.planning import Plan
-from planner.simulate import lifetimes, simulate
-from planner.study_types import Study
-from planner.verification import StepResult, compare, run_backward
+from planner.ir.simulate import lifetimes, simulate
+from planner.plans.planning import Plan
 from tests.fuzz import source
 
 BUDGETS = 2
@@ -181,7 +182,7 @@ class _Trial:
             yield Failure("peak below prediction", seen)
 
     def rounding_bytes(self, plan: Plan, predicted_bytes: int) -> int:
-        """How much too high a prediction may be: sizes are rounded up; ``planner.costing`` tells of random states."""
+        """How much too high a prediction may be: sizes are rounded up; see ``planner.measure.costing``."""
         if self.study is None:
             return predicted_bytes // 1000 + 64 * ALIGNMENT_BYTES
         schedule = plan.schedule_for(self.study.graph)

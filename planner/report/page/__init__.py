@@ -11,11 +11,11 @@ from typing import Any
 
 import jinja2
 
-from planner.plan_types import Plan
+from planner.common.units import format_bytes, format_percent, format_seconds
+from planner.plans.plan import Plan
 from planner.report import origin, placement, room, style, verdict
 from planner.report.anatomy import sorted_kinds
 from planner.report.page import charts
-from planner.units import format_bytes, format_percent, format_seconds
 
 _MOST_TENSORS = 20
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.plan_details import StepDetails, Timeline
-from planner.plan_parts import LayerPlacement
-from planner.plan_types import Plan
+from planner.common.units import format_seconds
+from planner.plans.details import StepDetails, Timeline
+from planner.plans.parts import LayerPlacement
+from planner.plans.plan import Plan
 from planner.report.style import in_unit_of, signed_percent
-from planner.units import format_seconds
 
 WIDTH, HEIGHT = 1000, 300
 """Of a drawing's own coordinates; it is stretched to the room there is."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.analysis.trade_off.answers import Answers
+from planner.common.units import format_bytes
 from planner.report.curve_lines import lines
 from planner.report.page import charts, fill, resource
 from planner.report.style import signed_percent
 from planner.report.what_if import further, verdict
-from planner.trade_off.answers import Answers
-from planner.units import format_bytes
 
 _WIDTH = 110
 """Columns of what is shown as text."""

@@ -1,0 +1,1 @@
+"""Questions asked of a captured step: studies, curves, audits, comparisons, explanations. Without torch."""

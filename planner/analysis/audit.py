@@ -1,0 +1,263 @@
+"""What a present set-up of checkpointing costs, beside the best plans at its own peak and within a budget."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from planner import strategies
+from planner.analysis.study import Study
+from planner.common.chunks import slices_of
+from planner.errors import PlanMismatchError, ScheduleError, UsageError
+from planner.ir.host import LEAST_BYTES
+from planner.ir.problem import Progress
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import Evaluation, simulate
+from planner.plans.parts import SCHEMA
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.planning import Size
+from planner.plans.reservation import optimizer_peak_bytes
+
+_NONE = "none"
+_EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
+_SAME_MODEL = ("model", "parameters")
+"""What of two fingerprints must agree for a plan file to be of this model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """A present set-up beside the best plans; whole-device bytes everywhere.
+
+    Parameters
+    ----------
+    current : str
+        The set-up: ``"every-layer"`` for example, or ``"the plan in FILE"``.
+    now : Plan
+        What it comes to, as a plan whose budget is its own peak.
+    best : Plan
+        The best that is known at the same peak, with the proven bound.
+    budget_bytes : int, optional
+        What the device may hold, if that was given.
+    within_budget : Plan, optional
+        The best that is known within it.
+    no_plan_fits : NoPlanFitsError, optional
+        Why there is none.
+    notes : tuple of str
+        What was assumed.
+    """
+
+    current: str
+    now: Plan
+    best: Plan
+    budget_bytes: int | None = None
+    within_budget: Plan | None = None
+    no_plan_fits: NoPlanFitsError | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the set-up keeps the budget; None if none was given."""
+        return None if self.budget_bytes is None else self.now.whole_step_peak_bytes <= self.budget_bytes
+
+    def report(self) -> dict[str, Any]:
+        """Give the audit as JSON has it."""
+        now = self.now
+        report: dict[str, Any] = {
+            "schema": SCHEMA,
+            "model": now.model,
+            "torch": now.torch,
+            "device": now.device,
+            "cost_model": now.cost_model,
+            "baseline": {"peak_bytes": now.baseline_peak_bytes, "step_seconds": now.baseline_step_seconds},
+            "current": {"name": self.current, **_way(now), "fits": self.fits},
+            "same_peak": _best(self.best),
+            "budget": None,
+            "notes": list(self.notes),
+        }
+        if self.budget_bytes is not None:
+            report["budget"] = {
+                "budget_bytes": self.budget_bytes,
+                "plan": _best(self.within_budget) if self.within_budget is not None else None,
+                "no_plan_fits": self.no_plan_fits.report if self.no_plan_fits is not None else None,
+            }
+        return report
+
+
+def _way(plan: Plan) -> dict[str, Any]:
+    return {
+        "peak_bytes": plan.whole_step_peak_bytes,
+        "overhead": plan.overhead,
+        "recompute_seconds": plan.recompute_seconds,
+        "added_seconds": plan.added_seconds,
+        "host_bytes": plan.offloading.host_bytes if plan.offloading else 0,
+    }
+
+
+def _best(plan: Plan) -> dict[str, Any]:
+    return {
+        "budget_bytes": plan.budget_bytes,
+        **_way(plan),
+        "lower_bound_overhead": plan.lower_bound_overhead,
+        "status": plan.status,
+        "solver": plan.solver,
+    }
+
+
+def read_current(current: str | Path | Plan) -> str | Plan:
+    """Give a set-up by its name, or the plan that a file holds.
+
+    Raises
+    ------
+    UsageError
+        If it is neither, or the file is damaged.
+    """
+    if isinstance(current, Plan):
+        return current
+    if isinstance(current, str) and (current == _NONE or strategies.find(current) is not None):
+        return current
+    if Path(current).exists():
+        return Plan.load(current)
+    near = difflib.get_close_matches(str(current), (*_EXAMPLES, *strategies.known()), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UsageError(
+        f"there is neither a set-up nor a plan file {str(current)!r}; {hint}give {', '.join(_EXAMPLES)}, another of "
+        f"the strategies ({', '.join(strategies.names())}), or a file that 'plan --save' wrote"
+    )
+
+
+def audit_study(
+    study: Study,
+    current: str | Path | Plan,
+    *,
+    budget: Size | None = None,
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Audit:
+    """Set a present set-up beside the best plans of a captured step; see :func:`planner.audit`.
+
+    Raises
+    ------
+    UsageError
+        If the set-up or the budget is not understood, or the step cannot be set up so.
+    """
+    search: dict[str, Any] = {
+        "solver": solver,
+        "time_limit_seconds": time_limit_seconds,
+        "deterministic": deterministic,
+        "seed": seed,
+        "progress": progress,
+    }
+    known = read_current(current)
+    if isinstance(known, Plan) and known.offloading is not None:
+        study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
+    schedule, notes = _schedule(study, known)
+    setup = _SetUp(study, known if isinstance(known, str) else _name_of_plan(current), schedule)
+    best = setup.cheapest(setup.peak_bytes, search)
+    audit = Audit(current=setup.name, now=setup.as_plan(setup.peak_bytes), best=best, notes=notes)
+    if budget is None:
+        return audit
+    problem = study.problem(budget)
+    budget_bytes = problem.budget_bytes + study.graph.total_static_bytes
+    try:
+        return replace(audit, budget_bytes=budget_bytes, within_budget=setup.cheapest(budget_bytes, search))
+    except NoPlanFitsError as error:
+        return replace(audit, budget_bytes=budget_bytes, no_plan_fits=error)
+
+
+@dataclass(frozen=True)
+class _SetUp:
+    """What is done now with a step."""
+
+    study: Study
+    name: str
+    schedule: Schedule
+
+    @cached_property
+    def found(self) -> Evaluation:
+        return simulate(self.study.graph, self.study.costs, self.schedule, self.study.unlimited_host())
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it rounds what it offloads."""
+        return any(offload.lossy for offload in self.schedule.offloads)
+
+    @property
+    def peak_bytes(self) -> int:
+        graph = self.study.graph
+        after_bytes = optimizer_peak_bytes(graph, self.study.surroundings)
+        return max(self.found.peak_bytes + graph.total_static_bytes, after_bytes)
+
+    def as_plan(self, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
+        """Write it out as a plan for a budget that it keeps."""
+        return self.study.as_plan(self.schedule, self.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
+
+    def cheapest(self, budget_bytes: int, search: dict[str, Any]) -> Plan:
+        """Give the cheapest plan that is known within a budget, which may be the set-up itself.
+
+        It may offload as much as the set-up does, and round what it offloads if that does.
+        """
+        fits = self.peak_bytes <= budget_bytes
+        if self.found.host_bytes:
+            search = {
+                **search,
+                "offload": True,
+                "host_budget": self.found.host_bytes,
+                "offload_at_least": self.study.least_offloaded(self.schedule),
+                "offload_lossy": self.rounds,
+            }
+        try:
+            found = self.study.plan(budget=budget_bytes, compare=False, **search)
+        except NoPlanFitsError as error:
+            if not fits:
+                raise
+            return self.as_plan(budget_bytes, error.lower_bound_seconds)
+        if fits and self.found.added_seconds < found.added_seconds:
+            return self.as_plan(budget_bytes, found.lower_bound_seconds)
+        return found
+
+
+def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, ...]]:
+    """Give the schedule of a set-up, and what is assumed with it."""
+    if isinstance(current, Plan):
+        return _schedule_of_plan(study, current)
+    if current == _NONE:
+        return Schedule.keep_all(study.graph), ()
+    try:
+        return study.strategy(current), ()
+    except UsageError as error:
+        raise UsageError(f"{error}, so nothing is {current!r} of it") from error
+
+
+def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ...]]:
+    theirs, ours = plan.fingerprint, study.origin.fingerprint
+    differs = [key for key in _SAME_MODEL if key in theirs and key in ours and theirs[key] != ours[key]]
+    if differs:
+        told = "; ".join(f"{key} is {theirs[key]!r} in the plan and {ours[key]!r} here" for key in differs)
+        raise PlanMismatchError(f"the plan is of another model: {told}; name the model that it was made for")
+    if slices_of(theirs) != slices_of(ours):
+        raise PlanMismatchError(
+            f"the plan is for a step in {slices_of(theirs)} slices, and what it would stand beside is of the step in "
+            "one piece: the plan's own report says what it costs"
+        )
+    schedule = plan.schedule_for(study.graph)
+    try:
+        simulate(study.graph, study.costs, schedule, study.unlimited_host())
+    except ScheduleError as error:
+        raise PlanMismatchError(f"the plan's decisions cannot be carried out on this step: {error}") from error
+    notes = []
+    if plan.runtime != study.origin.runtime:
+        here = "the eager step" if study.origin.runtime == "modules" else "the whole graph"
+        notes.append(f"The plan is for the runtime {plan.runtime!r}; its decisions are simulated on {here}.")
+    if theirs.get("graph") != ours.get("graph"):
+        notes.append("The plan is for other sizes, or another version of torch; its decisions are simulated here.")
+    return schedule, tuple(notes)
+
+
+def _name_of_plan(current: str | Path | Plan) -> str:
+    return "the plan given" if isinstance(current, Plan) else f"the plan in {current}"

@@ -1,0 +1,85 @@
+"""Which options of a plan go together, and which plans can be run."""
+
+from __future__ import annotations
+
+from planner import strategies
+from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.ir.static_memory import TENSOR_PARALLEL
+from planner.plans.plan import Plan
+from planner.plans.planning import Size
+
+_OFFLOAD = ("graph", "modules")
+"""Runtimes that copy values to the host and back."""
+
+
+def check_one_budget(budget: Size | None, activation_budget: Size | None, *, or_none: bool = False) -> None:
+    """Refuse two budgets, and none where one is needed."""
+    both, none = None not in (budget, activation_budget), budget is None and activation_budget is None
+    if both or (none and not or_none):
+        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
+
+
+def whole_graph(runtime: str, why: str) -> str:
+    """Give the runtime for what is planned on the whole graph."""
+    if runtime not in ("auto", "graph"):
+        raise UsageError(f"{why}: leave out runtime={runtime!r}")
+    return "graph"
+
+
+def offloading_runtime(runtime: str, *, offload: bool, lossy: bool) -> str:
+    """Give the runtime for a plan with or without offload, and refuse to round what is not offloaded."""
+    if lossy and not offload:
+        raise UsageError("offload_lossy rounds what is offloaded: give offload too")
+    if lossy:
+        return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
+    if not offload:
+        return runtime
+    if runtime not in ("auto", *_OFFLOAD):
+        raise UsageError(f"{_only_these_offload()}: leave out runtime={runtime!r}")
+    return "graph" if runtime == "auto" else runtime
+
+
+def _only_these_offload() -> str:
+    return f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
+
+
+def check_solver(runtime: str, *names: str) -> None:
+    """Refuse solvers of whole graphs where modules are chosen."""
+    if runtime == "modules" and (others := [name for name in names if name != "auto"]):
+        raise UsageError(
+            f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
+            "programme of its own: leave it out, or ask about the runtime 'graph'"
+        )
+
+
+def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: bool) -> None:
+    """Refuse a strategy of an established system that is not known, and what does not go with one."""
+    if name is None:
+        return
+    strategies.get(name)
+    if runtime not in ("auto", "graph", "modules"):
+        raise UsageError(
+            f"a strategy is carried out by the runtime 'graph', or 'modules', not by {runtime!r}: leave that out"
+        )
+    if offload:
+        raise UsageError("a strategy says itself what waits on the host: leave offload out")
+    if in_slices:
+        raise UsageError("a strategy is one of the step in one piece: leave chunk out")
+
+
+def sliced_graph(runtime: str, *, several_devices: bool) -> str:
+    """Give the runtime that a step in slices is planned for."""
+    if several_devices:
+        raise UsageError("a step in slices is planned for one device: leave out chunk")
+    return whole_graph(runtime, "a step in slices is planned on the whole graph")
+
+
+def check_can_run(plan: Plan) -> None:
+    """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
+    if plan.offloading is not None and plan.runtime not in _OFFLOAD:
+        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {_only_these_offload()}")
+    if TENSOR_PARALLEL in plan.fingerprint:
+        raise UsageError(
+            f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "
+            "tensor parallelism is planned for, not run"
+        )

@@ -1,0 +1,327 @@
+"""Why a plan keeps or recomputes each value of a module, from the table of values that the plan carries."""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.common.units import format_bytes, format_seconds
+from planner.errors import UsageError
+from planner.ir.layers import layer_among
+from planner.plans.parts import SCHEMA
+from planner.plans.plan import Plan
+from planner.plans.values import ValueRow, ValueTable
+
+_SAME = 1e-6
+"""Prices that differ by less are one price."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedValue:
+    """A value and the reason for what the plan does with it.
+
+    Parameters
+    ----------
+    value : ValueRow
+    block : str
+        Path of the block that makes it, ``""`` if none does.
+    reason : str
+        Begins with ``"kept"``, ``"recomputed"`` or ``"offloaded"``.
+    made_from : tuple of ValueRow
+        What its operation reads, as far as the plan keeps or recomputes it.
+    """
+
+    value: ValueRow
+    block: str
+    reason: str
+    made_from: tuple[ValueRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What a plan does with the values of a module.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    module : str
+        Path of the module; ``""`` for the whole model.
+    budget_bytes, peak_bytes, baseline_peak_bytes : int
+        Of the plan.
+    steps, baseline_peak_step, peak_step : int
+        Operations of the step, and where the two peaks stand.
+    values : tuple of ExplainedValue
+        In the order in which the forward makes them.
+    """
+
+    model: str
+    module: str
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    steps: int
+    baseline_peak_step: int
+    peak_step: int
+    values: tuple[ExplainedValue, ...]
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is held into the backward."""
+        return sum(v.value.size_bytes for v in self.values if v.value.kept)
+
+    @property
+    def freed_bytes(self) -> int:
+        """What the backward waits for and the plan does not hold on the device: it is made again."""
+        return sum(
+            v.value.size_bytes for v in self.values if v.value.needed and not v.value.kept and not v.value.offloaded
+        )
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """What waits in the host's memory."""
+        return sum(v.value.size_bytes for v in self.values if v.value.offloaded)
+
+    @property
+    def added_runs(self) -> int:
+        """Runs that the plan adds to operations of the module."""
+        return sum({v.value.operation: v.value.runs - 1 for v in self.values}.values())
+
+    @property
+    def added_seconds(self) -> float:
+        """Time of these runs."""
+        by_operation = {v.value.operation: (v.value.runs - 1) * v.value.seconds for v in self.values}
+        return sum(by_operation.values())
+
+    def report(self) -> dict[str, Any]:
+        """Give the explanation as JSON has it."""
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "module": self.module,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "baseline_peak_bytes": self.baseline_peak_bytes,
+            "steps": self.steps,
+            "baseline_peak_step": self.baseline_peak_step,
+            "peak_step": self.peak_step,
+            "kept_bytes": self.kept_bytes,
+            "freed_bytes": self.freed_bytes,
+            "offloaded_bytes": self.offloaded_bytes,
+            "added_runs": self.added_runs,
+            "added_seconds": self.added_seconds,
+            "values": [
+                {
+                    "module": explained.value.module,
+                    "target": explained.value.target,
+                    **asdict(explained.value),
+                    "made_from": [source.operation for source in explained.made_from],
+                    "reason": explained.reason,
+                }
+                for explained in self.values
+            ],
+        }
+
+
+def explain(plan: Plan, module: str | None = None) -> Explanation:
+    """Say why a plan keeps or recomputes each value of a module.
+
+    Parameters
+    ----------
+    plan : Plan
+    module : str, optional
+        Path of a module, ``"transformer.h.0"`` for example; with what is inside it. By default the whole model.
+
+    Returns
+    -------
+    Explanation
+
+    Raises
+    ------
+    UsageError
+        If the plan has no table of its values, or names no such module.
+
+    Notes
+    -----
+    Prices are those of the plan as it is: what one value more would cost, with all others as they are.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> plan = planner.plan(model, torch.randn(256, 64), budget="100%")
+    >>> planner.explain(plan, "3").values[0].reason
+    'kept: the step keeps the budget without any recompute'
+    """
+    table = table_of(plan)
+    if module is not None:
+        _check_known(plan, table, module)
+    reasons = _Reasons(plan, table)
+    blocks = {layer.module for layer in plan.placement if layer.block}
+    return Explanation(
+        model=plan.model,
+        module=module or "",
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        baseline_peak_bytes=plan.baseline_peak_bytes,
+        steps=table.steps,
+        baseline_peak_step=table.baseline_peak_step,
+        peak_step=table.peak_step,
+        values=tuple(
+            ExplainedValue(
+                value=row,
+                block=layer_among(row.module, blocks),
+                reason=reasons.of(number),
+                made_from=tuple(table.rows[source] for source in row.made_from),
+            )
+            for number, row in enumerate(table.rows)
+            if module is None or is_within(row.module, module)
+        ),
+    )
+
+
+def table_of(plan: Plan) -> ValueTable:
+    """Give the table of a plan's values.
+
+    Raises
+    ------
+    UsageError
+        If it has none, with what to do.
+    """
+    if plan.values is not None:
+        return plan.values
+    if plan.runtime == "modules":
+        raise UsageError(
+            "the plan is for the runtime 'modules', which runs modules again: its report says which, and what they "
+            "keep, and there is no choice to explain for each value; plan with --runtime graph if the model can be "
+            "captured"
+        )
+    raise UsageError(
+        "the plan has no table of its values: it was made without comparisons (compare=False, or by auto_wrap), for a "
+        "pipeline, or by an older version; make it again with 'plan MODEL --budget SIZE --save PLAN'"
+    )
+
+
+def is_within(module: str, prefix: str) -> bool:
+    """Whether a module is another, or inside it.
+
+    Examples
+    --------
+    >>> is_within("h.1.mlp", "h.1"), is_within("h.10", "h.1")
+    (True, False)
+    """
+    return module == prefix or module.startswith(f"{prefix}.")
+
+
+def _check_known(plan: Plan, table: ValueTable, module: str) -> None:
+    paths = {row.module for row in table.rows} | {layer.module for layer in plan.placement}
+    known = {".".join(parts[:end]) for path in paths if (parts := path.split(".")) for end in range(1, len(parts) + 1)}
+    if module in known:
+        return
+    near = difflib.get_close_matches(module, sorted(known - {""}), n=3)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave the module out to see the largest values"
+    raise UsageError(f"the plan for {plan.model or 'this model'} keeps and recomputes nothing of {module!r}; {hint}")
+
+
+class _Reasons:
+    """Puts in words why a plan does with a value what it does."""
+
+    def __init__(self, plan: Plan, table: ValueTable) -> None:
+        self.plan, self.rows = plan, table.rows
+        values = plan.offloading.values if plan.offloading else ()
+        self.rounded = {(value.operation, value.output) for value in values if value.lossy}
+        self.read_again = {source for row in table.rows if row.runs > 1 for source in row.made_from}
+        """Rows that something is made from again."""
+        self.freed: Counter[str] = Counter()
+        """For each operation that runs again, the bytes of its results that are not kept."""
+        self.largest: dict[str, ValueRow] = {}
+        """For each of these operations, the largest of these results."""
+        for row in table.rows:
+            if row.needed and not row.kept and not row.offloaded:
+                self.freed[row.operation] += row.size_bytes
+                largest = self.largest.setdefault(row.operation, row)
+                self.largest[row.operation] = max(largest, row, key=lambda one: one.size_bytes)
+        prices = [
+            self.freed[row.operation] / row.again_seconds
+            for row in table.rows
+            if row.again_seconds and row.needed and not row.kept and not row.offloaded
+        ]
+        self.lowest_price = min(prices, default=None)
+        """Bytes that the worst bargain of the plan frees, for a second."""
+
+    def of(self, number: int) -> str:
+        """Give the reason for a row."""
+        row = self.rows[number]
+        if row.offloaded:
+            return f"offloaded: {self._offloaded(row)}"
+        return f"kept: {self._kept(number, row)}" if row.kept else f"recomputed: {self._recomputed(row)}"
+
+    def _offloaded(self, row: ValueRow) -> str:
+        assert self.plan.offloading is not None
+        lossy = (row.operation, row.output) in self.rounded
+        transfer = format_seconds(row.size_bytes / (2 if lossy else 1) / self.plan.offloading.bytes_per_second)
+        away = f"frees {format_bytes(row.size_bytes)}, {transfer} on its way there and as long back"
+        if lossy:
+            away = f"rounded to bfloat16, {away}"
+        if row.again_seconds is None:
+            return f"{away}; it cannot be made again"
+        return f"{away}; making it again would take {format_seconds(row.again_seconds)}"
+
+    def _kept(self, number: int, row: ValueRow) -> str:
+        if row.retained:
+            return "the model returns it, so it is held to the end whatever the plan says"
+        if not row.repeatable:
+            return (
+                "its operation cannot run twice (it overwrites something, reads what is overwritten later, or talks to "
+                "other devices)"
+            )
+        if not row.needed:
+            return "the backward does not read it, but what is recomputed is made from it"
+        if not self.plan.recomputations and not (self.plan.offloading and self.plan.offloading.values):
+            return "the step keeps the budget without any recompute"
+        if row.busiest_bytes == 0:
+            return "needed again at once"
+        source = "; what is recomputed is made from it" if number in self.read_again else ""
+        if row.excess_bytes == 0:
+            return (
+                "it is not idle at the peak; where it is, the step keeps the budget even without recompute, so "
+                f"dropping it relieves nothing{source}"
+            )
+        if row.again_seconds is None:
+            return "what it would be made from is gone by then, and cannot be made again"
+        return self._price_of_dropping(row, row.again_seconds) + source
+
+    def _price_of_dropping(self, row: ValueRow, seconds: float) -> str:
+        cost = f"dropping it would free {format_bytes(row.size_bytes)} for {format_seconds(seconds)}"
+        runs = f", {row.again_runs} operations run again" if row.again_runs > 1 else ""
+        price = f" ({per_ms(row.size_bytes / seconds)}{runs})" if seconds > 0 else ""
+        if self.lowest_price is None or seconds <= 0 or row.size_bytes / seconds > self.lowest_price * (1 + _SAME):
+            return f"{cost}{price}, and the budget is kept without that"
+        if row.size_bytes / seconds >= self.lowest_price * (1 - _SAME):
+            return f"{cost}{price}, the price of the dearest that the plan recomputes; the budget needs no more of it"
+        return f"{cost}{price}; what the plan recomputes frees {per_ms(self.lowest_price)} or more"
+
+    def _recomputed(self, row: ValueRow) -> str:
+        if not row.needed:
+            return "the backward does not read it, but what is recomputed is made from it"
+        if self.largest[row.operation] is not row:
+            return f"its operation runs again for a larger result; this one frees {format_bytes(row.size_bytes)}"
+        kept_bytes = row.busiest_bytes + row.size_bytes
+        if kept_bytes > self.plan.budget_bytes:
+            over = format_bytes(kept_bytes - self.plan.budget_bytes)
+            return f"{self._frees(row)}. Kept, the device would hold {over} more than the budget"
+        return f"{self._frees(row)}. By itself it could be kept within the budget"
+
+    def _frees(self, row: ValueRow) -> str:
+        seconds, size_bytes = row.again_seconds or 0.0, self.freed[row.operation]
+        runs = f", {row.again_runs} runs" if row.again_runs > 1 else ""
+        price = f" ({per_ms(size_bytes / seconds)}{runs})" if seconds > 0 else ""
+        together = " with the operation's other results" if size_bytes > row.size_bytes else ""
+        return f"frees {format_bytes(size_bytes)}{together} for {format_seconds(seconds)}{price}"
+
+
+def per_ms(bytes_per_second: float) -> str:
+    """Give a price as bytes for a millisecond."""
+    return f"{format_bytes(bytes_per_second / 1000)} per ms"

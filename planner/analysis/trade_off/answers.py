@@ -1,0 +1,55 @@
+"""All that a what-if has come to, as JSON and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from planner.analysis.trade_off.accelerators import DeviceRow
+from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.sizes import SizeAxis
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """The curve and the other axes that were asked about.
+
+    Parameters
+    ----------
+    curve : TradeOffCurve
+    batch_sizes, seq_lens : SizeAxis, optional
+    devices : tuple of DeviceRow
+    ways : tuple of Way
+    interrupted : bool
+        Whether something is missing because the search was interrupted.
+    """
+
+    curve: TradeOffCurve
+    batch_sizes: SizeAxis | None = None
+    seq_lens: SizeAxis | None = None
+    devices: tuple[DeviceRow, ...] = ()
+    ways: tuple[Way, ...] = ()
+    interrupted: bool = False
+
+    def report(self) -> dict[str, Any]:
+        """Give everything as plain data for JSON."""
+        return {
+            **self.curve.report(),
+            "interrupted": self.interrupted,
+            "batch_sizes": self.batch_sizes.report() if self.batch_sizes else None,
+            "seq_lens": self.seq_lens.report() if self.seq_lens else None,
+            "devices": [row.report() for row in self.devices],
+            "solvers": [way.report() for way in self.ways],
+        }
+
+
+def csv_text(curve: TradeOffCurve) -> str:
+    """Give the points of a curve as CSV, one a line; what is unknown is empty."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(TradeOffPoint)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(point) for point in curve.points)
+    return text.getvalue()

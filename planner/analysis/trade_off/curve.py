@@ -1,0 +1,268 @@
+"""Tracing the curve of overhead over budget: every point is solved from what is known at the others.
+
+A plan that keeps a budget keeps every larger one, and a bound on plans for a budget holds for every smaller
+one. So neighbours give a point its first plan and its first bound, and the curve never rises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.analysis.study import Study
+from planner.analysis.trade_off.ranges import parse_budgets, spread
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
+from planner.common.limits import Clock, Effort
+from planner.errors import ClaimMismatchError, InfeasibleBudgetError
+from planner.ir.host import Host, graph_for
+from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import Evaluation
+from planner.plans.reservation import optimizer_peak_bytes
+from planner.solvers.auto import AutoSolver
+from planner.solving.incumbent import Standing
+from planner.solving.peak_bounds import proven_lowest
+
+MORE_BYTES = 2**30
+"""How much more is asked about beside the budget that was asked about."""
+
+Count = Callable[[int, int], None]
+"""Told how many points are done, and of how many."""
+
+_TOLERANCE = 1e-6
+"""By so much of the step a bound may be above a plan, since integer programmes are solved in floating point."""
+
+_LEAST_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan that some point's solve has given."""
+
+    peak_bytes: int
+    added_seconds: float
+    host_bytes: int
+    schedule: Schedule
+    solver: str
+
+
+class Tracing:
+    """A curve in the making; what is done can be asked for at any time.
+
+    Parameters
+    ----------
+    study : Study
+    points : int
+        How many budgets, at equal distances from the smallest for which a plan is known to the peak without
+        recompute.
+    budgets : str, optional
+        Budgets to take instead; see :func:`planner.analysis.trade_off.ranges.parse_budgets`.
+    asked : int, float or str, optional
+        A budget to solve beside these, together with 1 GiB more.
+    solver : str
+        Name of a solver. ``"auto"`` goes on from the plans and bounds of other points while it solves; what others
+        find is held against these when they are done.
+    effort : Effort
+        For the whole curve: each point has an equal share of what is left.
+    known : Tracing, optional
+        A curve of the same study, whose budgets are taken and whose bounds hold here too.
+    host : Host, optional
+        Where values may be offloaded to; without it none is.
+
+    Notes
+    -----
+    The ends come first, then the middle, then the middles of the halves, and so on: a curve that is interrupted
+    spans the whole range, and every point has a neighbour on both sides.
+    """
+
+    def __init__(
+        self,
+        study: Study,
+        *,
+        points: int = 20,
+        budgets: str | None = None,
+        asked: int | float | str | None = None,
+        solver: str = AutoSolver.name,
+        effort: Effort | None = None,
+        known: Tracing | None = None,
+        host: Host | None = None,
+    ) -> None:
+        self.study = study = study.for_host(host)
+        self.host = host
+        self.solver = solver
+        self.effort = effort or Effort()
+        whole = study.problem("100%")
+        self.static_bytes = study.graph.total_static_bytes
+        self.baseline = whole.baseline
+        keep_all = Schedule.keep_all(study.graph)
+        self.found = [_Found(self.baseline.peak_bytes, 0.0, 0, keep_all, solver)]
+        self.bounds: dict[int, float] = dict(known.bounds) if known else {}
+        self.solved: set[int] = set()
+        self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.surroundings)
+        self.proven_bytes = max(
+            proven_lowest(self._problem(0)) + self.static_bytes,
+            self.optimizer_bytes if study.surroundings.optimizer_step_bytes else 0,
+        )
+        self.lowest_bytes: int = known.lowest_bytes if known else self._find_lowest()
+        self.top_bytes = max(whole.budget_bytes + self.static_bytes, self.lowest_bytes)
+        self.budgets: tuple[int, ...]
+        if known:
+            self.budgets = known.budgets
+        elif budgets:
+            self.budgets = parse_budgets(budgets, whole_bytes=whole.budget_bytes + self.static_bytes, points=points)
+        else:
+            self.budgets = spread(self.lowest_bytes, self.top_bytes, points)
+        self.asked_bytes = study.problem(asked).budget_bytes + self.static_bytes if asked is not None else None
+
+    def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
+        """Solve every point."""
+        clock = self.effort.clock()
+        asked = [] if self.asked_bytes is None else [self.asked_bytes, self.asked_bytes + MORE_BYTES]
+        order = list(dict.fromkeys([*asked, *coarse_to_fine(self.budgets)]))
+        for done, budget_bytes in enumerate(order):
+            if count is not None:
+                count(done, len(order))
+            share_seconds = clock.left() / (len(order) - done)
+            self._solve(budget_bytes, max(share_seconds, _LEAST_SECONDS), clock, progress)
+        if count is not None:
+            count(len(order), len(order))
+
+    def curve(self) -> TradeOffCurve:
+        """Give what is done."""
+        asked = self.asked_bytes
+        return TradeOffCurve(
+            model=self.study.graph.name,
+            device=self.study.origin.device,
+            cost_model=self.study.origin.cost_model,
+            torch=self.study.origin.torch_version,
+            baseline_peak_bytes=self.baseline.peak_bytes + self.static_bytes,
+            baseline_step_seconds=self.baseline.seconds,
+            minimum_feasible_peak_bytes=max(
+                min(found.peak_bytes for found in self.found) + self.static_bytes, self.proven_bytes
+            ),
+            proven_minimum_peak_bytes=self.proven_bytes,
+            points=tuple(self._point(budget) for budget in self.budgets if budget in self.solved),
+            asked=self._point(asked) if asked in self.solved else None,
+            asked_more=self._point(asked + MORE_BYTES) if asked and asked + MORE_BYTES in self.solved else None,
+            is_complete=self.solved.issuperset(self.budgets),
+            host_budget_bytes=self.host.budget_bytes if self.host else None,
+            lossy=self.host is not None and self.host.lossy,
+        )
+
+    def schedule(self, budget_bytes: int) -> Schedule | None:
+        """Give the plan behind a point; None where there is none."""
+        best = self._best(budget_bytes)
+        return best.schedule if best else None
+
+    def bound_seconds(self, budget_bytes: int) -> float:
+        """Give the best bound that some point has proven for this budget or a larger one."""
+        return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
+
+    def _find_lowest(self) -> int:
+        """Give the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
+        problem = self._problem(self.proven_bytes)
+        schedule = self.study.lowest(problem, effort=self.effort)
+        evaluation = problem.evaluate(schedule)
+        if self.solver == AutoSolver.name:
+            self._keep(evaluation, schedule, self.solver)
+        return max(evaluation.peak_bytes + self.static_bytes, self.proven_bytes)
+
+    def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock, progress: Progress | None) -> None:
+        """Better what the neighbours give."""
+        if budget_bytes >= self.proven_bytes:
+            standing = self._standing(budget_bytes)
+            effort = replace(self.effort, time_limit_seconds=share_seconds, told=clock.work)
+            try:
+                if not standing.is_closed(0.0):
+                    self.study.improve(standing, solver=self.solver, effort=effort, progress=progress)
+            except InfeasibleBudgetError as error:
+                if error.is_proven and standing.schedule is not None:
+                    raise ClaimMismatchError(
+                        f"no plan keeps {budget_bytes} bytes, says a solver, and one by {standing.solver!r} does; "
+                        "please report this as a bug"
+                    ) from error
+                if error.is_proven:
+                    self.proven_bytes = max(self.proven_bytes, budget_bytes + 1)
+            self._take(budget_bytes, standing)
+        self.solved.add(budget_bytes)
+
+    def _standing(self, budget_bytes: int) -> Standing:
+        """Say how a point stands before it is solved."""
+        standing = Standing(self._problem(budget_bytes))
+        best = self._best(budget_bytes)
+        if best is not None:
+            standing.offer(best.schedule, best.solver)
+        standing.prove(self.bound_seconds(budget_bytes))
+        return standing
+
+    def _problem(self, budget_bytes: int) -> Problem:
+        return Problem(
+            graph=graph_for(self.study.graph, self.host),
+            costs=self.study.costs,
+            budget_bytes=budget_bytes - self.static_bytes,
+            host=self.host,
+        )
+
+    def _take(self, budget_bytes: int, standing: Standing) -> None:
+        """Keep what a solve has come to, held against the simulator and against its own bound."""
+        if standing.schedule is not None:
+            excess_seconds = standing.lower_bound_seconds - standing.recompute_seconds
+            if excess_seconds > _TOLERANCE * self.baseline.seconds:
+                raise ClaimMismatchError(
+                    f"a bound of {standing.lower_bound_seconds} s at {budget_bytes} bytes is above the "
+                    f"{standing.recompute_seconds} s of a plan by {standing.solver!r}; please report this as a bug"
+                )
+            solution: Solution = standing.solution()
+            self._keep(confirm(standing.problem, solution), solution.schedule, solution.solver)
+        self.bounds[budget_bytes] = standing.lower_bound_seconds
+
+    def _keep(self, evaluation: Evaluation, schedule: Schedule, solver: str) -> None:
+        self.found.append(
+            _Found(evaluation.peak_bytes, evaluation.added_seconds, evaluation.host_bytes, schedule, solver)
+        )
+
+    def _best(self, budget_bytes: int) -> _Found | None:
+        """Give the cheapest plan of any point that keeps a budget."""
+        if budget_bytes < self.proven_bytes:
+            return None
+        limit_bytes = budget_bytes - self.static_bytes
+        fitting = [found for found in self.found if found.peak_bytes <= limit_bytes]
+        return min(fitting, key=lambda found: (found.added_seconds, found.peak_bytes), default=None)
+
+    def _point(self, budget_bytes: int) -> TradeOffPoint:
+        best = self._best(budget_bytes)
+        if best is None:
+            return TradeOffPoint(budget_bytes=budget_bytes)
+        step_seconds = self.baseline.seconds or 1.0
+        bound_seconds = min(self.bound_seconds(budget_bytes), best.added_seconds)
+        optimal = best.added_seconds - bound_seconds <= 1e-9 * best.added_seconds
+        return TradeOffPoint(
+            budget_bytes=budget_bytes,
+            predicted_peak_bytes=best.peak_bytes + self.static_bytes,
+            overhead=best.added_seconds / step_seconds,
+            host_bytes=best.host_bytes,
+            lower_bound_overhead=bound_seconds / step_seconds,
+            solver=best.solver,
+            status="optimal" if optimal else "feasible",
+        )
+
+
+def coarse_to_fine(budgets: Sequence[int]) -> Iterator[int]:
+    """Give the ends, then the middle, then the middles of what is left.
+
+    Examples
+    --------
+    >>> list(coarse_to_fine(range(7)))
+    [6, 0, 3, 1, 4, 2, 5]
+    """
+    if not budgets:
+        return
+    yield budgets[-1]
+    if len(budgets) > 1:
+        yield budgets[0]
+    gaps = [(0, len(budgets) - 1)]
+    for low, high in gaps:
+        middle = (low + high) // 2
+        if middle > low:
+            yield budgets[middle]
+            gaps += [(low, middle), (middle, high)]

@@ -1,0 +1,171 @@
+"""Other solvers, and what people do without one, on the axes of the curve."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from planner import solvers, strategies
+from planner.analysis.compatibility import check_solver
+from planner.analysis.study import Study
+from planner.analysis.trade_off.curve import Count, Tracing
+from planner.analysis.trade_off.types import TradeOffPoint
+from planner.common.limits import Effort
+from planner.errors import PlannerError, UsageError
+from planner.ir.problem import Progress
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.solvers.auto import AutoSolver
+
+PYTORCH = "pytorch"
+"""PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
+
+
+RECOMPUTE_ALONE = "recompute"
+"""Solver ``auto`` without offload, beside a curve with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to choose what is recomputed.
+
+    Parameters
+    ----------
+    name : str
+    points : tuple of TradeOffPoint
+        A solver's are at the curve's budgets; of a way without a budget each stands at its own peak.
+    reason : str
+        Why there is no point, if there is none.
+    """
+
+    name: str
+    points: tuple[TradeOffPoint, ...]
+    reason: str = ""
+
+    def report(self) -> dict[str, Any]:
+        """Give the way as plain data for JSON."""
+        return {"name": self.name, "points": [asdict(point) for point in self.points], "reason": self.reason}
+
+
+def check(names: Sequence[str], runtime: str = "graph") -> None:
+    """Refuse names of no way, and those of ways that a runtime cannot go.
+
+    Raises
+    ------
+    UsageError
+    """
+    known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
+    for name in names:
+        if name not in known and not is_strategy(name):
+            near = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
+    check_solver(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
+
+
+def is_strategy(name: str) -> bool:
+    """Whether a way is that of an established system: one point, whatever the budget."""
+    return name not in solvers.names() and strategies.find(name) is not None
+
+
+class WaySearch:
+    """Ways in the making; what is done can be asked for at any time.
+
+    Parameters
+    ----------
+    names : sequence of str
+        See :func:`check`.
+    curve : Tracing
+        Whose budgets are taken, and whose bounds hold for every way.
+    effort : Effort
+        For each solver.
+    pytorch : callable, optional
+        Gives what PyTorch's partitioner decides on the graph of the same step, one schedule after the other.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        curve: Tracing,
+        *,
+        effort: Effort,
+        pytorch: Callable[[], Iterable[Schedule]] | None = None,
+    ) -> None:
+        check(names, curve.study.origin.runtime)
+        self.names = tuple(dict.fromkeys(names))
+        self.curve = curve
+        self.effort = effort
+        self.pytorch = pytorch
+        self.ways: tuple[Way, ...] = ()
+
+    def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
+        """Find every way's points."""
+        for name in self.names:
+
+            def tell(line: str, name: str = name) -> None:
+                if progress is not None:
+                    progress(f"{name}: {line}")
+
+            before = self.ways
+            for way in self._growing(name, tell, count):
+                self.ways = (*before, way)
+
+    def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Way]:
+        """Give a way, and again each time that it has another point."""
+        if is_strategy(name):
+            yield self._strategy(name)
+        elif name == PYTORCH:
+            yield from self._pytorch(tell)
+        else:
+            yield self._solver(name, tell, count)
+
+    def _solver(self, name: str, tell: Progress, count: Count | None) -> Way:
+        """Give a solver's points; with offload if the curve is, and the solver can."""
+        curve = self.curve
+        if name == curve.solver:
+            return Way(name=name, points=curve.curve().points)
+        alone = name == RECOMPUTE_ALONE
+        host = None if alone or not solvers.get(name).offloads else curve.host
+        tracing = Tracing(
+            curve.study, solver=AutoSolver.name if alone else name, effort=self.effort, known=curve, host=host
+        )
+        tracing.run(progress=tell, count=count)
+        return Way(name=name, points=tracing.curve().points)
+
+    def _strategy(self, name: str) -> Way:
+        study = self.curve.study
+        try:
+            schedule = study.strategy(name)
+        except UsageError as error:
+            return Way(name=name, points=(), reason=str(error))
+        return Way(name=name, points=(point_of(study, schedule, name),))
+
+    def _pytorch(self, tell: Progress) -> Iterator[Way]:
+        way = Way(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
+        yield way
+        tell("partitioning")
+        try:
+            for schedule in self.pytorch() if self.pytorch else ():
+                points = {*way.points, point_of(self.curve.study, schedule, PYTORCH)}
+                way = replace(way, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
+                yield way
+                tell(f"{len(way.points)} different points")
+        except PlannerError as error:
+            yield replace(way, reason=str(error))
+
+
+def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
+    """Give the point of a schedule: its own peak is its budget."""
+    evaluation = simulate(study.graph, study.costs, schedule, study.unlimited_host())
+    peak_bytes = evaluation.peak_bytes + study.graph.total_static_bytes
+    step_seconds = study.problem().baseline.seconds or 1.0
+    return TradeOffPoint(
+        budget_bytes=peak_bytes,
+        predicted_peak_bytes=peak_bytes,
+        overhead=evaluation.added_seconds / step_seconds,
+        host_bytes=evaluation.host_bytes,
+        solver=name,
+        status="feasible",
+    )

@@ -1,0 +1,140 @@
+"""What is typed for an axis, ``1..64`` or ``1,2,4``, and the values that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from planner.common.units import is_share, parse_size
+from planner.errors import UsageError
+
+_LARGEST_COARSE_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRange:
+    """Sizes to look at.
+
+    Parameters
+    ----------
+    values : tuple of int
+        In rising order. Of a range that was written with two dots: its ends and the powers of two between.
+    is_dense : bool
+        Whether every whole number between two values is one that may be looked at too.
+    """
+
+    values: tuple[int, ...]
+    is_dense: bool = False
+
+    @property
+    def coarse_step(self) -> int:
+        """The power of two that the range begins with, at most 64: for sizes of which single steps mean little."""
+        return min(_LARGEST_COARSE_STEP, 1 << (self.values[0].bit_length() - 1))
+
+
+def parse_sizes(text: str, *, what: str) -> SizeRange:
+    """Read sizes as people write them.
+
+    Parameters
+    ----------
+    text : str
+        ``"1..64"``, ``"1,2,4"`` or ``"8"``.
+    what : str
+        What they are of, for the message.
+
+    Raises
+    ------
+    UsageError
+        If they cannot be read, there are none, or they do not rise.
+
+    Examples
+    --------
+    >>> parse_sizes("3..20", what="batch sizes")
+    SizeRange(values=(3, 4, 8, 16, 20), is_dense=True)
+    >>> parse_sizes("1,2,6", what="batch sizes").values
+    (1, 2, 6)
+    """
+    low, dots, high = text.partition("..")
+    if dots:
+        first, last = _size(low, text, what), _size(high, text, what)
+        if first > last:
+            raise UsageError(f"{what} {text!r} are an empty range: write the smaller end first, {last}..{first}")
+        powers = (1 << shift for shift in range(last.bit_length()))
+        return SizeRange(tuple(sorted({first, last, *(power for power in powers if first < power < last)})), True)
+    values = tuple(_size(part, text, what) for part in text.split(","))
+    _check_rising(values, text, what)
+    return SizeRange(values)
+
+
+def _size(part: str, text: str, what: str) -> int:
+    part = part.strip()
+    if not (part.isascii() and part.isdigit() and 0 < int(part[:19]) < 2**31):
+        raise UsageError(f"cannot read {what} {text!r}: write 1..64 or 1,2,4, whole numbers above zero")
+    return int(part)
+
+
+def _check_rising(values: Sequence[int], text: str, what: str) -> None:
+    for before, after in pairwise(values):
+        if before >= after:
+            raise UsageError(f"{what} {text!r} are out of order: each must be above the one before it")
+
+
+def check_budgets(text: str) -> None:
+    """Refuse budgets that cannot be read, and those of which it shows at once that they do not rise.
+
+    Raises
+    ------
+    UsageError
+    """
+    parts = _parts(text)
+    if len({is_share(part) for part in parts}) == 1:
+        parse_budgets(text, whole_bytes=2**60, points=2)
+    for part in parts:
+        parse_size(part, whole_bytes=2**60)
+
+
+def parse_budgets(text: str, *, whole_bytes: int, points: int) -> tuple[int, ...]:
+    """Read budgets: a list, or a range of which some points are taken.
+
+    Parameters
+    ----------
+    text : str
+        ``"4GiB..16GiB"``, ``"30%..100%"`` or ``"4GiB,8GiB,16GiB"``.
+    whole_bytes : int
+        What 100% is.
+    points : int
+        How many budgets of a range.
+
+    Raises
+    ------
+    UsageError
+        If they cannot be read or do not rise.
+
+    Examples
+    --------
+    >>> parse_budgets("25%..100%", whole_bytes=400, points=4)
+    (100, 200, 300, 400)
+    """
+    values = [parse_size(part, whole_bytes=whole_bytes) for part in _parts(text)]
+    _check_rising(values, text, "budgets")
+    return spread(values[0], values[1], points) if ".." in text else tuple(values)
+
+
+def _parts(text: str) -> list[str]:
+    parts = text.split("..") if ".." in text else text.split(",")
+    if (".." in text and len(parts) != 2) or not all(part.strip() for part in parts):
+        raise UsageError(f"cannot read budgets {text!r}: write 4GiB..16GiB, or 4GiB,8GiB,16GiB")
+    return parts
+
+
+def spread(low: int, high: int, points: int) -> tuple[int, ...]:
+    """Give numbers at equal distances from one to another, both included; one where they are the same.
+
+    Examples
+    --------
+    >>> spread(10, 20, 3), spread(7, 7, 3)
+    ((10, 15, 20), (7,))
+    """
+    steps = max(points - 1, 1)
+    return tuple(sorted({low + (high - low) * step // steps for step in range(steps + 1)}))

@@ -1,0 +1,194 @@
+"""How large a batch, or how long a sequence, fits a budget, and which size trains most a second.
+
+Every row is a capture of its own. What a step needs is close to affine in its size, so two captures say where the
+largest that fits about is, and a few more around that place decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from planner.analysis.study import Study
+from planner.analysis.trade_off.outcome import Outcome, ask
+from planner.analysis.trade_off.ranges import SizeRange
+from planner.common.limits import Effort
+from planner.ir.problem import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeRow:
+    """What one size costs.
+
+    Parameters
+    ----------
+    size : int
+    outcome : Outcome
+    per_second : float or None
+        Samples, or tokens, that the planned step trains a second; None where nothing fits.
+    """
+
+    size: int
+    outcome: Outcome
+    per_second: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeAxis:
+    """Sizes at one budget.
+
+    Parameters
+    ----------
+    name : str
+        ``"batch size"`` or ``"sequence length"``.
+    unit : str
+        What ``per_second`` counts: ``"samples"`` or ``"tokens"``.
+    budget_bytes : int
+    rows : tuple of SizeRow
+        Those that were captured, in rising order.
+    is_complete : bool
+        Whether the largest size is the largest of all that were asked about.
+    """
+
+    name: str
+    unit: str
+    budget_bytes: int
+    rows: tuple[SizeRow, ...]
+    is_complete: bool = True
+
+    @property
+    def largest(self) -> SizeRow | None:
+        """The largest size that fits."""
+        return max((row for row in self.rows if row.outcome.fits), key=lambda row: row.size, default=None)
+
+    @property
+    def best(self) -> SizeRow | None:
+        """The size that trains most a second; the smallest of those that do."""
+        return max(
+            (row for row in self.rows if row.per_second is not None),
+            key=lambda row: (row.per_second or 0.0, -row.size),
+            default=None,
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Give the axis as plain data for JSON."""
+        largest, best = self.largest, self.best
+        return {
+            "budget_bytes": self.budget_bytes,
+            "unit": self.unit,
+            "rows": [
+                {"size": row.size, **asdict(row.outcome), f"{self.unit}_per_second": row.per_second}
+                for row in self.rows
+            ],
+            "largest": largest.size if largest else None,
+            "best": best.size if best else None,
+            "is_complete": self.is_complete,
+        }
+
+
+class SizeSearch:
+    """An axis in the making; what is done can be asked for at any time.
+
+    Parameters
+    ----------
+    sizes : SizeRange
+        Its values are looked at until one does not fit. If it is dense, the largest that fits is then found among
+        the sizes between.
+    study_at : callable
+        Captures the step at a size.
+    budget_bytes : int
+    name : str
+        ``"batch size"`` or ``"sequence length"``.
+    unit : str
+        What a step trains: ``"samples"`` or ``"tokens"``.
+    units_of_one : int
+        How many of these a step of size 1 trains.
+    step : int
+        How exactly the largest size is found.
+    solver, effort
+        For each size.
+    **offload
+        Options of :meth:`planner.analysis.study.Study.plan` on the host's memory.
+
+    Notes
+    -----
+    If a size does not fit, no larger one is expected to.
+    """
+
+    def __init__(
+        self,
+        sizes: SizeRange,
+        study_at: Callable[[int], Study],
+        *,
+        budget_bytes: int,
+        name: str,
+        unit: str,
+        units_of_one: int = 1,
+        step: int = 1,
+        solver: str = "auto",
+        effort: Effort | None = None,
+        **offload: Any,
+    ) -> None:
+        self.sizes = sizes
+        self.study_at = study_at
+        self.axis_so_far = SizeAxis(name=name, unit=unit, budget_bytes=budget_bytes, rows=(), is_complete=False)
+        self.units_of_one = units_of_one
+        self.step = step
+        self.solver = solver
+        self.effort = effort or Effort()
+        self.offload = offload
+
+    def run(self, *, progress: Progress | None = None) -> None:
+        """Look at sizes until the largest that fits is known."""
+        lower = None
+        for size in self.sizes.values:
+            if not self._look(size, progress).fits:
+                if lower is not None and self.sizes.is_dense:
+                    self._close_in(lower, size, progress)
+                break
+            lower = size
+        self.axis_so_far = replace(self.axis_so_far, is_complete=True)
+
+    def _close_in(self, lower: int, upper: int, progress: Progress | None) -> None:
+        """Find the largest size that fits between one that does and one that does not.
+
+        From where a line puts it in growing strides until the answer turns, since solvers often go beyond the line;
+        then by halving.
+        """
+        guess, stride = self._guess(lower, upper) // self.step, 1
+        first: bool | None = None
+        while places := range(lower // self.step + 1, (upper - 1) // self.step + 1):
+            place = min(max(guess, places[0]), places[-1])
+            fits = self._look(place * self.step, progress).fits
+            lower, upper = (place * self.step, upper) if fits else (lower, place * self.step)
+            first = fits if first is None else first
+            if fits is first and stride:
+                guess, stride = place + (stride if fits else -stride), 2 * stride
+            else:
+                guess, stride = (lower + upper) // (2 * self.step), 0
+
+    def _guess(self, lower: int, upper: int) -> int:
+        """Say where a line through the smallest budgets of two sizes meets the budget."""
+        needs = {row.size: row.outcome.minimum_feasible_peak_bytes for row in self.axis_so_far.rows}
+        rise_bytes = needs[upper] - needs[lower]
+        if rise_bytes <= 0:
+            return (lower + upper) // 2
+        return lower + int((upper - lower) * (self.axis_so_far.budget_bytes - needs[lower]) / rise_bytes)
+
+    def _look(self, size: int, progress: Progress | None) -> Outcome:
+        axis = self.axis_so_far
+
+        def tell(line: str) -> None:
+            if progress is not None:
+                progress(f"{axis.name} {size}: {line}")
+
+        tell("capturing forward and backward")
+        study = self.study_at(size)
+        outcome = ask(study, axis.budget_bytes, solver=self.solver, effort=self.effort, progress=tell, **self.offload)
+        per_second = size * self.units_of_one / outcome.step_seconds if outcome.step_seconds else None
+        rows = sorted(
+            [*axis.rows, SizeRow(size=size, outcome=outcome, per_second=per_second)], key=lambda row: row.size
+        )
+        self.axis_so_far = replace(axis, rows=tuple(rows))
+        return outcome

@@ -1,0 +1,1 @@
+"""Repeated blocks captured one by one, and the step around them."""

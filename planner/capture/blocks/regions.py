@@ -1,0 +1,404 @@
+"""The repeated blocks of a model, each captured on its own, and the step that runs around them.
+
+Forward and backward of one step are run on fake tensors, with a stand-in for every block that has
+the block's inputs and outputs and no insides. What happens around the blocks is eager PyTorch, so
+it is followed and not modelled: which operations run, and when each storage is freed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from planner.capture.blocks.trace import RESIDENT, Kind, Recorder, Trace
+from planner.capture.cuda_attention import Attention, InPlaceOfAttention
+from planner.capture.hugging_face import as_with_data, masking_of
+from planner.capture.inputs import Inputs
+from planner.capture.joint import JointGraph, is_tangent, mutates, tensors_of
+from planner.capture.joint_capture import capture, differentiable_outputs, fake_mode
+from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
+from planner.capture.torch_internals import FakeTensor, TangentAOTInput, call_implementation, call_with
+from planner.errors import CaptureError, UnsupportedModelError
+
+Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
+"""Lowers the graph of a block, of which some placeholders are given by the rest of the step."""
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Give the outermost repeated blocks by their paths.
+
+    A block is a member, with parameters, of a ``ModuleList`` or ``Sequential`` in which its class
+    occurs more than once.
+    """
+    found: dict[str, nn.Module] = {}
+
+    def look(path: str, module: nn.Module) -> None:
+        kinds = Counter(type(member) for member in module.children())
+        for name, child in module.named_children():
+            container = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
+            own = f"{path}.{name}".strip(".")
+            if repeated and not container and any(True for _ in child.parameters()):
+                found[own] = child
+            else:
+                look(own, child)
+
+    look("", model)
+    times = Counter(id(block) for block in found.values())
+    return {path: block for path, block in found.items() if times[id(block)] == 1}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block captured on its own, with fake tensors in place of what it was called with.
+
+    Parameters
+    ----------
+    path : str
+    lowered : LoweredGraph
+    places : list of torch.Tensor or int
+        For every placeholder the fake parameter or buffer, or which of the call's tensors it is.
+    given : list of torch.fx.Node
+        The placeholders that are tensors of the call.
+    outputs : list of torch.fx.Node
+        The nodes of its results, in the order of their tensors.
+    spec : torch.utils._pytree.TreeSpec
+        How its results are nested.
+    results : list
+        Its results, flat, on fake tensors.
+    """
+
+    path: str
+    lowered: LoweredGraph
+    places: list[torch.Tensor | int]
+    given: list[fx.Node]
+    outputs: list[fx.Node]
+    spec: Any
+    results: list[Any]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """All that the forward is given, own parameters and buffers too."""
+        return [n for n in self.lowered.joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+
+    @property
+    def tangents(self) -> list[tuple[fx.Node, int]]:
+        """The backward's placeholders, each with the number of the result whose gradient it is."""
+        joint = self.lowered.joint
+        raw = joint.output_descriptors[0]
+        found = []
+        for node in joint.graph.find_nodes(op="placeholder"):
+            descriptor = node.meta.get("desc")
+            if isinstance(descriptor, TangentAOTInput):
+                found.append((node, self.outputs.index(joint.outputs[0][raw.index(descriptor.output)])))
+        return found
+
+    def value(self, node: fx.Node) -> int:
+        """Give the one value that a node's output is, or looks at."""
+        (value,) = self.lowered.storage_of[node]
+        return value
+
+
+class Step:
+    """One step of a model on fake tensors.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Real, or built under a fake mode. It is left as it was.
+    inputs : Inputs
+    attention : callable, optional
+        See :func:`planner.capture.joint_capture.capture`.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, attention: Attention | None = None) -> None:
+        self.model = model
+        self.attention = attention
+        self.masking = masking_of(model, inputs)
+        state = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+        known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
+        self.mode = known[0].fake_mode if known else fake_mode()
+        self.state = {name: self._fake(tensor) for name, tensor in state.items()}
+        self.inputs = inputs.map_tensors(self._fake)
+
+    def capture_blocks(self, lower: Lower) -> tuple[dict[str, Block], dict[str, str]]:
+        """Capture every block that can be; give why others cannot, by their paths."""
+        calls, left = self._calls(find_blocks(self.model))
+        blocks: dict[str, Block] = {}
+        for path, (block, inputs, outputs) in calls.items():
+            try:
+                blocks[path] = self._capture(path, block, inputs, outputs, lower)
+            except CaptureError as error:
+                left[path] = str(error)
+        return blocks, left
+
+    def trace(self, blocks: Mapping[str, Block], *, has_loss: bool = False) -> Trace:
+        """Run the step with stand-ins for the blocks; their lowered graphs say what crosses their borders.
+
+        With a loss that is known nobody else holds the gradients of the outputs.
+        """
+        modules = dict(self.model.named_modules())
+        names = {module: name for name, module in modules.items()}
+        recorder = Recorder([*self.state.values(), *self.inputs.tensors()], names)
+        replacing: dict[nn.Module, Callable[..., Any]] = {
+            modules[path]: _StandIn(block, recorder) for path, block in blocks.items()
+        }
+        with forwards(replacing), recorder.modules():
+            self._run(lambda: self._follow(recorder, has_loss), recorder)
+        return recorder.trace
+
+    def _follow(self, recorder: Recorder, has_loss: bool) -> None:
+        outputs = call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
+        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        recorder.mark(tensors, "output")
+        losses = [t for t in tensors if t.requires_grad]
+        losses = [t for t in losses if t.dim() == 0] or losses
+        if not losses:
+            raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
+        loss = recorder.event(Kind.LOSS, reads=[n for t in tensors if (n := recorder.number(t)) != RESIDENT])
+
+        def tangents() -> list[torch.Tensor]:
+            with recorder.silent():
+                made = [torch.empty_like(t) for t in losses]
+            loss.makes = {i: recorder.follow(t, "tangent") for i, t in enumerate(made)}
+            return made
+
+        if has_loss:
+            with recorder.silent():
+                value = _OutsideLoss.apply(tangents, *losses)
+                start = torch.ones_like(value)
+            torch.autograd.backward([value], [start])
+        else:
+            torch.autograd.backward(losses, tangents())
+        gradients = [t.grad for t in (*self.state.values(), *self.inputs.tensors()) if t.grad is not None]
+        recorder.mark(gradients, "gradient")
+        recorder.finish()
+        for tensor in (*self.state.values(), *self.inputs.tensors()):
+            tensor.grad = None
+
+    def _calls(
+        self, blocks: Mapping[str, nn.Module]
+    ) -> tuple[dict[str, tuple[nn.Module, Inputs, Any]], dict[str, str]]:
+        seen: dict[str, list[tuple[nn.Module, Inputs, Any]]] = {path: [] for path in blocks}
+
+        def noting(path: str, block: nn.Module) -> Callable[..., Any]:
+            forward = block.forward
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                outputs = forward(*args, **kwargs)
+                copies: dict[int, torch.Tensor] = {}
+
+                def like(tensor: torch.Tensor) -> torch.Tensor:
+                    if id(tensor) not in copies:
+                        copies[id(tensor)] = _leaf_like(tensor)
+                    return copies[id(tensor)]
+
+                noted = pytree.tree_map_only(torch.Tensor, _leaf_like, outputs)
+                seen[path].append((block, Inputs(args, kwargs).map_tensors(like), noted))
+                return outputs
+
+            return run
+
+        with forwards({block: noting(path, block) for path, block in blocks.items()}):
+            self._run(lambda: call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs))
+        calls = {path: found[0] for path, found in seen.items() if len(found) == 1}
+        return calls, {path: f"it is called {len(seen[path])} times in a step" for path in seen if path not in calls}
+
+    def _run(self, function: Callable[[], Any], mode: Recorder | None = None) -> None:
+        """Run something with the model's parameters and buffers replaced by fake ones."""
+        state = {f"model.{name}": tensor for name, tensor in self.state.items()}
+        with ExitStack() as stack:
+            stack.enter_context(as_with_data(self.masking))
+            stack.enter_context(InPlaceOfAttention(self.attention))
+            stack.enter_context(self.mode)
+            stack.enter_context(torch.enable_grad())
+            if mode is not None:
+                stack.enter_context(mode)
+            call_with(_Holder(self.model, function), state)
+
+    def _capture(self, path: str, block: nn.Module, inputs: Inputs, outputs: Any, lower: Lower) -> Block:
+        captured: list[JointGraph] = []
+        names = [name for name, _ in itertools.chain(block.named_parameters(), block.named_buffers())]
+        own = {name: self.state[f"{path}.{name}"] for name in names}
+
+        def run() -> None:
+            joint = capture(
+                block,
+                inputs,
+                attention=self.attention,
+                choose_outputs=differentiable_outputs,
+                implementation=block.forward,
+                assume=False,
+            )
+            captured.append(joint)
+
+        call_with(_Holder(block, run), {f"model.{name}": tensor for name, tensor in own.items()})
+        (joint,) = captured
+        position_of = {id(tensor): position for position, tensor in enumerate(inputs.tensors())}
+        places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
+        given = placeholders_given(joint, own.values())
+        results, spec = pytree.tree_flatten(outputs)
+        tensors = [t for t in results if isinstance(t, torch.Tensor)]
+        raw = [n for n in joint.outputs[0] if isinstance(n, fx.Node)]
+        if [t.shape for t in tensors] != [t.shape for n in raw for t in tensors_of(n)]:
+            raise UnsupportedModelError(f"block {path} overwrites an input, or returns one")
+        lowered = lower(joint, given)
+        crossing = [n for n in (*raw, *joint.outputs[1]) if isinstance(n, fx.Node)]
+        made_here = {v for operation in lowered.graph.operations for v in operation.outputs}
+        made_here -= {v for o in lowered.graph.operations if o.target == GIVEN_TARGET for v in o.outputs}
+        if any(len(lowered.storage_of[n]) != 1 or lowered.storage_of[n][0] not in made_here for n in crossing):
+            raise UnsupportedModelError(f"block {path} returns a view of what it is given")
+        if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
+            raise UnsupportedModelError(f"block {path} overwrites what it is given")
+        return Block(path, lowered, places, given, raw, spec, results)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        with self.mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[fx.Node]:
+    """Give the placeholders of a block's graph that are not the block's own parameters and buffers."""
+    known = {id(tensor) for tensor in own}
+    placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    return [node for node, tensor in zip(placeholders, joint.inputs, strict=True) if id(tensor) not in known]
+
+
+class _Holder(nn.Module):
+    """Runs something while ``call_with`` has replaced a model's tensors."""
+
+    def __init__(self, model: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self.function = function
+
+    def forward(self) -> None:
+        self.function()
+
+
+@contextmanager
+def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Let modules run something else in place of their ``forward``; their hooks stay around it."""
+    before = {module: vars(module).get("forward") for module in replacing}
+    for module, forward in replacing.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = own
+
+
+def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return like.requires_grad_(tensor.requires_grad)
+
+
+class _OutsideLoss(torch.autograd.Function):
+    """Stands for a loss that is not followed: it hands each output a gradient that nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, tangents: Callable[[], list[torch.Tensor]], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.tangents = tangents
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Any) -> Any:
+        return None, *ctx.tangents()
+
+
+class _StandIn:
+    """What a block is while the step around it is followed."""
+
+    def __init__(self, block: Block, recorder: Recorder) -> None:
+        self.block = block
+        self.recorder = recorder
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        called = Inputs(args, kwargs).tensors()
+        given = [called[place] if isinstance(place, int) else place for place in self.block.places]
+        made = iter(_Through.apply(self, *given))
+        return pytree.tree_unflatten(
+            [next(made) if isinstance(r, torch.Tensor) else r for r in self.block.results], self.block.spec
+        )
+
+    def new(self, nodes: list[Any], made: dict[int, int]) -> list[torch.Tensor | None]:
+        """Make the tensors of some nodes that leave the block, one storage for each value."""
+        bases: dict[int, torch.Tensor] = {}
+        tensors: list[torch.Tensor | None] = []
+        for node in nodes:
+            if not isinstance(node, fx.Node):
+                tensors.append(None)
+                continue
+            (like,) = tensors_of(node)
+            value = self.block.value(node)
+            if value not in bases:
+                with self.recorder.silent():
+                    bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                made[value] = self.recorder.follow(bases[value])
+                tensors.append(bases[value])
+            else:
+                with self.recorder.silent():
+                    tensors.append(bases[value].as_strided(like.shape, like.stride(), like.storage_offset()))
+        return tensors
+
+
+class _Through(torch.autograd.Function):
+    """Goes through a block without running it; saves nothing, since the block's own graph says what it saves.
+
+    It takes gradients as AOTAutograd's function does: where torch knows ``boxed_grads_call`` in a list that
+    it may empty, so that each is freed after its last use; else in a tuple that lives as long as the call.
+    """
+
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: _StandIn, *tensors: torch.Tensor) -> Any:
+        block, recorder = stand_in.block, stand_in.recorder
+        ctx.set_materialize_grads(False)
+        ctx.stand_in = stand_in
+        given = dict(zip(block.placeholders, tensors, strict=True))
+        event = recorder.event(Kind.FORWARD, block.path)
+        event.reads = [recorder.number(given[node]) for node in block.given]
+        made = stand_in.new(block.outputs, event.makes)
+        differentiable = {position for _, position in block.tangents}
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(made) if i not in differentiable))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Any) -> Any:
+        stand_in: _StandIn = ctx.stand_in
+        block, recorder = stand_in.block, stand_in.recorder
+        boxed: list[Any] = arrived[0] if arrived and isinstance(arrived[0], list) else list(arrived)
+        tangents = []
+        for node, position in block.tangents:
+            (like,) = tensors_of(node)
+            tangent = boxed[position]
+            if tangent is None:
+                tangent = torch.zeros_like(like)
+            elif tangent.stride() != like.stride():  # as AOTAutograd does, which compiled for one layout
+                tangent = torch.empty_like(like).copy_(tangent)
+            tangents.append(tangent)
+        reads = [recorder.number(tangent) for tangent in tangents]
+        tangent = None
+        tangents.clear()
+        boxed.clear()  # what is freed by that lives as long as the block's own operations read it
+        event = recorder.event(Kind.BACKWARD, block.path)
+        event.reads = reads
+        return (None, *stand_in.new(block.lowered.joint.outputs[1], event.makes))

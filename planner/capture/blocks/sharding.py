@@ -1,0 +1,154 @@
+"""What FSDP2 does around blocks that are sharded one by one: gathers, frees, and spreads gradients.
+
+This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default
+prefetching: in the forward the buffer of one gather lives until the next unit is gathered; in the
+backward the next block is gathered before the current one runs; the buffer of one reduce-scatter
+lives until the next. A block's backward runs while its parameters are gathered, and what it
+recomputes too: recompute needs no further gather, so there is none to be priced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from planner.ir.graph import Phase
+
+if TYPE_CHECKING:
+    from planner.capture.blocks.whole_step import Builder
+
+ROOT = ""
+"""The unit of all parameters that are in no block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter as sharding sees it: split along its first dimension, padded to be even."""
+
+    shape: tuple[int, ...]
+    item_bytes: int
+    trainable: bool
+
+    def padded_bytes(self, ranks: int) -> int:
+        """Give its bytes over all ranks."""
+        first = self.shape[0] if self.shape else 1
+        return -(-first // ranks) * ranks * math.prod(self.shape[1:]) * self.item_bytes
+
+
+class Sharding:
+    """Adds to a step what FSDP2 allocates.
+
+    Parameters
+    ----------
+    builder : Builder
+        Of the step; each method below adds operations where the step stands.
+    units : dict of str to sequence of Parameter
+        Parameters of each block, and of the rest under :data:`ROOT`.
+    ranks : int
+    """
+
+    def __init__(self, builder: Builder, units: dict[str, Sequence[Parameter]], ranks: int) -> None:
+        self.builder = builder
+        self.units = {path: parameters for path, parameters in units.items() if parameters}
+        self.ranks = ranks
+        self.gradients: dict[str, list[int]] = {path: [] for path in self.units}
+        self.buffers: dict[str, int] = {}
+        """Gathers whose buffer is there, by unit."""
+        self.gathered: dict[str, int] = {}
+        self.order: list[str] = []
+        """Units in the order in which their forwards end."""
+        self.last_reduced: list[int] = []
+
+    def begin(self) -> None:
+        """Gather what belongs to no block, for the whole step."""
+        self._gather_in_forward(ROOT)
+
+    def before_forward(self, path: str) -> None:
+        """Gather a block."""
+        self._gather_in_forward(path)
+
+    def after_forward(self, path: str) -> None:
+        """Free a block's parameters; its gather's buffer stays until the next unit is gathered."""
+        self._add("reshard", path, [self.gathered.pop(path)])
+        self.order.append(path)
+
+    def end_forward(self) -> None:
+        """Free the last buffer of the forward."""
+        self._add("free the last gather", ROOT, self.buffers.values())
+        self.buffers.clear()
+        if ROOT in self.units:
+            self.order.append(ROOT)
+
+    def begin_backward(self) -> None:
+        """Gather the last block ahead: the model's own hook does so as soon as the loss has its gradient."""
+        if ROOT in self.units:
+            self._prefetch(ROOT)
+
+    def before_backward(self, path: str) -> None:
+        """Gather a block, and the one whose backward comes next."""
+        self._all_gather(path)
+        self._copy_out(path, [])
+        self._add("free the gather", path, [self.buffers.pop(path)])
+        self._prefetch(path)
+
+    def after_backward(self, path: str, gradients: Iterable[int], *, input_has_gradient: bool) -> None:
+        """Spread a block's gradients; where its input needs none, that waits for the end of the backward."""
+        self.gradients[path] += gradients
+        if input_has_gradient:
+            self._reduce(path)
+
+    def end(self, gradients: Iterable[int]) -> None:
+        """Spread what is left."""
+        if ROOT in self.units:
+            self.gradients[ROOT] += gradients
+            self._reduce(ROOT)
+        for path in list(self.gathered):
+            self._reduce(path)
+
+    def _prefetch(self, path: str) -> None:
+        place = self.order.index(path)
+        if place > 0:
+            self._all_gather(self.order[place - 1])
+
+    def _gather_in_forward(self, path: str) -> None:
+        if path not in self.units:
+            return
+        before = dict(self.buffers)
+        self._all_gather(path)
+        self._add("free the gather before", path, before.values())
+        for other in before:
+            del self.buffers[other]
+        self._copy_out(path, [self.buffers[path]])
+
+    def _all_gather(self, path: str) -> None:
+        if path in self.buffers or path in self.gathered:
+            return
+        size_bytes = sum(p.padded_bytes(self.ranks) for p in self.units[path])
+        self.buffers[path] = self._make("all-gather", path, size_bytes, "gathered parameters")
+
+    def _copy_out(self, path: str, reads: Sequence[int]) -> None:
+        aligned = [self.builder.aligned(p.padded_bytes(self.ranks)) for p in self.units[path]]
+        made = self._make("parameters", path, sum(aligned), "gathered parameters", reads=[*reads, self.buffers[path]])
+        self.gathered[path] = made
+
+    def _reduce(self, path: str) -> None:
+        self._add("reshard", path, [self.gathered.pop(path)])
+        trainable = [p for p in self.units[path] if p.trainable]
+        self._add("free the reduce-scatter before", path, self.last_reduced)
+        size_bytes = sum(p.padded_bytes(self.ranks) for p in trainable)
+        buffer = self._make("gradients to be spread", path, size_bytes, "gradients", reads=self.gradients[path])
+        share = self.builder.new_value(f"{path} share", size_bytes // self.ranks, "gradient", retained=True)
+        self._add("reduce-scatter", path, [buffer], [share])
+        self.last_reduced = [buffer]
+
+    def _make(self, target: str, path: str, size_bytes: int, kind: str, reads: Sequence[int] = ()) -> int:
+        value = self.builder.new_value(f"{target} of {path}.{len(self.builder.values)}", size_bytes, kind)
+        self._add(target, path, reads, [value])
+        return value
+
+    def _add(self, target: str, path: str, reads: Iterable[int], makes: Iterable[int] = ()) -> None:
+        phase = self.builder.phase
+        assert phase is not Phase.LOSS
+        self.builder.add(target=target, module=path, reads=reads, makes=makes)

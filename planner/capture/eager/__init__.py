@@ -1,0 +1,1 @@
+"""One eager step, recorded as autograd runs it."""

@@ -1,0 +1,389 @@
+"""From a recorded eager step to a training graph, and to the regions of it that can be checkpointed.
+
+An operation reads, besides what it is called with, every storage for which it is the last to find it
+alive: so the simulator frees things when eager does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.capture import operands
+from planner.capture.eager.sends import Candidate, Waits, sends_in, waits_of
+from planner.capture.eager.trace import Call, Run, Trace
+from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
+from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LOSS_NAME, LOSS_TARGET, LoweredGraph
+from planner.capture.provenance import Keys
+from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
+from planner.ir.checkpoints import (
+    AWAY,
+    BACK,
+    END,
+    HOLD,
+    KEPT,
+    SCRATCH,
+    STOP,
+    UNPACK,
+    Keepable,
+    Region,
+)
+from planner.ir.graph import Operation, Phase, TrainingGraph, Value
+from planner.ir.static_memory import LossMemory
+
+_LAYER_CLASS = "GradientCheckpointingLayer"
+"""What Hugging Face's models derive their layers from."""
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """An eager step as a graph, what of it can be checkpointed, and the workspace that was seen of some operations."""
+
+    lowered: LoweredGraph
+    regions: tuple[Region, ...]
+    workspace_bytes: dict[int, int]
+
+
+def lower_eager(
+    trace: Trace,
+    model: nn.Module,
+    inputs: list[torch.Tensor],
+    *,
+    alignment_bytes: int,
+    static_bytes: dict[str, int],
+    name: str,
+    loss: LossMemory,
+    on_cpu: bool,
+    least_bytes: int | None = None,
+) -> EagerStep:
+    """Lower a recorded step.
+
+    Parameters
+    ----------
+    trace : Trace
+    model : torch.nn.Module
+    inputs : list of torch.Tensor
+        What the step was given.
+    alignment_bytes, static_bytes, name, loss
+        See :func:`planner.capture.lowering.lower`.
+    on_cpu : bool
+        Whether the random state that a checkpoint keeps takes the memory that is planned.
+    least_bytes : int, optional
+        Values of so many bytes may wait in the host's memory; without it, none may.
+    """
+    return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss, least_bytes)
+
+
+class _Lowering:
+    def __init__(self, trace: Trace, model: nn.Module, alignment_bytes: int, on_cpu: bool) -> None:
+        self.trace = trace
+        self.modules = dict(model.named_modules())
+        self.alignment_bytes = alignment_bytes
+        self.random_bytes = self._round(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
+        self.keys = Keys()
+        self.values = [
+            Value(
+                name=f"storage {index}",
+                size_bytes=0 if storage.is_number and not on_cpu else self._round(storage.size_bytes),
+                retained=storage.died is None,
+                kind=storage.kind,
+            )
+            for index, storage in enumerate(trace.storages)
+        ]
+        self.operations: list[Operation] = []
+        self.nodes: list[fx.Node | None] = []
+        self.kept_by_last: defaultdict[int, list[int]] = defaultdict(list)
+        """For each run, the storages that are let go right after it."""
+        for index, storage in enumerate(trace.storages):
+            self._lives_until(index, storage.died)
+        for save in trace.saves:
+            if save.storage is not None:
+                self._lives_until(save.storage, save.released)
+        self.written = {value for run in trace.runs for value in run.writes}
+
+    def _lives_until(self, storage: int, position: int | None) -> None:
+        last = (len(self.trace.runs) if position is None else position) - 1
+        if last > self.trace.storages[storage].maker and not self.values[storage].retained:
+            self.kept_by_last[last].append(storage)
+
+    def run(
+        self,
+        inputs: list[torch.Tensor],
+        static_bytes: dict[str, int],
+        name: str,
+        loss: LossMemory,
+        least_bytes: int | None,
+    ) -> EagerStep:
+        candidates = list(self._candidates())
+        waits: dict[str, Waits] = {}
+        if least_bytes is not None:
+            movable = [value for value, seen in enumerate(self.values) if seen.size_bytes >= max(least_bytes, 1)]
+            waits = waits_of(self.trace, candidates, movable)
+        unpacked: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        for each in waits.values():
+            for wait in each.saved:
+                unpacked[wait.returns][wait.value] = None
+        keepable = {position for candidate in candidates for position in candidate.keepable}
+        begins, stops = defaultdict(list), defaultdict(list)
+        for candidate in candidates:
+            begins[candidate.begin].append(candidate)
+            stops[candidate.stop].append(candidate)
+        holds: dict[str, int] = {}
+        ends: dict[str, tuple[int, ...]] = {}
+        aways: dict[str, int] = {}
+        backs: dict[str, int] = {}
+        run_at: list[int] = []
+        first_at: list[int] = []
+        """For each run, what comes first of what stands for the time between it and the one before."""
+        stand_ins: dict[int, int] = {}
+        runs = self.trace.runs
+        for position in range(len(runs) + 1):
+            for candidate in stops[position]:
+                ends[candidate.module] = self._add_stop(candidate)
+                if found := waits.get(candidate.module):
+                    back = [wait.value for wait in found.given]
+                    backs[candidate.module] = self._add(BACK, Phase.FORWARD, candidate.module, back)
+            for candidate in begins[position]:
+                state_bytes = self.random_bytes + candidate.statistics_bytes
+                hold = partial(self._add, phase=Phase.FORWARD, module=candidate.module, state_bytes=state_bytes)
+                given = candidate.call.given
+                holds[candidate.module] = hold(HOLD, reads=given)
+                if found := waits.get(candidate.module):
+                    sent = {wait.value for wait in found.given}
+                    aways[candidate.module] = hold(AWAY, reads=[value for value in given if value not in sent])
+            if position == self.trace.backward:
+                self._add_loss(loss)
+            first_at.append(len(self.operations))
+            if position in unpacked:
+                self._add(UNPACK, Phase.BACKWARD, "", unpacked[position])
+            if position < len(runs):
+                run_at.append(self._add_run(runs[position], position))
+            if position in keepable:
+                stand_ins[position] = self._add_stand_in(self.operations[-1])
+        run_at.append(self._add(END, Phase.BACKWARD, "", ()))
+        graph = TrainingGraph(
+            operations=tuple(self.operations),
+            values=tuple(self.values),
+            static_bytes=static_bytes,
+            alignment_bytes=self.alignment_bytes,
+            name=name,
+        )
+        regions = []
+        for candidate in candidates:
+            *scratch, stop = ends[candidate.module]
+            sends = None
+            if found := waits.get(candidate.module):
+                beside = aways[candidate.module], backs[candidate.module]
+                sends = sends_in(candidate, found, graph, run_at, first_at, *beside)
+            regions.append(
+                Region(
+                    module=candidate.module,
+                    hold=holds[candidate.module],
+                    again=(*scratch, *run_at[candidate.begin : candidate.stop], stop),
+                    before=first_at[candidate.before],
+                    until=first_at[candidate.until],
+                    keepable=tuple(
+                        Keepable(
+                            index=run_at[position],
+                            stand_in=stand_ins[position],
+                            operator=self.operations[run_at[position]].target,
+                            occurrence=runs[position].occurrence - candidate.call.called[runs[position].node.target],
+                            is_random=is_random(runs[position].node),
+                        )
+                        for position in candidate.keepable
+                    ),
+                    sends=sends,
+                )
+            )
+        nodes = fx.Graph()
+        joint = JointGraph(fx.GraphModule(nn.Module(), nodes), nodes, 0, inputs)
+        lowered = LoweredGraph(joint, graph, self.nodes, [], {})
+        seen = {index: run.workspace_bytes for index, run in zip(run_at, runs, strict=False)}
+        return EagerStep(lowered, tuple(regions), {index: size for index, size in seen.items() if size is not None})
+
+    # Operations.
+
+    def _add_run(self, run: Run, position: int) -> int:
+        node, tensors = run.node, tensors_of(run.node)
+        return self._append(
+            node,
+            Operation(
+                name=f"{node.name}_{position}",
+                key=self.keys.next(run.module, str(node.target), self._phase(position)),
+                target=str(node.target),
+                inputs=tuple(dict.fromkeys((*run.reads, *self.kept_by_last[position]))),
+                outputs=run.makes,
+                phase=self._phase(position),
+                module=run.module,
+                source=run.source,
+                flops=run.flops,
+                moved_bytes=run.moved_bytes,
+                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+                signature=operands.signature(node) if operands.runs_alone(node, in_place=True) else "",
+            ),
+        )
+
+    def _phase(self, position: int) -> Phase:
+        return Phase.FORWARD if position < self.trace.backward else Phase.BACKWARD
+
+    def _add(
+        self,
+        target: str,
+        phase: Phase,
+        module: str,
+        reads: Iterable[int],
+        makes: Iterable[int] = (),
+        *,
+        state_bytes: int = 0,
+        name: str = "",
+    ) -> int:
+        """Add an operation that costs nothing."""
+        return self._append(
+            None,
+            Operation(
+                name=name or f"{target} of {module}",
+                key=self.keys.next(module, target, phase),
+                target=target,
+                inputs=tuple(reads),
+                outputs=tuple(makes),
+                phase=phase,
+                module=module,
+                state_bytes=state_bytes,
+                dtype="",
+            ),
+        )
+
+    def _append(self, node: fx.Node | None, operation: Operation) -> int:
+        self.nodes.append(node)
+        self.operations.append(operation)
+        return len(self.operations) - 1
+
+    def _value(self, name: str, size_bytes: int, **what: Any) -> int:
+        self.values.append(Value(name=name, size_bytes=size_bytes, **what))
+        return len(self.values) - 1
+
+    def _add_loss(self, loss: LossMemory) -> None:
+        """Add the loss: what it works with is there until the outputs have their gradients."""
+        made = [self._value("loss workspace", loss.working_bytes)] if loss.working_bytes else []
+        held = [self._value("loss", loss.held_bytes, retained=True, kind="output")] if loss.held_bytes else []
+        self._add(LOSS_TARGET, Phase.LOSS, "", (), (*made, *held), name=LOSS_NAME)
+        if self.trace.tangents > self.trace.backward:
+            self.kept_by_last[self.trace.tangents - 1] += made
+
+    def _add_stand_in(self, operation: Operation) -> int:
+        """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""
+        alive = dict.fromkeys((*operation.inputs, *operation.outputs))
+        return self._add(KEPT, Phase.FORWARD, operation.module, alive, name=f"{KEPT} {operation.name}")
+
+    def _add_stop(self, candidate: Candidate) -> tuple[int, ...]:
+        alive = [
+            value
+            for run in self.trace.runs[candidate.begin : candidate.stop]
+            for value in run.makes
+            if (died := self.trace.storages[value].died) is None or died > candidate.stop
+        ]
+        scratch = []
+        if self.random_bytes:
+            state = self._value(f"random state beside {candidate.module}", self.random_bytes)
+            scratch = [self._add(SCRATCH, Phase.FORWARD, candidate.module, (), (state,))]
+            alive.append(state)
+        return (*scratch, self._add(STOP, Phase.FORWARD, candidate.module, alive))
+
+    # What can be checkpointed.
+
+    def _candidates(self) -> Iterable[Candidate]:
+        layers = [n for n, m in self.modules.items() if any(c.__name__ == _LAYER_CLASS for c in type(m).__mro__)]
+        for module, calls in self.trace.calls.items():
+            inside = not layers or any(f"{module}.".startswith(f"{layer}.") for layer in layers)
+            if inside and len(calls) == 1 and calls[0].begin < self.trace.backward:
+                candidate = self._candidate(module, calls[0])
+                if candidate is not None:
+                    yield candidate
+
+    def _candidate(self, module: str, call: Call) -> Candidate | None:
+        """Give what checkpointing a call would do; None if that frees nothing, or would not be right."""
+        runs = self.trace.runs
+        stop = max((save.saved for save in call.saves), default=call.begin)
+        made = {value for run in runs[call.begin : stop] for value in run.makes}
+        read = [save.read for save in call.saves if save.read is not None]
+        if not read or not any(save.storage in made for save in call.saves):
+            return None
+        if any(self.values[value].retained for value in made):
+            return None  # beside what stays to the end, a second copy would be there for a while
+        before = min(read)
+        until = max(len(runs) if save.released is None else save.released for save in call.saves)
+        outside = {value for run in runs[call.begin : stop] for value in run.reads} - made
+        if before < self.trace.backward or not self._is_repeatable(call):
+            return None
+        later = {value for run in runs[call.end : before] for value in run.writes}
+        if later & (outside | set(call.given)):
+            return None
+        return Candidate(
+            module=module,
+            call=call,
+            stop=stop,
+            before=before,
+            until=until,
+            statistics_bytes=self._statistics_bytes(module),
+            keepable=self._keepable(range(call.begin, stop)),
+        )
+
+    def _keepable(self, positions: range) -> tuple[int, ...]:
+        """Give the runs that are worth keeping: products, convolutions, attention.
+
+        What is kept must still be what its operator gave: nothing writes into it. A random operation that is kept does
+        not draw again, so those that come after it would draw what it drew: all are kept, or none.
+        """
+        runs = self.trace.runs
+        found = [position for position in positions if self._can_be_kept(runs[position])]
+        random = {position for position in positions if is_random(runs[position].node)}
+        return tuple(p for p in found if p not in random or random.issubset(found))
+
+    def _can_be_kept(self, run: Run) -> bool:
+        target, tensors = run.node.target, tensors_of(run.node)
+        return (
+            isinstance(target, OpOverload)
+            and not is_mutable(target)
+            and not operands.is_opaque(target)
+            and len(tensors) == len(run.makes)
+            and self.written.isdisjoint(run.makes)
+            and run.flops > max((tensor.numel() for tensor in tensors), default=0)
+        )
+
+    def _is_repeatable(self, call: Call) -> bool:
+        """Whether a second run of a call would find, and leave, everything outside it as the first did."""
+        runs = self.trace.runs[call.begin : call.end]
+        made = {value for run in runs for value in run.makes}
+        for run in runs:
+            if is_collective(run.node) or str(run.node.target).startswith("c10d") or not made.issuperset(run.writes):
+                return False
+            updates = run.writes_resident or _updates_statistics(run)
+            if updates and not keeps_statistics(self.modules.get(run.module)):
+                return False
+        return True
+
+    def _statistics_bytes(self, module: str) -> int:
+        """Give the bytes of the copies that a recompute updates in place of running statistics."""
+        inside = [m for name, m in self.modules.items() if f"{name}.".startswith(f"{module}.")]
+        return sum(
+            self._round(b.numel() * b.element_size()) for m in inside if keeps_statistics(m) for b in m.buffers()
+        )
+
+    def _round(self, size_bytes: int) -> int:
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+
+def keeps_statistics(module: nn.Module | None) -> bool:
+    """Whether a module is a BatchNorm whose running statistics a recompute can leave alone."""
+    return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
+
+
+def _updates_statistics(run: Run) -> bool:
+    target = str(run.node.target)
+    return "batch_norm" in target and "backward" not in target and any(a is True for a in run.node.args)

@@ -1,0 +1,191 @@
+"""What modules of a recorded eager step could send to the host's memory, and when it is away.
+
+A module sends what it saves for backward, by hooks on saved tensors around its call; under a checkpoint, what the
+checkpoint is given. It sends only what nobody outside its call saves or is given: then a value has one place on the
+host, leaves once and returns once, whatever else is chosen. It leaves when the call has ended and the program has let
+go of it, and returns when the backward first reads it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.capture.eager.trace import Call, Save, Trace
+from planner.ir.checkpoints import Sends, Sent
+from planner.ir.graph import TrainingGraph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A call that can be checkpointed: its runs from ``begin`` to before ``stop`` are run again.
+
+    ``keepable`` are those of them that need not be, if their outputs are kept.
+    """
+
+    module: str
+    call: Call
+    stop: int
+    before: int
+    until: int
+    statistics_bytes: int
+    keepable: tuple[int, ...]
+
+    @property
+    def begin(self) -> int:
+        """Its first run."""
+        return self.call.begin
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A value that a call could send, away from before run ``leaves`` to before run ``returns``.
+
+    ``numbers`` are those of :class:`planner.ir.checkpoints.Sent`.
+    """
+
+    value: int
+    numbers: tuple[int, ...]
+    leaves: int
+    returns: int
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What one call could send: of what it saves, and of what its checkpoint is given."""
+
+    saved: tuple[Wait, ...]
+    given: tuple[Wait, ...]
+
+
+def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> dict[str, Waits]:
+    """Say for each candidate what it could send.
+
+    Parameters
+    ----------
+    trace : Trace
+    candidates : sequence of Candidate
+    movable : collection of int
+        Storages that are large enough, and may go.
+    """
+    return _Search(trace, candidates, movable).found()
+
+
+def sends_in(
+    candidate: Candidate,
+    waits: Waits,
+    graph: TrainingGraph,
+    run_at: Sequence[int],
+    first_at: Sequence[int],
+    away: int,
+    back: int,
+) -> Sends:
+    """Say the same of a graph's operations.
+
+    Parameters
+    ----------
+    candidate : Candidate
+    waits : Waits
+        What it could send.
+    graph : TrainingGraph
+    run_at, first_at : sequence of int
+        For each run, its operation, and the first of those that stand for what happens between it and the one before.
+    away, back : int
+        See :class:`planner.ir.checkpoints.Sends`.
+    """
+
+    def sent(wait: Wait, returns: int) -> Sent:
+        readers = (reader for reader in graph.readers[wait.value] if reader < run_at[wait.leaves])
+        leaves = 1 + max((run_at[wait.leaves - 1], *readers))
+        return Sent(value=wait.value, numbers=wait.numbers, leaves=leaves, returns=returns)
+
+    return Sends(
+        saved=tuple(sent(wait, first_at[wait.returns]) for wait in waits.saved),
+        given=tuple(sent(wait, first_at[candidate.before]) for wait in waits.given),
+        away=away,
+        back=back,
+        ended=1 + run_at[candidate.call.end - 1],
+        begins=first_at[candidate.before],
+    )
+
+
+class _Search:
+    def __init__(self, trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> None:
+        self.trace, self.candidates = trace, candidates
+        self.saves: defaultdict[int, list[Save]] = defaultdict(list)
+        self.written: dict[int, int] = {}
+        self.used: dict[int, int] = {}
+        """For each storage, the run before which the program is through with it."""
+        self.users: defaultdict[int, list[Candidate]] = defaultdict(list)
+        """For each storage, the candidates that find it there: they may need it when they run again."""
+        self.makers: defaultdict[int, list[Candidate]] = defaultdict(list)
+        for save in trace.saves:
+            if save.storage is not None:
+                self.saves[save.storage].append(save)
+        for position, run in enumerate(trace.runs):
+            self.written.update(dict.fromkeys(run.writes, position))
+            self.used.update(dict.fromkeys(run.reads, position + 1))
+        for candidate in candidates:
+            runs = trace.runs[candidate.begin : candidate.stop]
+            made = {value for run in runs for value in run.makes}
+            for value in made:
+                self.makers[value].append(candidate)
+            for value in {*candidate.call.given, *(value for run in runs for value in run.reads)} - made:
+                self.users[value].append(candidate)
+        self.movable = {value for value in movable if self._is_movable(value)}
+
+    def _is_movable(self, value: int) -> bool:
+        storage = self.trace.storages[value]
+        return storage.maker < self.trace.backward and storage.died is not None and not storage.is_number
+
+    def found(self) -> dict[str, Waits]:
+        return {c.module: Waits(tuple(self._saved(c)), tuple(self._given(c))) for c in self.candidates}
+
+    def _saved(self, candidate: Candidate) -> Iterator[Wait]:
+        numbers = _numbers([save.storage for save in candidate.call.saves])
+        for value in sorted(numbers.keys() & self.movable):
+            saves = self.saves[value]
+            reads = [save.read for save in saves if save.read is not None and save.is_plain]
+            if len(reads) < len(saves) or not self._is_its_own(value, candidate, min(s.saved for s in saves)):
+                continue
+            yield from self._wait(value, numbers[value], candidate, min(reads))
+
+    def _given(self, candidate: Candidate) -> Iterator[Wait]:
+        call = candidate.call
+        numbers = _numbers(call.direct)
+        for value in sorted((numbers.keys() & self.movable) - call.enclosed):
+            if self._is_its_own(value, candidate, call.begin):
+                yield from self._wait(value, numbers[value], candidate, candidate.before)
+
+    def _wait(self, value: int, numbers: tuple[int, ...], candidate: Candidate, returns: int) -> Iterator[Wait]:
+        died = self.trace.storages[value].died
+        assert died is not None
+        leaves = max(died, self.used.get(value, 0), candidate.call.end)
+        if leaves <= self.trace.backward and leaves < returns:
+            yield Wait(value, numbers, leaves, returns)
+
+    def _is_its_own(self, value: int, candidate: Candidate, since: int) -> bool:
+        """Whether nobody outside a call saves a value, or needs it to run again, and nobody writes into it later."""
+        saves = self.saves[value]
+        inside = {id(save) for save in candidate.call.saves}
+        until = max((save.released or len(self.trace.runs) for save in saves), default=0)
+        return (
+            self.written.get(value, -1) < since
+            and all(id(save) in inside for save in saves)
+            and all(_are_nested(user.module, candidate.module) for user in self.users[value])
+            and all(m.before >= until or _are_nested(m.module, candidate.module) for m in self.makers[value])
+        )
+
+
+def _numbers(storages: Sequence[int | None]) -> Mapping[int, tuple[int, ...]]:
+    numbers: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for number, storage in enumerate(storages):
+        if storage is not None:
+            numbers[storage] += (number,)
+    return numbers
+
+
+def _are_nested(a: str, b: str) -> bool:
+    """Whether one module is the other, or in it."""
+    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")

@@ -1,0 +1,94 @@
+"""Lets Hugging Face's models skip attention masks on fake tensors as they do with data.
+
+Eager decoders look for padding and for packed sequences, and build no mask where there are none. On
+fake tensors they cannot look, so a step that is followed there would hold masks that the real one
+does not. What they would find is asked of the real inputs instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import FakeTensor
+
+_LIBRARY = "transformers.masking_utils"
+_FINDS_PACKED = "find_packed_sequence_indices"
+_LOOKS_FOR_PADDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+@dataclass(frozen=True)
+class Masking:
+    """What attention masks of a batch are needed for."""
+
+    padded: bool
+    packed: bool
+
+
+def masking_of(model: nn.Module, inputs: Inputs) -> Masking:
+    """Look at a batch as Hugging Face's models do; what holds no data is taken to need its mask."""
+    library = sys.modules.get(_LIBRARY)
+    if library is None:
+        return Masking(padded=False, packed=False)
+    named = _named(model, inputs)
+    masks = [tensor for name, tensor in named.items() if name.endswith("mask") and tensor.dim() == 2]
+    padded = any(isinstance(mask, FakeTensor) or not bool(mask.all()) for mask in masks)
+    positions = named.get("position_ids")
+    packed = positions is not None and (
+        isinstance(positions, FakeTensor)
+        or positions.dim() != 2
+        or getattr(library, _FINDS_PACKED, lambda _: positions)(positions) is not None
+    )
+    return Masking(padded=padded, packed=packed)
+
+
+@contextmanager
+def as_with_data(masking: Masking) -> Iterator[None]:
+    """Let masks be skipped on fake tensors where a batch does not need them."""
+    library = sys.modules.get(_LIBRARY)
+    with ExitStack() as stack:
+        for name in (_FINDS_PACKED, *_LOOKS_FOR_PADDING):
+            if (found := getattr(library, name, None)) is not None:
+                skipping = _never_packed if name == _FINDS_PACKED else _never_padded
+                needed = masking.packed if name == _FINDS_PACKED else masking.padded
+                if not needed:
+                    stack.enter_context(patch.object(library, name, skipping(found)))
+        yield
+
+
+def _never_packed(_original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda position_ids: None
+
+
+def _never_padded(original: Callable[..., Any]) -> Callable[..., Any]:
+    def without(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(None, *args, **kwargs)
+
+    return without
+
+
+def _named(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
+    bound = dict(inputs.kwargs)
+    if inputs.args:
+        forward = model.forward
+        function, own = (forward.__func__, (forward.__self__,)) if inspect.ismethod(forward) else (forward, ())
+        with suppress(TypeError, ValueError):  # the call itself will say what is wrong
+            bound = _signature(function).bind(*own, *inputs.args, **inputs.kwargs).arguments
+    for nested in [value for value in bound.values() if isinstance(value, dict)]:
+        bound = {**bound, **nested}
+    return {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
+
+
+@lru_cache(maxsize=16)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)

@@ -1,0 +1,210 @@
+"""Every touch of Inductor's private parts; :mod:`planner.capture.torch_internals` is for the rest of torch.
+
+Inductor is asked twice for the same graph: for a draft, whose code runs on fake tensors and shows what
+it allocates and frees, and then, where that keeps the budget, for the code with its kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch._functorch.config
+from torch import fx
+
+from planner.capture.torch_internals import PartitionFunction, call_implementation, compile_isolated
+from planner.errors import PlannerError
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One graph as Inductor writes it, with kernels that do nothing.
+
+    Parameters
+    ----------
+    source : str
+        The code that calls the kernels, comments left out.
+    run : callable
+        That code, loaded: it takes a list of tensors, which it empties, and gives the outputs.
+    inputs : list
+        What it was written for; fake tensors.
+    """
+
+    source: str
+    run: Callable[[list[Any]], Any]
+    inputs: list[Any]
+
+
+def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> list[Draft]:
+    """Let Inductor write forward and backward, and load them without kernels, so that no compiler is called."""
+    from torch._inductor.codecache import PyCodeCache
+
+    drafts: list[Draft] = []
+    loaded: list[Draft] = []
+
+    def load(_key: str, path: str, linemap: Any = None, attrs: Any = None) -> Any:
+        module = _load_without_kernels(path, attrs or {})
+        loaded.append(Draft(_without_comments(Path(path).read_text(encoding="utf-8")), module.call, []))
+        return module
+
+    def compile_one(compile_fx_inner: Any, *arguments: Any, **options: Any) -> Any:
+        written = arguments[1]
+        compiled = compile_fx_inner(*arguments, **options)
+        made = loaded.pop() if loaded else Draft("", compiled, [])  # nothing is written for a graph that does nothing
+        drafts.append(replace(made, inputs=list(written)))
+        return compiled
+
+    with patch.object(PyCodeCache, "load_by_key_path", load):
+        _compile_with_inductor(partition, compile_one, graph_module, inputs)
+    return drafts
+
+
+def compile_with_inductor(
+    partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any, drafts: Sequence[Draft]
+) -> Callable[..., Any]:
+    """Let Inductor compile forward and backward, and hold what it writes against its drafts."""
+    from torch._inductor.graph import GraphLowering
+
+    known = {draft.source for draft in drafts}
+
+    def check(source: str) -> None:
+        if _without_comments(source) not in known:
+            raise PlannerError("Inductor wrote other code than it had drafted for the same graph: use runtime 'graph'")
+
+    def compile_one(compile_fx_inner: Any, *arguments: Any, **options: Any) -> Any:
+        with patch.object(GraphLowering, "save_output_code", staticmethod(check)):
+            return compile_fx_inner(*arguments, **options)
+
+    return _compile_with_inductor(partition, compile_one, graph_module, inputs)
+
+
+def _compile_with_inductor(
+    partition: PartitionFunction, compile_one: Callable[..., Any], graph_module: fx.GraphModule, inputs: Any
+) -> Callable[..., Any]:
+    """Run ``torch.compile``'s own backend, but for the partition, for what it fuses, and for when memory is freed.
+
+    Its decompositions and its passes over the joint graph come before our partition, so what is planned is
+    what is compiled. Random operations stay those of eager: Inductor's own draw from a seed and a place in a
+    kernel, and are not what the recompute of a partition of ours would replay. A kernel is fused only with one
+    whose result it reads: with one that merely reads the same, a recompute runs long before it is needed.
+    """
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.virtualized import V
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> None:
+            return None  # a graph that it partitioned is not to be found in a cache
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse_horizontal(*_arguments: Any) -> bool:
+            return False
+
+    def with_choices(*arguments: Any, **options: Any) -> Any:
+        with V.set_choices_handler(Choices()):
+            return compile_one(compile_fx_inner, *arguments, **options)
+
+    settings = {
+        "custom_partitioner_fn": Partitioner(),
+        "fallback_random": True,
+        "fx_graph_cache": False,
+        "layout_optimization": False,  # copies of images and weights in another layout
+        "allow_buffer_reuse": False,  # what may be used again later is not freed meanwhile
+        "cpp_wrapper": False,
+    }
+    # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
+    caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+    with torch._functorch.config.patch(caches):
+        run: Any = compile_fx(graph_module, inputs, with_choices, config_patches=settings)
+        return run  # type: ignore[no-any-return]
+
+
+def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:
+    def nothing(*_arguments: Any, **_options: Any) -> None:
+        return None
+
+    class NoKernels:
+        """In place of what compiles kernels: it gives functions for C++ and objects with ``run`` for Triton."""
+
+        def __getattr__(self, name: str) -> Any:
+            nothing.run = nothing  # type: ignore[attr-defined]
+            return nothing if name == "wait" else lambda *_arguments, **_options: nothing
+
+    def allocate_on(device: str) -> Any:
+        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def view(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+        return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+
+    spec = importlib.util.spec_from_file_location("draft", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module).update(constants)
+    with patch("torch._inductor.async_compile.AsyncCompile", NoKernels):
+        spec.loader.exec_module(module)
+    # What it calls in C++ goes past the modes that fake tensors and their storages are followed by.
+    vars(module).update(
+        empty_strided_cpu=allocate_on("cpu"),
+        empty_strided_cuda=allocate_on("cuda"),
+        reinterpret_tensor=view,
+        assert_size_stride=nothing,
+        assert_alignment=nothing,
+    )
+    return module
+
+
+def _without_comments(source: str) -> str:
+    return "\n".join(line for line in source.splitlines() if not line.lstrip().startswith("#"))
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Name what Inductor needs to make code for a device and does not find, or None."""
+    if device.type != "cpu":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else f"Triton for {device.type}"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++, clang++, or what the environment variable CXX names)"
+    return None
+
+
+def self_test() -> None:
+    """Check that Inductor hands its joint graph to a partition of ours; no compiler is needed.
+
+    Raises
+    ------
+    PlannerError
+        Naming the version of torch.
+    """
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+
+    class Reached(BaseException):
+        pass
+
+    def partition(*_arguments: Any, **_options: Any) -> Any:
+        raise Reached
+
+    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
+        draft_with_inductor(partition, graph_module, inputs)
+        return graph_module.forward
+
+    try:
+        compile_isolated(lambda y: call_implementation(model)(y), backend)(x)
+    except Reached:
+        return
+    raise PlannerError(f"torch {torch.__version__} is not supported: Inductor does not ask a partitioner of ours")

@@ -1,0 +1,200 @@
+"""The joint graph that AOTAutograd hands over, and facts about its nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.capture.torch_internals import InputMutationAOTOutput, OpOverload, TangentAOTInput, is_mutable
+
+aten = torch.ops.aten
+
+_ATTENTION_DROPOUT_ARGUMENT = {
+    "_scaled_dot_product_flash_attention_for_cpu": (3, "dropout_p"),
+    "_scaled_dot_product_flash_attention": (3, "dropout_p"),
+    "_scaled_dot_product_efficient_attention": (5, "dropout_p"),
+    "_scaled_dot_product_cudnn_attention": (5, "dropout_p"),
+    "_scaled_dot_product_fused_attention_overrideable": (4, "dropout_p"),
+}
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph as AOTAutograd hands it to a partition function.
+
+    Parameters
+    ----------
+    module : torch.fx.GraphModule
+        Root for the attributes that the graph reads.
+    graph : torch.fx.Graph
+        Forward and backward nodes after common-subexpression elimination.
+    num_forward_outputs : int
+        How many outputs belong to the forward.
+    inputs : list of torch.Tensor
+        What the graph was captured with, parameters and buffers included.
+    assumes : tuple of str
+        Inputs whose values the graph takes for granted; see :mod:`planner.capture.masks`.
+    functional : bool
+        Whether nothing in the graph may write into what it has made: Inductor wants it so.
+    outside_bytes : tuple of int
+        Gradients that autograd handles outside: of outputs that are views of each other, or of inputs.
+    """
+
+    module: fx.GraphModule
+    graph: fx.Graph
+    num_forward_outputs: int
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    assumes: tuple[str, ...] = ()
+    functional: bool = False
+    outside_bytes: tuple[int, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[list[Any], list[Any]]:
+        """Forward and backward outputs: nodes, or None where there is no gradient."""
+        flat = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
+
+    @property
+    def output_descriptors(self) -> tuple[list[Any], list[Any]]:
+        """AOTAutograd's descriptors of forward and backward outputs."""
+        flat = list(self.graph.output_node().meta.get("desc") or [None] * len(self.graph.output_node().args[0]))  # type: ignore[arg-type]
+        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Tell a placeholder that the backward receives from one that the forward receives."""
+    descriptor = node.meta.get("desc")
+    if descriptor is not None:
+        return isinstance(descriptor, TangentAOTInput)
+    return "tangents" in str(node.target)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Give the tensors that a node's recorded output holds."""
+    val = node.meta.get("val")
+    leaves = val if isinstance(val, (list, tuple)) else [val]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers: attention carries the tag even without dropout."""
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    place = _ATTENTION_DROPOUT_ARGUMENT.get(target.overloadpacket.__name__)
+    if place is not None:
+        position, keyword = place
+        probability = kwargs.get(keyword, args[position] if len(args) > position else 0.0)
+        return bool(probability != 0.0)
+    if target is aten.native_dropout.default:
+        return bool(args[1] != 0.0) and args[2] is not False
+    return True
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node is fused attention, whose integers are random states and lengths."""
+    return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _ATTENTION_DROPOUT_ARGUMENT
+
+
+def weight_copies(joint: JointGraph) -> set[fx.Node]:
+    """Give the nodes that cast a parameter to another type, as autocast does with weights."""
+    placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    parameters = {n for n, tensor in zip(placeholders, joint.inputs, strict=False) if isinstance(tensor, nn.Parameter)}
+    casts = joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    return {node for node in casts if node.args[0] in parameters}
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether a node writes into one of its inputs."""
+    return isinstance(node.target, OpOverload) and is_mutable(node.target)
+
+
+def is_batch_norm(node: fx.Node) -> bool:
+    """Whether a node is BatchNorm in training: recomputed, it takes the form without running statistics."""
+    return node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True
+
+
+def drop_unused_statistics(graph: fx.Graph) -> None:
+    """Take running statistics out of BatchNorm's backward, which in training does not read them.
+
+    They are overwritten by the forward, so what the backward would be given is not what it names.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if node.args[7] is True:
+            node.args = (*node.args[:3], None, None, *node.args[5:])
+
+
+def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
+    """Give the nodes that the forward runs: what its outputs need, writes, draws, and all their elements.
+
+    An element that only the backward reads (a dropout mask, a saved mean) is there once its operation has
+    run; to leave it to the backward would run that operation again.
+    """
+    forward_outputs, _ = joint.outputs
+    nodes = list(joint.graph.nodes)
+    roots = [n for n in forward_outputs if isinstance(n, fx.Node)]
+    for node in nodes:
+        # Writes and random draws stay where eager has them, whoever reads the result.
+        tag = node.meta.get("partitioner_tag")
+        drawn = is_random(node) and tag == "is_forward"
+        if node.op == "call_function" and (drawn or (mutates(node) and tag != "is_backward")):
+            roots.append(node)
+    needed = set(ancestors(roots, nodes))
+    for node in nodes:
+        # Elements of a forward operation's output are there once it has run.
+        if node.target is operator.getitem and node.args[0] in needed:
+            needed.add(node)
+    return needed
+
+
+def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Give the roots and all that they need, in the order of ``nodes``."""
+    needed: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    for node in list(needed):
+        needed.update(user for user in node.users if user.target is operator.getitem)
+    return [node for node in nodes if node in needed]
+
+
+def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
+    """Give the inputs that the forward overwrites: what they held is gone when the backward runs."""
+    overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
+    names = {d.mutated_input for d in joint.output_descriptors[0] if isinstance(d, InputMutationAOTOutput)}
+    overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}
+    return {n for n in overwritten if isinstance(n, fx.Node) and n.op == "placeholder"}
+
+
+def reads_any(node: fx.Node, unavailable: set[fx.Node], alias_nodes: set[fx.Node]) -> bool:
+    """Whether a node reads one of the unavailable inputs, directly or through a view."""
+    stack = list(node.all_input_nodes)
+    while stack:
+        source = stack.pop()
+        if source in unavailable:
+            return True
+        if source in alias_nodes:
+            stack.extend(source.all_input_nodes)
+    return False
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node talks to other processes."""
+    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d_functional")
+
+
+def on_cpu(node: fx.Node) -> bool:
+    """Whether all that a node makes is on a CPU."""
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(node))

@@ -1,0 +1,329 @@
+"""From a model and example inputs to one joint graph of forward and backward.
+
+There is one way in, for planning and for running: Dynamo captures the call, AOTAutograd traces
+forward and backward, and our partition function receives the joint graph. Planning stops there
+(:func:`capture`); running goes on with the graphs that ``planner.rewrite.graphs`` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.capture.cuda_attention import Attention, replace_attention
+from planner.capture.failures import explain_forward
+from planner.capture.inputs import Inputs, check_capturable
+from planner.capture.joint import JointGraph
+from planner.capture.layouts import correct_layouts
+from planner.capture.masks import Assumption, simplify_masks
+from planner.capture.recurrent import keep_recurrent
+from planner.capture.torch_internals import (
+    GUARDS_PARAMETERS,
+    Compiler,
+    FakeTensor,
+    FakeTensorMode,
+    aot_backend,
+    call_implementation,
+    compile_isolated,
+    dynamo_settings,
+    eliminate_common_subexpressions,
+    run_compiled,
+    storage_id,
+    training_switches,
+)
+from planner.common import timings
+from planner.errors import CaptureError
+
+Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
+
+ChooseOutputs = Callable[[fx.GraphModule], list[int]]
+
+_counter = itertools.count()
+
+
+class Stopped(BaseException):
+    """Carries a result out of the compiler; no ``except Exception`` in between stops it."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
+def fake_mode() -> FakeTensorMode:
+    """Give a mode in which models and inputs are built without memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def capture(
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    implementation: Callable[..., Any] | None = None,
+    **options: Any,
+) -> JointGraph:
+    """Capture forward and backward of one call as a joint graph; nothing is run.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Real or built under :func:`fake_mode`. It is left as it was.
+    inputs : Inputs
+    implementation : callable, optional
+        What to capture in place of the model's call: its ``forward``, without its hooks.
+    **options
+        See :class:`Backend`.
+
+    Returns
+    -------
+    JointGraph
+
+    Raises
+    ------
+    CaptureError
+        If the model cannot be captured whole; names the line and the cause.
+
+    Notes
+    -----
+    Time is linear in the number of operations: about 1 ms for each fx node.
+    """
+
+    def stop(joint: JointGraph) -> Any:
+        raise Stopped(joint)
+
+    with timings.stage("capture"):
+        joint: JointGraph = until_stopped(model, inputs, stop, implementation=implementation, **options)
+    return joint
+
+
+def until_stopped(
+    model: nn.Module,
+    inputs: Inputs,
+    partition: Partition,
+    *,
+    implementation: Callable[..., Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Compile one call until something in it raises :class:`Stopped`, and give what that carries."""
+    check_capturable(model, inputs)
+    call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
+    try:
+        with explain_forward(model), torch.enable_grad():
+            call(*inputs.args, **inputs.kwargs)
+    except Stopped as stopped:
+        return stopped.result
+    raise CaptureError(
+        f"{type(model).__name__} needs no backward: no parameter and no input that requires gradients "
+        "leads to an output (is everything frozen?)"
+    )
+
+
+NOT_CAPTURED = object()
+"""What a call that has no graph gives in place of its result."""
+
+
+class IsolatedCall:
+    """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+    implementation : callable
+        Of the module.
+    partition, **options
+        See :class:`Backend`.
+    """
+
+    def __init__(
+        self, module: nn.Module, implementation: Callable[..., Any], partition: Partition, **options: Any
+    ) -> None:
+        self._module = module
+        self._implementation = implementation
+        self._backend = Backend(partition, **options)
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph for these arguments; capture it first if there is none."""
+        result = self.known(args, kwargs)
+        if result is NOT_CAPTURED:
+            with dynamo_settings():
+                result = compile_isolated(self._function(), self._backend)(*args, **kwargs)
+        # Where torch leaves the function alone (it is being exported, say) nothing is planned.
+        return self._implementation(*args, **kwargs) if result is NOT_CAPTURED else result
+
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph for these arguments, or give ``NOT_CAPTURED`` if there is none.
+
+        Dynamo's guards decide, and nothing that only a capture needs is prepared.
+        """
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
+        return NOT_CAPTURED if is_traced else run_compiled(self._function(), args, kwargs)
+
+    def _function(self) -> Callable[..., Any]:
+        trained = None if GUARDS_PARAMETERS else training_switches(self._module)
+        if trained not in self._functions:
+            self._functions[trained] = _own_function(self._implementation)
+        return self._functions[trained]
+
+
+def _own_function(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a function of its own code object, by which Dynamo keeps its graphs."""
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
+
+    code = planned.__code__.replace(co_name=f"planned_{next(_counter)}")
+    return types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
+
+
+class Backend:
+    """A ``torch.compile`` backend around a partition function.
+
+    Outputs that carry no loss are detached before AOTAutograd traces: otherwise their gradients,
+    all zeros, would be allocated and computed with. ``planner.runtimes.graph`` gives them a way
+    back for the step in which a gradient does arrive.
+
+    Parameters
+    ----------
+    partition : callable
+        From a :class:`~planner.capture.lowering.JointGraph` to forward and backward graph modules.
+    choose_outputs : callable
+        From Dynamo's graph module to the positions of the outputs that a backward starts from.
+    finish : callable, optional
+        ``finish(run, graph_module, differentiable)`` wraps what AOTAutograd returns.
+    attention : callable, optional
+        Stands in for ``scaled_dot_product_attention``.
+    assume : bool
+        Whether a mask may be left out for inputs that hold the same values as those at hand; other values
+        then end in :class:`~planner.capture.masks.AssumptionBrokenError`.
+    compiler : callable, optional
+        Makes a backend of the partition function: :func:`~planner.capture.torch_internals.aot_backend`, or Inductor's.
+    """
+
+    def __init__(
+        self,
+        partition: Partition,
+        *,
+        choose_outputs: ChooseOutputs | None = None,
+        finish: Callable[..., Callable[..., Any]] | None = None,
+        attention: Attention | None = None,
+        assume: bool = True,
+        compiler: Compiler = aot_backend,
+    ) -> None:
+        self.partition = partition
+        self.choose_outputs = choose_outputs or expected_losses
+        self.finish = finish
+        self.attention = attention
+        self.assume = assume
+        self.compiler = compiler
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile what Dynamo captured."""
+        differentiable = self.choose_outputs(graph_module)
+        narrowed = detach_others(graph_module, differentiable)
+        keep_recurrent(narrowed)
+        assumption = simplify_masks(narrowed, example_inputs, assume=self.assume)
+        if self.attention is not None:
+            replace_attention(narrowed, self.attention)
+        tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+
+        def partition(
+            joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            graph = eliminate_common_subexpressions(joint.graph)
+            functional = self.compiler is not aot_backend
+            if not functional:  # Inductor lays out what it makes by what is recorded
+                correct_layouts(graph)
+            assumes = assumption.names if assumption else ()
+            outside_bytes = gradients_outside(narrowed, differentiable)
+            return self.partition(
+                JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
+            )
+
+        run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
+        tensors.clear()  # AOTAutograd keeps the function: in torch 2.11 these are what the first step holds
+        run = self.finish(run, graph_module, differentiable) if self.finish else run
+        return _under(assumption, run) if assumption else run
+
+
+def _under(assumption: Assumption, run: Callable[..., Any]) -> Callable[..., Any]:
+    def checked(*inputs: Any) -> Any:
+        assumption.check(inputs)
+        return run(*inputs)
+
+    return checked
+
+
+def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:
+    """Give the positions of the outputs that require gradients."""
+    outputs = graph_module.graph.output_node().args[0]
+    return [i for i, node in enumerate(outputs) if (v := _value(node)) is not None and v.requires_grad]  # type: ignore[arg-type]
+
+
+def expected_losses(graph_module: fx.GraphModule) -> list[int]:
+    """Guess which outputs a backward starts from.
+
+    Returns
+    -------
+    list of int
+        Positions of the scalar outputs that require gradients if there are any (a Hugging Face model
+        with labels gives its loss beside its logits), else of every output that requires gradients.
+    """
+    outputs: Any = graph_module.graph.output_node().args[0]
+    differentiable = differentiable_outputs(graph_module)
+    return [i for i in differentiable if outputs[i].meta["example_value"].dim() == 0] or differentiable
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> tuple[int, ...]:
+    """Give the bytes of gradients that reach outputs and not the graph, for which there is one to a storage.
+
+    What arrives for views of one storage is added up before the graph sees the sum; what arrives for an
+    output that is an input, or a view of one, goes past the graph.
+    """
+    outputs: Any = graph_module.graph.output_node().args[0]
+    given = {storage_id(v) for n in graph_module.graph.find_nodes(op="placeholder") if (v := _value(n)) is not None}
+    of_storage: dict[int, list[int]] = {}
+    for value in (_value(outputs[position]) for position in differentiable):
+        if value is not None:
+            of_storage.setdefault(storage_id(value), []).append(value.numel() * value.element_size())
+    found: list[int] = []
+    for storage, sizes in of_storage.items():
+        if storage in given:
+            found += sizes
+        elif len(sizes) > 1:  # each but the one that the graph counts, and their sum
+            found += [*sizes[1:], max(sizes)]
+    return tuple(found)
+
+
+def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> fx.GraphModule:
+    """Give the graph module with all outputs detached but the named ones."""
+    outputs = list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(graph_module.graph, copied)
+    flat = list(result)  # type: ignore[arg-type]
+    for position, node in enumerate(outputs):
+        value = _value(node)
+        if position not in differentiable and value is not None and value.requires_grad:
+            flat[position] = graph.call_method("detach", (flat[position],))
+            flat[position].meta = {"example_value": value.detach()}
+    graph.output(tuple(flat))
+    graph.output_node().meta = dict(graph_module.graph.output_node().meta)
+    narrowed = fx.GraphModule(graph_module, graph)
+    narrowed.meta = graph_module.meta
+    return narrowed
+
+
+def is_fake(model: nn.Module) -> bool:
+    """Whether a model was built under a fake mode."""
+    return any(isinstance(t, FakeTensor) for t in itertools.chain(model.parameters(), model.buffers()))

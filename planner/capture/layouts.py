@@ -1,0 +1,245 @@
+"""Layouts as kernels give them, where fake tensors trace others.
+
+Some elementwise operators are traced through a decomposition whose result is laid out in another way than the
+kernel's (``elu_backward`` of a transposed gradient, say), and so is BatchNorm of a transposed input on a CPU. What
+follows may then copy, and that would go unseen; or it was traced as a view of what can only be copied, and fails.
+The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from planner.capture import operands
+from planner.capture.joint import draws, mutates, tensors_of
+from planner.capture.torch_internals import FakeTensor, OpOverload, is_mutable, outside_tracing, storage_id
+
+aten = torch.ops.aten
+
+_NORMS = {
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm_backward.default,
+}
+"""Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
+
+
+_VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+def _as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any:
+    """Give a fake view the strides that the kernel gives it.
+
+    Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
+    whether channels come last, and lay out their own results after that.
+    """
+    if function not in _VIEWS or not isinstance(result, FakeTensor) or 1 not in result.shape:
+        return result
+    source = arguments[0]
+    with outside_tracing():
+        strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    with result.fake_mode, torch.no_grad():
+        return result.as_strided(result.shape, strides, result.storage_offset())
+
+
+def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
+    """Give the fake result of a call that is being followed the strides that its kernel gives it.
+
+    Views along dimensions of one element, elementwise operators and BatchNorm, as in :func:`correct_layouts`.
+    """
+    if not isinstance(function, OpOverload) or is_mutable(function):
+        return result
+    if function in _VIEWS:
+        return _as_kernels_view(function, arguments, result)
+    read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
+    if all(tensor.is_contiguous() for tensor in read):
+        return result
+    return _laid_out(function, arguments, keywords, result)
+
+
+def correct_layouts(graph: fx.Graph) -> None:
+    """Give the recorded results of elementwise operators, and of BatchNorm, the strides that their kernels give them.
+
+    Parameters
+    ----------
+    graph : torch.fx.Graph
+        Its nodes' recorded values are changed in place; storages that are shared stay shared. Where a view is no
+        longer possible a copy is put in before it, as eager makes one.
+
+    Notes
+    -----
+    O(nodes); only operators that read something not laid out in the usual way are run.
+    """
+    changed: set[fx.Node] = set()
+    before: dict[int, torch.Tensor] = {}  # by storage; held, or another could come to have the same name
+    for node in graph.nodes:
+        if node.op != "call_function" or "val" not in node.meta:
+            continue
+        affected = not changed.isdisjoint(node.all_input_nodes)
+        traced = {storage_id(tensor): tensor for tensor in tensors_of(node)}
+        if node.target is operator.getitem:
+            if not affected:
+                continue
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        elif not isinstance(node.target, OpOverload) or mutates(node):
+            continue
+        elif affected and not traced.keys().isdisjoint(before):
+            _view_again(node)
+        elif not affected and node.target in _VIEWS:
+            viewed = _as_kernels_view(node.target, _values(node.args), node.meta["val"])
+            if viewed is node.meta["val"]:
+                continue
+            node.meta["val"] = viewed
+        else:
+            is_other = affected and _record_again(node)
+            if affected or _reads_unusual(node):
+                is_other |= _lay_out(node)
+            if not is_other:
+                continue
+        changed.add(node)
+        before |= traced
+
+
+def _reads_unusual(node: fx.Node) -> bool:
+    return any(not tensor.is_contiguous() for source in node.all_input_nodes for tensor in tensors_of(source))
+
+
+def _view_again(node: fx.Node) -> None:
+    """Record a view anew, of what it now looks at: of a copy of that, where there is no other way."""
+    (like, *_) = tensors_of(node)
+    with like.fake_mode:  # type: ignore[attr-defined]
+        try:
+            node.meta["val"] = _result(node)
+        except (RuntimeError, ValueError):
+            if node.target is not aten.view.default:
+                return
+            (source,) = node.all_input_nodes
+            with node.graph.inserting_before(node):
+                copy = node.graph.call_function(
+                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
+                )
+            copy.meta = {**node.meta, "val": _result(copy)}
+            node.replace_input_with(source, copy)
+            node.meta["val"] = _result(node)
+
+
+def _record_again(node: fx.Node) -> bool:
+    """Record what fake tensors say now that another layout is read, and tell whether that is something else."""
+    before = tensors_of(node)
+    if not before:
+        return False
+    with before[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
+        try:
+            result = _result(node)
+        except (RuntimeError, ValueError):
+            return False
+    traced, node.meta["val"] = node.meta["val"], result
+    if [tensor.stride() for tensor in tensors_of(node)] != [tensor.stride() for tensor in before]:
+        return True
+    node.meta["val"] = traced
+    return False
+
+
+def _result(node: fx.Node) -> Any:
+    arguments = _values(node.args)
+    return _as_kernels_view(node.target, arguments, node.target(*arguments, **_values(node.kwargs)))  # type: ignore[operator]
+
+
+def _lay_out(node: fx.Node) -> bool:
+    """Give a node's results the strides of its kernel, and tell whether that changed anything."""
+    traced = node.meta["val"]
+    node.meta["val"] = _laid_out(node.target, _values(node.args), _values(node.kwargs), traced)
+    return any(
+        new is not old
+        for new, old in zip(pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(traced), strict=True)
+    )
+
+
+def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
+    """Give the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
+    read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
+    outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    if not outputs or draws(function, arguments, keywords):
+        return result
+    if not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
+        return result
+    if not all(isinstance(output, FakeTensor) for output in outputs):
+        return result
+    if function in _NORMS:
+        if outputs[0].device.type != "cpu":
+            return result
+    elif len({output.shape for output in outputs}) != 1 or not all(_goes_with(tensor, outputs[0]) for tensor in read):
+        return result
+    try:
+        with operands.running_alone(torch.device("cpu")):
+            found = function(*_in_small(arguments), **_in_small(keywords))
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return result  # it takes no sizes but its own
+    if isinstance(result, torch.Tensor):
+        return _like(result, found)
+    return type(result)(map(_like, result, found))
+
+
+def _like(traced: Any, found: Any) -> Any:
+    """Give what was traced with the strides of what the kernel gave."""
+    if not isinstance(traced, FakeTensor) or not isinstance(found, torch.Tensor):
+        return traced
+    if found.dim() != traced.dim() or found.stride() == _small(traced).stride():
+        return traced
+    with traced.fake_mode:
+        strides = _dense(traced.shape, _order(found))
+        return torch.empty_strided(traced.shape, strides, dtype=traced.dtype, device=traced.device)
+
+
+def _goes_with(tensor: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether a tensor is of the result's sizes, or is broadcast to them."""
+    sizes = zip(reversed(tensor.shape), reversed(output.shape), strict=False)
+    return tensor.dim() <= output.dim() and all(own in (1, made) for own, made in sizes)
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Give the dimensions in the order of their strides, the largest first."""
+    strides = list(tensor.stride())
+    return sorted(range(tensor.dim()), key=lambda d: -strides[d])
+
+
+def _dense(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Give the strides of a tensor without holes whose dimensions come in an order.
+
+    Examples
+    --------
+    >>> _dense([4, 3, 2], [0, 2, 1])
+    [6, 1, 3]
+    """
+    strides, step = [0] * len(sizes), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= sizes[dimension]
+    return strides
+
+
+def _small(tensor: torch.Tensor) -> torch.Tensor:
+    """Give zeros, laid out alike, with two elements along each dimension that has several."""
+    sizes = [min(size, 2) for size in tensor.shape]
+    made = torch.zeros(2 ** tensor.dim(), dtype=tensor.dtype)
+    strides = _dense(sizes, _order(tensor))
+    return made.as_strided(sizes, [s if tensor.stride(d) else 0 for d, s in enumerate(strides)])
+
+
+def _values(arguments: Any) -> Any:
+    return fx.map_arg(arguments, lambda source: source.meta.get("val"))
+
+
+def _in_small(arguments: Any) -> Any:
+    def small(value: Any) -> Any:
+        return _small(value) if isinstance(value, torch.Tensor) else value
+
+    return pytree.tree_map(small, arguments)

@@ -1,0 +1,230 @@
+"""Attention masks that tracing writes out, given back as the flags that eager passes to the kernel.
+
+Whether a mask is needed at all can depend on data: Hugging Face decoders look for padding and for
+packed sequences, and pass a causal flag where there are none. A traced program cannot look, so it
+carries the mask, and every attention call computes with it. Here the mask's few operations are run
+once while the program is captured. A mask that turns out to be causal, or to hide nothing, is
+replaced by the flag; what it was computed from is remembered, and compared in every call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from planner.capture.torch_internals import FakeTensor
+from planner.errors import PlannerError
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_LARGEST_GROUPED_HEAD = 256
+"""Up to which head size Hugging Face leaves grouped keys and values to the kernel."""
+
+_MASK_TO_SOURCE = 8
+"""A mask's sources are small beside it: otherwise it was made outside, and eager computes with it too."""
+
+
+class AssumptionBrokenError(PlannerError):
+    """An input does not hold what the captured program was simplified for: never seen outside the runtime."""
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """Values that a captured program takes for granted.
+
+    Parameters
+    ----------
+    values : dict of int to Tensor
+        By position among the program's inputs, on the CPU.
+    names : tuple of str
+        What those inputs are called.
+    """
+
+    values: dict[int, Tensor]
+    names: tuple[str, ...]
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Refuse inputs with other values, before anything has been run.
+
+        Raises
+        ------
+        AssumptionBrokenError
+        """
+        for position, expected in self.values.items():
+            if not torch.equal(inputs[position].detach().cpu(), expected):
+                raise AssumptionBrokenError(f"{', '.join(self.names)}: other values than in the captured step")
+
+
+def simplify_masks(graph_module: fx.GraphModule, inputs: Sequence[Any], *, assume: bool = True) -> Assumption | None:
+    """Replace masks by flags in a captured program, where their values allow it.
+
+    Parameters
+    ----------
+    graph_module : torch.fx.GraphModule
+        As Dynamo captured it; changed in place.
+    inputs : sequence
+        What it is captured with, by position. Values of fake tensors are not known: masks that are
+        computed from them stay.
+    assume : bool
+        Whether to rely on what the inputs hold; otherwise only masks that no input has a part in are replaced.
+
+    Returns
+    -------
+    Assumption or None
+        What holds no longer if an input changes; None if no input is involved.
+
+    Notes
+    -----
+    O(nodes), and one evaluation of each mask.
+    """
+    graph = graph_module.graph
+    placeholders = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+    calls = graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention)
+    flags: dict[fx.Node, bool | None] = {}
+    sources: set[fx.Node] = set()
+    for call in calls:
+        mask = _argument(call, "attn_mask")
+        if not isinstance(mask, fx.Node):
+            continue
+        if mask not in flags:
+            flags[mask] = None
+            origin = _computed_from(mask, placeholders, inputs if assume else [None] * len(inputs))
+            if origin is not None:
+                flags[mask] = _flag(_evaluate(graph_module, origin, mask, placeholders, inputs))
+                if flags[mask] is not None:
+                    sources |= {node for node in origin if node in placeholders}
+        if (causal := flags[mask]) is not None:
+            _pass_flag(call, causal)
+    _erase_unused(graph, [mask for mask, flag in flags.items() if flag is not None])
+    graph_module.recompile()
+    if not sources:
+        return None
+    values = {placeholders[node]: inputs[placeholders[node]].detach().cpu().clone() for node in sources}
+    return Assumption(values, tuple(sorted(_input_name(node) for node in sources)))
+
+
+def _argument(call: fx.Node, name: str) -> Any:
+    position = _ARGUMENTS.index(name)
+    return call.args[position] if len(call.args) > position else call.kwargs.get(name)
+
+
+def _computed_from(mask: fx.Node, placeholders: dict[fx.Node, int], inputs: Sequence[Any]) -> list[fx.Node] | None:
+    """Give a mask's nodes in order, or None where its values are not known or not worth remembering."""
+    origin: set[fx.Node] = set()
+    stack = [mask]
+    while stack:
+        node = stack.pop()
+        if node not in origin:
+            origin.add(node)
+            stack.extend(node.all_input_nodes)
+    source_elements = 0
+    for node in origin:
+        if any(_writes(user) for user in (node, *node.users)):
+            return None
+        if node in placeholders:
+            source = inputs[placeholders[node]]
+            if not isinstance(source, Tensor) or isinstance(source, (FakeTensor, nn.Parameter)) or source.requires_grad:
+                return None
+            source_elements += source.numel()
+    if source_elements * _MASK_TO_SOURCE > mask.meta["example_value"].numel():
+        return None
+    return [node for node in mask.graph.nodes if node in origin]
+
+
+_WRITING_OPERATORS = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes into what it is given: torch's names for that end with an underscore."""
+    if getattr(node.target, "__module__", "") == "_operator":
+        return node.target in _WRITING_OPERATORS
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__")
+    return in_place or "out" in node.kwargs
+
+
+def _evaluate(
+    graph_module: fx.GraphModule,
+    origin: Sequence[fx.Node],
+    mask: fx.Node,
+    placeholders: dict[fx.Node, int],
+    inputs: Sequence[Any],
+) -> Tensor | None:
+    """Compute a mask, or None if random numbers are drawn on the way."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in origin:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[mask])
+    arguments = [inputs[placeholders[node]] for node in origin if node in placeholders]
+    with torch.random.fork_rng(), torch.no_grad():
+        before = torch.get_rng_state()
+        value: Tensor = fx.GraphModule(graph_module, graph)(*arguments)
+        return value if torch.equal(before, torch.get_rng_state()) else None
+
+
+def _flag(mask: Tensor | None) -> bool | None:
+    """Tell what a mask amounts to: True for causal, False for none at all, None for anything else."""
+    if mask is None or mask.dim() < 2:
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((allowed | (mask == -torch.inf)).all()):
+        return None
+    if bool(allowed.all()):
+        return False
+    rows, columns = mask.shape[-2:]
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    return True if rows == columns and bool((allowed == causal).all()) else None
+
+
+def _pass_flag(call: fx.Node, causal: bool) -> None:
+    """Let an attention call take a flag in place of its mask, and grouped keys and values as they were."""
+    key, value = _argument(call, "key"), _argument(call, "value")
+    given = {name: call.args[i] for i, name in enumerate(_ARGUMENTS[: len(call.args)])} | dict(call.kwargs)
+    given |= {"attn_mask": None, "is_causal": causal}
+    groups = [_before_repeating(node) for node in (key, value)]
+    if all(groups) and key.meta["example_value"].shape[-1] <= _LARGEST_GROUPED_HEAD:
+        given |= {"key": groups[0], "value": groups[1], "enable_gqa": True}
+    call.args = tuple(given.pop(name) for name in ("query", "key", "value"))
+    call.kwargs = given
+    _erase_unused(call.graph, [key, value])
+
+
+def _before_repeating(node: fx.Node) -> fx.Node | None:
+    """Give the keys or values of shape (batch, groups, length, size) that were repeated for every head of a group."""
+    if node.target != "reshape":
+        return None
+    expanded: Any = node.args[0]
+    spread: Any = expanded.args[0] if expanded.target == "expand" else None
+    if spread is None or spread.target is not operator.getitem:
+        return None
+    every = slice(None, None, None)
+    source, index = spread.args
+    if not isinstance(index, tuple) or index not in ((every, every, None), (every, every, None, every, every)):
+        return None
+    batch, groups, repeats, length, size = expanded.meta["example_value"].shape
+    same = tuple(node.meta["example_value"].shape) == (batch, groups * repeats, length, size)
+    return source if same and tuple(source.meta["example_value"].shape) == (batch, groups, length, size) else None
+
+
+def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Erase nodes that nothing reads, and what only they read."""
+    stack = list(nodes)
+    erased: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in erased or node.users or node.op == "placeholder":
+            continue
+        sources = node.all_input_nodes
+        graph.erase_node(node)
+        erased.add(node)
+        stack.extend(sources)
+
+
+def _input_name(node: fx.Node) -> str:
+    return str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_")

@@ -1,0 +1,157 @@
+"""What an operation is called with: a signature that tells kernels apart, and real tensors like its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from planner.capture.joint import mutates, tensors_of
+from planner.capture.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
+
+aten = torch.ops.aten
+
+_INDEX_BOUND = {
+    aten.embedding.default: lambda args: args[0].shape[0],
+    aten.embedding_dense_backward.default: lambda args: args[2],
+    aten.nll_loss_forward.default: lambda args: args[0].shape[1],
+    aten.nll_loss_backward.default: lambda args: args[1].shape[1],
+    aten.nll_loss2d_forward.default: lambda args: args[0].shape[1],
+    aten.nll_loss2d_backward.default: lambda args: args[1].shape[1],
+    aten.gather.default: lambda args: args[0].shape[args[1]],
+    aten.scatter.value: lambda args: args[0].shape[args[1]],
+    aten.scatter_add.default: lambda args: args[0].shape[args[1]],
+    aten.index_select.default: lambda args: args[0].shape[args[1]],
+}
+"""What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
+
+
+def _rows_of_groups(args: Sequence[Any]) -> int:
+    """Give what the groups of a grouped product divide: rows, columns, or what both sides are summed over."""
+    left, right = args[:2]
+    return int(right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else 1])
+
+
+_GROUP_ENDS = {aten._grouped_mm.default: _rows_of_groups}
+"""Where groups end: as if the first had everything, for then a kernel that copies group by group needs most memory."""
+
+_OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
+"""Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
+
+
+_SHRUNK = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+}
+"""Losses that are made element by element and then shrunk to one, their memory not. Fake tensors do not know that."""
+
+
+_COPIES = {
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+}
+"""What copies all the memory behind its first argument, of which that may be a part. Fake tensors know it only the
+first time that they are asked: what they remember of a call has no size of the memory."""
+
+
+def storage_bytes(operator: Any, read: Iterable[torch.Tensor], tensor: torch.Tensor) -> int:
+    """Count the memory behind an output of an operator that reads some tensors: the kernel's, not the fake one."""
+    traced_bytes = tensor.untyped_storage().nbytes()
+    read = list(read)
+    if operator in _COPIES and read:
+        return max(traced_bytes, read[0].untyped_storage().nbytes())
+    if operator not in _SHRUNK:
+        return traced_bytes
+    return max(traced_bytes, max(t.numel() for t in read) * tensor.element_size())
+
+
+def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
+    """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
+    if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
+        return False
+    return in_place or not mutates(node)
+
+
+def is_opaque(operator: Any) -> bool:
+    """Whether an operator makes memory for its own backward whose size and contents no fake tensor knows."""
+    return any(name in str(operator) for name in _OPAQUE)
+
+
+@contextmanager
+def running_alone(device: torch.device) -> Iterator[None]:
+    """Let operations run as in a captured step, whatever surrounds this: a plan may be made while a model is traced.
+
+    Then tensors have data, and neither autograd nor autocast steps in; the random state is put back at the end.
+    """
+    generators = [device] if device.type == "cuda" else []
+    without_autocast = torch.autocast(device.type, enabled=False)
+    with outside_tracing(), torch.random.fork_rng(generators), torch.no_grad(), without_autocast:
+        yield
+
+
+def signature(node: fx.Node) -> str:
+    """Describe a call: operator, layouts and element types of its tensors, what memory they share, all other arguments.
+
+    Two calls of the same signature run the same kernels.
+    """
+    storages: dict[int, int] = {}
+
+    def layout(tensor: torch.Tensor) -> str:
+        storage, nbytes = storage_id(tensor), tensor.untyped_storage().nbytes()
+        shared = f"@{storages[storage]}" if storage in storages else ""
+        storages.setdefault(storage, len(storages))
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{list(tensor.stride())}/{nbytes}{shared}"
+
+    def described(argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return "+".join(map(layout, tensors_of(argument)))
+        if isinstance(argument, (list, tuple)):
+            return f"[{', '.join(map(described, argument))}]"
+        return repr(argument)
+
+    described_arguments = [*map(described, node.args), *(f"{k}={described(v)}" for k, v in node.kwargs.items())]
+    return f"{node.target}({', '.join(described_arguments)})"
+
+
+def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
+    """Make real tensors in place of the fake ones that an operation was traced with: ones, and valid indices.
+
+    What shares memory there shares it here: a kernel may copy one of two arguments that are the same.
+    """
+    fake = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    bound = _INDEX_BOUND.get(node.target)  # type: ignore[call-overload]
+    below = int(bound(fake[0])) if bound else 1
+    ends = _GROUP_ENDS.get(node.target)  # type: ignore[call-overload]
+    storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def filled(leaf: FakeTensor) -> torch.Tensor:
+        elements = leaf.untyped_storage().nbytes() // leaf.element_size()
+        where = device if leaf.device.type != "cpu" or device.type == "cpu" else leaf.device
+        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+            return torch.ones(elements, dtype=leaf.dtype, device=where)
+        if ends is not None:
+            return torch.full((elements,), ends(fake[0]), dtype=leaf.dtype, device=where)
+        if below > 1 and leaf.dtype in (torch.int64, torch.int32):
+            # A stride that shares no factor with most bounds visits rows in no order that a cache would like.
+            return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(leaf.dtype)
+        return torch.zeros(elements, dtype=leaf.dtype, device=where)
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        key = storage_id(leaf), leaf.dtype
+        if key not in storages:
+            storages[key] = filled(leaf)
+        return storages[key].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+    args, kwargs = pytree.tree_map(real, fake)
+    return args, kwargs

@@ -1,0 +1,112 @@
+"""Where a node of the joint graph comes from: module path, source line, and a stable key."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import fx
+
+from planner.ir.graph import Phase
+
+_SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
+_STEP = re.compile(r"\._modules\[(['\"])(.*?)\1\]|\[(['\"])(.*?)\3\]|\[(\d+)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Path of the module and ``file:line`` of the user's code; empty where unknown."""
+
+    module: str = ""
+    source: str = ""
+
+
+class Places:
+    """The place of every node; a backward node takes that of the forward node it belongs to.
+
+    AOTAutograd gives a backward node the sequence number of the forward node whose derivative
+    it computes.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._own = {node: Place(_module(node), _source(node)) for node in graph.nodes}
+        self._of_sequence: dict[int, Place] = {}
+        for node, place in self._own.items():
+            number = node.meta.get("seq_nr")
+            if number is not None and place.module and node.meta.get("partitioner_tag") != "is_backward":
+                self._of_sequence[number] = place
+
+    def __getitem__(self, node: fx.Node) -> Place:
+        own = self._own[node]
+        if own.module:
+            return own
+        origin = self._of_sequence.get(node.meta.get("seq_nr", -1), own)
+        return Place(origin.module, own.source or origin.source)
+
+
+class Keys:
+    """Hands out keys ``module|target|phase+occurrence``, the same for the same model each time."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+
+    def next(self, module: str, target: str, phase: Phase) -> str:
+        """Give the key of the next operation with this module, target and phase."""
+        place = (module, target, phase[0])
+        self._seen[place] += 1
+        return f"{module}|{target}|{phase[0]}{self._seen[place] - 1}"
+
+
+def module_path(dynamo_path: str) -> str:
+    """Turn Dynamo's name of a module into the one that ``named_modules`` has.
+
+    Examples
+    --------
+    >>> module_path("L['model'].transformer._modules['h']._modules['0'].attn")
+    'transformer.h.0.attn'
+    """
+    path = _ROOT.sub("", dynamo_path).removeprefix(".__self__")
+    path = _STEP.sub(lambda m: "." + next(g for g in (m[2], m[4], m[5]) if g is not None), path)
+    return path.strip(".")
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _class = list(stack.values())[-1]
+    return module_path(path)
+
+
+def _source(node: fx.Node) -> str:
+    # Dynamo lists the innermost call last; of the user's code that line is wanted, not of torch's or ours.
+    found = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in found if not is_library(file)]
+    return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def short_path(file: str) -> str:
+    """Give a path as people name it: from the working directory, or from where packages are installed.
+
+    Examples
+    --------
+    >>> short_path("anywhere/lib/site-packages/transformers/loss/loss_utils.py")
+    'transformers/loss/loss_utils.py'
+    >>> short_path("somewhere/ipykernel_321/1612897602.py")
+    'notebook cell'
+    """
+    if os.path.basename(os.path.dirname(file)).startswith("ipykernel_"):
+        return "notebook cell"  # of which Jupyter makes a file whose name says nothing
+    packages = f"{os.sep}site-packages{os.sep}"
+    if packages in file:
+        return file.rpartition(packages)[2]
+    beneath = os.path.relpath(file)
+    return file if beneath.startswith(os.pardir) else beneath
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is torch's or this package's way into the model, not a user's code."""
+    return f"{os.sep}torch{os.sep}" in file or file.startswith("<") or os.path.basename(file) == "capture.py"

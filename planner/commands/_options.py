@@ -1,0 +1,206 @@
+"""What can be typed after the commands, and how it is checked before anything is done."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any, NoReturn
+
+from planner.common.chunks import AUTO, OFF, Chunk
+from planner.errors import UsageError
+from planner.plans.pipeline_schedules import PipelineSchedule
+
+DTYPES = {
+    "fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16",
+    "fp16": "float16", "float16": "float16", "fp64": "float64", "float64": "float64",
+}  # fmt: skip
+"""Names of element types as people write them."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def model_options() -> Parser:
+    """Give the options that name a model and its sizes."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("model")
+    group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
+    group.add_argument(
+        "--model", metavar="SPEC", help="path/to/file.py:factory or package.module:factory, giving (model, inputs)"
+    )
+    for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
+        group.add_argument(option, type=count, metavar="N")
+    group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
+    return parser
+
+
+def training_options() -> Parser:
+    """Give the options on what surrounds the step; names are checked where they are known."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("training")
+    group.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        default="none",
+        help="adamw, momentum, adafactor, adam8bit, ...: count its memory",
+    )
+    group.add_argument("--master-weights", action="store_true", help="16-bit parameters have float32 copies")
+    group.add_argument("--accumulate", action="store_true", help="gradients of earlier backwards are resident")
+    group.add_argument("--data-parallel", choices=("none", "ddp", "fsdp2"), default="none")
+    group.add_argument("--ranks", type=count, metavar="N", default=1, help="devices that train together")
+    group.add_argument(
+        "--tensor-parallel", type=count, metavar="N", default=1, help="devices that share each layer; planned, not run"
+    )
+    group.add_argument("--reserve", metavar="SIZE", default="", help="what is to stay free: 1GiB, 5%% of the device")
+    return parser
+
+
+def pipeline_options(parser: argparse.ArgumentParser) -> None:
+    """Add what cuts the model into the stages of a pipeline."""
+    group = parser.add_argument_group("pipeline (the batch size is that of one micro-batch)")
+    group.add_argument("--pipeline-stages", type=count, metavar="N", help="plan each of N devices in a row")
+    group.add_argument("--micro-batches", type=count, metavar="M", help="of one training step")
+    group.add_argument("--schedule", metavar="NAME", help="1f1b (default), gpipe or interleaved")
+    group.add_argument(
+        "--chunks", type=count, metavar="V", help="groups of layers on each device if interleaved (default 2)"
+    )
+
+
+def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Give the options on a pipeline, refused where they do not go together; none if there is no pipeline."""
+    if args.pipeline_stages is None:
+        if given := [name for name in ("micro_batches", "schedule", "chunks") if getattr(args, name, None) is not None]:
+            raise UsageError(f"--{given[0].replace('_', '-')} is for a pipeline: give --pipeline-stages N too")
+        return {}
+    if args.micro_batches is None:
+        raise UsageError("--pipeline-stages needs --micro-batches M: how many one training step has")
+    refused = {"--activation-budget": args.activation_budget, "--save": args.save, "--verify": args.verify,
+               "--operations": args.operations, "--html": args.html, "--tree": args.tree,
+               "--memory-viz": args.memory_viz, "--timings": args.timings,
+               "--runtime": args.runtime != "auto", "--offload": args.offload, "--strategy": args.strategy,
+               "--chunk": args.chunk != OFF}  # fmt: skip
+    if given := [option for option, value in refused.items() if value]:
+        raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
+    schedule = args.schedule or "1f1b"
+    made = PipelineSchedule(
+        stages=args.pipeline_stages,
+        micro_batches=args.micro_batches,
+        name=schedule,
+        chunks=args.chunks or (2 if schedule == "interleaved" else 1),
+    )
+    return {
+        "stages": made.stages,
+        "micro_batches": made.micro_batches,
+        "schedule": made.name,
+        "chunks": made.chunks,
+    }
+
+
+def solving_options() -> Parser:
+    """Give the options on costs, solver and results."""
+    parser = Parser(add_help=False)
+    group = parser.add_argument_group("solving and results")
+    group.add_argument(
+        "--device",
+        metavar="NAME",
+        help="accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",
+    )
+    group.add_argument(
+        "--cost-model",
+        metavar="NAME",
+        default="roofline",
+        help="roofline (from the device's data sheet) or measured (each different operation is run here)",
+    )
+    group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded, here or on another machine")
+    group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
+    offload_options(group)
+    group.add_argument("--solver", metavar="NAME", default="auto")
+    group.add_argument(
+        "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
+    )
+    group.add_argument(
+        "--deterministic", action="store_true", help="count work instead of seconds: the same plan every time"
+    )
+    group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver (default 0)")
+    group.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
+    group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
+    group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
+    return parser
+
+
+def offload_options(parser: argparse._ArgumentGroup) -> None:
+    """Add what lets values wait in the host's memory."""
+    parser.add_argument("--offload", action="store_true", help="let values wait in the host's memory too")
+    parser.add_argument(
+        "--host-budget", metavar="SIZE", help="what they may take of it: 64GiB, 60%% (default 50%% of this machine's)"
+    )
+    parser.add_argument("--offload-at-least", metavar="SIZE", default="1MiB", help="smaller values stay (default 1MiB)")
+    parser.add_argument(
+        "--offload-lossy", action="store_true", help="as bfloat16 in place of float32: gradients are not bit-equal"
+    )
+
+
+def timings_option(parser: argparse.ArgumentParser) -> None:
+    """Add what shows how long each stage took."""
+    parser.add_argument("--timings", action="store_true", help="show how long each stage of planning took")
+
+
+def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the budgets to a command, of which one at most is given, and what may stand in place of one."""
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
+    group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
+    return group
+
+
+def chunk_option(parser: argparse.ArgumentParser) -> None:
+    """Add in how many slices to compute what makes the peak."""
+    parser.add_argument(
+        "--chunk",
+        metavar="auto|off|N",
+        type=_chunk,
+        default=OFF,
+        help="compute what makes the peak in N slices; auto tries several (default off)",
+    )
+
+
+def _chunk(text: str) -> Chunk:
+    try:
+        return text if text in (AUTO, OFF) else count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of slices") from None
+
+
+def count(text: str) -> int:
+    """Read a whole number above zero."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Read a whole number."""
+    if not (text.isascii() and text.isdigit() and int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds above zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+    return number

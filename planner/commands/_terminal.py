@@ -1,0 +1,154 @@
+"""What a command shows: results on standard output, how it stands on standard error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from planner.ir.problem import Progress
+
+
+_IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░─│└├·…", "   #####.-|++-~")
+"""What stands for what a report draws with; half a block and more are a whole one."""
+
+
+def show(draw: Callable[[Any], None]) -> None:
+    """Print what is drawn on a console of the terminal's width, in whatever encoding standard output has."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as capture:
+        draw(console)
+    sys.stdout.write(encodable(capture.get(), sys.stdout.encoding or "utf-8"))
+
+
+def encodable(text: str, encoding: str) -> str:
+    """Give a text in characters that an encoding has; where blocks and lines are missing, ASCII draws them."""
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_IN_ASCII).encode(encoding, "replace").decode(encoding)
+    return text
+
+
+def write_json(report: dict[str, Any], path: str | None) -> None:
+    """Write a report to a file, or for ``"-"`` to standard output; nothing without a path."""
+    if path is None:
+        return
+    text = json.dumps(report, indent=1, allow_nan=False) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        from planner.common.atomic import write_text
+
+        write_text(path, text)
+
+
+@contextmanager
+def quiet(debug: bool) -> Iterator[None]:
+    """Keep what torch logs and warns on the way out of sight: errors of ours say what matters."""
+    if debug:
+        yield
+        return
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def reporting(debug: bool) -> Iterator[Progress]:
+    """Show on standard error, if that is a terminal, how the work stands."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    with nullcontext() if debug or not console.is_terminal else console.status("starting") as status:
+        yield lambda line: status.update(Text(line)) if status else None
+
+
+class Bar:
+    """How far a long search is, on standard error: a line that says what is being done, and how much is.
+
+    Parameters
+    ----------
+    draw : callable, optional
+        ``draw(line=..., done=..., total=...)``, each of them optional.
+    """
+
+    def __init__(self, draw: Callable[..., None] | None = None) -> None:
+        self._draw = draw
+
+    def __call__(self, line: str) -> None:
+        """Say what is being done."""
+        if self._draw is not None:
+            self._draw(line=line)
+
+    def count(self, done: int, total: int) -> None:
+        """Say how much of it is done."""
+        if self._draw is not None:
+            self._draw(done=done, total=total)
+
+
+@contextmanager
+def counting(debug: bool) -> Iterator[Bar]:
+    """Show a progress bar on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    console = Console(stderr=True)
+    if debug or not console.is_terminal:
+        yield Bar()
+        return
+    columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("starting", total=None)
+
+        def draw(line: str | None = None, done: int | None = None, total: int | None = None) -> None:
+            shown.update(task, description=escape(line) if line else None, completed=done, total=total)
+
+        yield Bar(draw)
+
+
+class Interrupts:
+    """Remembers that Ctrl-C was pressed while this is entered.
+
+    An exception that arrives while a library written in C converts its arguments is lost there, or becomes another.
+    """
+
+    def __init__(self) -> None:
+        self.arrived = False
+
+    def __enter__(self) -> Interrupts:
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raise what was lost."""
+        if self.arrived:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.arrived = True
+        signal.default_int_handler(number, frame)

@@ -1,0 +1,290 @@
+"""Real steps with and without a plan: what they hold, how long they take, and whether a bit differs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from planner import runtimes
+from planner.capture.inputs import Inputs, LossFunction, run_backward
+from planner.capture.memory import measure_peak
+from planner.capture.torch_internals import install_call, installed_call, uninstall_call
+from planner.common.chunks import TOLERANCE, slices_of
+from planner.ir.static_memory import LossMemory
+from planner.plans.planning import Plan, Verification
+from planner.runtimes import Running
+from planner.session.step import options_of
+
+ROUNDED = 0.05
+"""How far loss and gradients may be off where values are rounded on their way to the host, as a share of their length.
+Rounding puts them some thousandths off; what is further off magnifies it, and is not to pass for that."""
+
+_NOWHERE_NEAR = 1e9
+"""An error in place of one that is no number: JSON has none such."""
+
+_ANY_BYTES = 2**60
+"""A budget that every step keeps."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step left behind: copies, so that later steps do not touch them."""
+
+    loss: tuple[torch.Tensor, ...]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    random_states: tuple[torch.Tensor, ...]
+
+
+def verify(
+    model: nn.Module,
+    inputs: Inputs,
+    plan: Plan,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss: LossMemory | None = None,
+    timed_steps: int = 5,
+) -> Verification:
+    """Run real steps with the plan and with the full-save graph, interleaved, and compare.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A real model; its parameters, buffers, gradients and the random state are put back afterwards.
+    inputs : Inputs
+    plan : Plan
+    loss_fn : callable, optional
+        From the model's output to a scalar loss.
+    loss : LossMemory, optional
+        What that loss takes.
+    timed_steps : int
+        Pairs of steps that are timed; the overhead is the median of their ratios, so that a machine that
+        becomes slower or faster meanwhile does not count.
+
+    Returns
+    -------
+    Verification
+        Peaks are of the whole device: what is resident is added to what the step was seen to allocate.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the plan is of another model or of other shapes.
+    """
+    device = next((t.device for t in [*model.parameters(), *inputs.tensors()]), torch.device("cpu"))
+    resident_bytes = sum(plan.static_bytes.values())
+    options = options_of(plan, loss=loss)
+    unbounded_bytes = 4 * max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)  # code may hold more than the graph
+    way = runtimes.get(plan.runtime)
+    with _restored(model):
+        ways = {
+            "planned": way.start(model, options, plan=plan, replan=False),
+            "baseline": way.start(model, replace(options, budget=unbounded_bytes)),
+        }
+        timed = list(ways.items())
+        if slices_of(plan.fingerprint) > 1:
+            ways["in one piece"] = way.start(model, replace(options, budget=_ANY_BYTES, chunk=1))
+        results, peaks = {}, {}
+        seconds: dict[str, list[float]] = {name: [] for name, _ in timed}
+        start = _ModelState(model)
+        for name, runtime in ways.items():
+            with _running(model, runtime):
+                _step(model, inputs, loss_fn)  # captures, plans and compiles
+                start.put_back(model)
+                peak_bytes, kept = measure_peak(lambda: _step(model, inputs, loss_fn), device)
+                peaks[name] = peak_bytes + resident_bytes
+                results[name] = _result(model, kept)
+                del kept
+                start.put_back(model)
+        for number in range(timed_steps):
+            for name, runtime in reversed(timed) if number % 2 else timed:  # neither always goes first
+                with _running(model, runtime):
+                    model.zero_grad(set_to_none=True)
+                    begun = time.perf_counter()
+                    _step(model, inputs, loss_fn)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    seconds[name].append(time.perf_counter() - begun)
+    kinds = {line.split(" ", 1)[0] for line in compare(results["baseline"], results["planned"])}
+    lossy = plan.offloading is not None and plan.offloading.rounded > 0
+    tolerance = ROUNDED if lossy else way.tolerance
+    differences = compare(results["baseline"], results["planned"], tolerance=tolerance, in_roundings=not lossy)
+    one_piece, in_slices = results.get("in one piece"), results["baseline" if lossy else "planned"]
+    if one_piece is not None:
+        far = compare(one_piece, in_slices, tolerance=TOLERANCE)
+        differences += [f"{line}, held against the step in one piece" for line in far]
+    ratios = [planned / baseline for planned, baseline in zip(seconds["planned"], seconds["baseline"], strict=True)]
+    return Verification(
+        peak_bytes=peaks["planned"],
+        baseline_peak_bytes=peaks["baseline"],
+        overhead=statistics.median(ratios) - 1.0,
+        loss_equal="loss" not in kinds,
+        gradients_bitwise_equal="gradient" not in kinds,
+        buffers_equal=not kinds & {"buffer", "random"},
+        differences=tuple(differences),
+        steps=timed_steps,
+        tolerance=tolerance,
+        from_one_piece=0.0 if one_piece is None else distance(one_piece, in_slices),
+        rounding_error=_rounding_error(results["baseline"], results["planned"]) if lossy else None,
+    )
+
+
+def compare(
+    expected: StepResult, actual: StepResult, *, tolerance: float = 0.0, in_roundings: bool = True
+) -> list[str]:
+    """Say in one line each what differs between two steps.
+
+    Parameters
+    ----------
+    expected, actual : StepResult
+    tolerance : float
+        How long the difference of two tensors may be, as a share of the expected one's length (both Euclidean),
+        for float32; as many roundings for other types. A gradient counts as no shorter than a hundredth
+        of all gradients together: one that cancels out is nothing but rounding. 0 compares bits.
+    in_roundings : bool
+        Whether that is for float32 and for other types as many roundings, or the same share for all.
+    """
+    shortest = _shortest(expected)
+    lines = []
+    if len(expected.loss) != len(actual.loss) or not all(
+        _close(a, b, tolerance, in_roundings=in_roundings) for a, b in zip(expected.loss, actual.loss, strict=True)
+    ):
+        lines.append("loss or outputs differ")
+    for name, gradient in expected.gradients.items():
+        other = actual.gradients[name]
+        if (gradient is None) != (other is None):
+            lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
+        elif (
+            gradient is not None
+            and other is not None
+            and not _close(gradient, other, tolerance, shortest, in_roundings=in_roundings)
+        ):
+            lines.append(f"gradient of {name} differs by up to {(gradient - other).abs().max().item():.3g}")
+    lines += [
+        f"buffer {name} differs"
+        for name, buffer in expected.buffers.items()
+        if not _close(buffer, actual.buffers[name], tolerance, in_roundings=in_roundings)
+    ]
+    if not all(map(torch.equal, expected.random_states, actual.random_states)):
+        lines.append("random state after the step differs")
+    return lines
+
+
+def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = True) -> float:
+    """Give the largest difference of loss and gradients, as :func:`compare` measures it."""
+    shortest = _shortest(expected)
+    pairs = [(a, b, 0.0) for a, b in zip(expected.loss, actual.loss, strict=True) if a.is_floating_point()]
+    for name, gradient in expected.gradients.items():
+        other = actual.gradients[name]
+        if gradient is not None and other is not None:
+            pairs.append((gradient, other, shortest))
+    different = ((a, b, least) for a, b, least in pairs if not bitwise_equal(a, b))
+    return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in different), default=0.0)
+
+
+def _rounding_error(expected: StepResult, actual: StepResult) -> float:
+    error = distance(expected, actual, in_roundings=False)
+    return error if math.isfinite(error) else _NOWHERE_NEAR
+
+
+def _shortest(expected: StepResult) -> float:
+    """Give the length that a gradient counts as at least."""
+    gradients = [g for g in expected.gradients.values() if g is not None]
+    return 0.01 * torch.stack([g.norm().double() for g in gradients]).norm().item() if gradients else 0.0
+
+
+def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool) -> float:
+    """Give the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
+    roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps if in_roundings else 1.0
+    length = max(expected.double().norm().item(), shortest)
+    apart = (expected.double() - actual.double()).norm().item()
+    return apart / (roundings * length) if apart else 0.0
+
+
+def _close(
+    expected: torch.Tensor, actual: torch.Tensor, tolerance: float, shortest: float = 0.0, *, in_roundings: bool
+) -> bool:
+    """Whether two tensors are equal to the last bit, or as near as the tolerance says."""
+    if bitwise_equal(expected, actual):
+        return True
+    if expected.shape != actual.shape or expected.dtype != actual.dtype or not expected.is_floating_point():
+        return False
+    return _apart(expected, actual, shortest, in_roundings=in_roundings) <= tolerance
+
+
+def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Compare bits: NaNs of the same bits are equal, zeros of different sign are not."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
+
+
+def _step(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) -> Any:
+    outputs = model(*inputs.args, **inputs.kwargs)
+    run_backward(outputs, loss_fn)
+    return outputs
+
+
+def _result(model: nn.Module, outputs: Any) -> StepResult:
+    return StepResult(
+        loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
+        gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+        buffers={name: b.clone() for name, b in model.named_buffers()},
+        random_states=_random_states(),
+    )
+
+
+def _random_states() -> tuple[torch.Tensor, ...]:
+    """Give the state of the CPU's generator, and of each GPU's."""
+    return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()))
+
+
+class _ModelState:
+    """Buffers, gradients and random state, so that both ways start from the same."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        self.random_states = _random_states()
+
+    def put_back(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(self.buffers[name])
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.set_rng_state(self.random_states[0])
+        if self.random_states[1:]:
+            torch.cuda.set_rng_state_all(self.random_states[1:])
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    state = _ModelState(model)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        state.put_back(model)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+
+
+@contextmanager
+def _running(model: nn.Module, runtime: Running) -> Iterator[None]:
+    previous = installed_call(model)
+    install_call(model, runtime)
+    try:
+        yield
+    finally:
+        uninstall_call(model) if previous is None else install_call(model, previous)

@@ -1,0 +1,130 @@
+"""An export of a plan to another framework, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from planner.common.atomic import write_text
+from planner.common.units import format_bytes, format_percent
+from planner.errors import UsageError
+from planner.ir.module_regions import Saved
+
+
+class Label(StrEnum):
+    """How much of a plan an export carries over."""
+
+    EXACT = "exact"
+    APPROXIMATE = "approximate"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What a framework is told to run again.
+
+    Parameters
+    ----------
+    groups : tuple of tuple of str
+        Paths of modules; those of one group run again together, as one.
+    saved : tuple of str
+        Names of what is kept inside of them.
+    saves : callable, optional
+        Whether what an operation makes is among ``saved``.
+    settings : dict
+        The framework's own words for it.
+    """
+
+    groups: tuple[tuple[str, ...], ...] = ()
+    saved: tuple[str, ...] = ()
+    saves: Saved | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All modules that run again."""
+        return tuple(module for group in self.groups for module in group)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a way to recompute takes: the whole device's bytes, and time beside the step without recompute."""
+
+    peak_bytes: int
+    overhead: float
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.peak_bytes)}, +{format_percent(self.overhead)} step time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A plan in the words of another framework.
+
+    Parameters
+    ----------
+    target : str
+        Name of the framework.
+    model : str
+        Name of the model.
+    label : Label
+        ``"exact"`` (what runs there is the plan), ``"approximate"`` or ``"unsupported"``.
+    reason : str
+        Why it has that label.
+    lost : tuple of str
+        What else differs there, one line each.
+    language : str
+        Of the text: ``"python"``, ``"shell"`` or ``"yaml"``.
+    text : str
+        The configuration or code; empty if unsupported.
+    modules : tuple of str
+        What runs again there; a path stands for all of a module.
+    budget_bytes : int
+        The plan's budget.
+    plan : Figures
+        The plan itself.
+    predicted : Figures, optional
+        The export, simulated; None if unsupported.
+    """
+
+    target: str
+    model: str
+    label: Label
+    reason: str
+    lost: tuple[str, ...] = ()
+    language: str = "python"
+    text: str = ""
+    modules: tuple[str, ...] = ()
+    budget_bytes: int
+    plan: Figures
+    predicted: Figures | None = None
+
+    @property
+    def verdict(self) -> str:
+        """One line: the label, and what the export costs beside the plan."""
+        if self.predicted is None:
+            return f"{self.target}: {self.label}: {self.reason}"
+        return (
+            f"{self.target}: {self.label}: the export peaks at {format_bytes(self.predicted.peak_bytes)} "
+            f"(budget {format_bytes(self.budget_bytes)}) and pays +{format_percent(self.predicted.overhead)} "
+            f"where the plan pays +{format_percent(self.plan.overhead)}; {self.reason}"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Give all of it as plain data."""
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the text to a file, whole or not at all.
+
+        Raises
+        ------
+        UsageError
+            If there is no text, or the file cannot be written.
+        """
+        if self.label is Label.UNSUPPORTED:
+            raise UsageError(self.verdict)
+        write_text(path, self.text)

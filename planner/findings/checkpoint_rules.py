@@ -1,0 +1,143 @@
+"""Rules on the checkpointing that a model does itself: where it gives wrong numbers, and where it costs too much."""
+
+from __future__ import annotations
+
+from planner.findings.finding import Severity, collapsed
+from planner.findings.rules import Rule
+from planner.findings.subject import CheckpointCall, Subject
+
+_LEAVE_IT_TO_A_PLAN = "or turn the model's own checkpointing off and use planner.auto_wrap"
+
+
+def _draws_anew(subject: Subject) -> str:
+    calls = [call for call in subject.calls if call.draws and not call.preserves_random_state]
+    drawn = [draw for call in calls for draw in call.draws]
+    return f"preserve_rng_state=False in {_regions(calls)}, which draw: {collapsed(drawn)}" if calls else ""
+
+
+def _cut_off(subject: Subject) -> str:
+    calls = [
+        call for call in subject.calls if call.reentrant and call.trainable and not (call.gets_gradient or call.nested)
+    ]
+    return f"use_reentrant=True in {_regions(calls)}: no argument requires a gradient" if calls else ""
+
+
+def _updated_twice(subject: Subject) -> str:
+    calls = [call for call in subject.calls if call.updates]
+    return f"{_regions(calls)}: {collapsed([name for call in calls for name in call.updates])}" if calls else ""
+
+
+def _overwritten(subject: Subject) -> str:
+    calls = [call for call in subject.calls if call.selective and call.overwrites]
+    written = [name for call in calls for name in call.overwrites]
+    return f"{_regions(calls)}, under a context_fn: {collapsed(written)}" if calls else ""
+
+
+def _chosen_again(subject: Subject) -> str:
+    calls = [call for call in subject.calls if call.chooses]
+    return f"{_regions(calls)}: {collapsed([name for call in calls for name in call.chooses])}" if calls else ""
+
+
+def _nested(subject: Subject) -> str:
+    inner = [call for call in subject.calls if call.nested]
+    return f"{_regions(inner)}: inside regions that are checkpointed already" if inner else ""
+
+
+def _nothing_to_save(subject: Subject) -> str:
+    calls = [call for call in subject.calls if not (call.trainable or call.gets_gradient or call.nested)]
+    return f"{_regions(calls)}: neither parameters nor inputs require a gradient" if calls else ""
+
+
+def _cast_and_tied(subject: Subject) -> str:
+    reentrant = [call for call in subject.calls if call.reentrant]
+    if not (reentrant and subject.cast_while_tied):
+        return ""
+    return f"{collapsed(subject.cast_while_tied)}, cast in the forward; use_reentrant=True in {_regions(reentrant)}"
+
+
+def _already_on(subject: Subject) -> str:
+    if subject.calls:
+        return f"{_regions(subject.calls)}; calls of torch.utils.checkpoint in one forward: {len(subject.calls)}"
+    switched = [module.label for module in subject.modules if module.checkpointing_on]
+    return f"{collapsed(switched)}; modules that checkpoint themselves: {len(switched)}" if switched else ""
+
+
+def _regions(calls: list[CheckpointCall] | tuple[CheckpointCall, ...]) -> str:
+    return collapsed([call.region for call in calls])
+
+
+RULES = (
+    Rule(
+        name="random-state-not-kept",
+        severity=Severity.ERROR,
+        evidence=_draws_anew,
+        cause="the backward draws other random numbers than the forward did, so gradients are those of another step",
+        fix="pass preserve_rng_state=True (Hugging Face: leave it out of gradient_checkpointing_kwargs), "
+        f"{_LEAVE_IT_TO_A_PLAN}",
+    ),
+    Rule(
+        name="reentrant-without-gradient",
+        severity=Severity.ERROR,
+        evidence=_cut_off,
+        cause="the reentrant kind links a region to the backward only through its inputs, so these parameters "
+        "get no gradient at all",
+        fix="pass use_reentrant=False, or let the input require a gradient "
+        "(Hugging Face: enable_input_require_grads())",
+    ),
+    Rule(
+        name="state-updated-twice",
+        severity=Severity.ERROR,
+        evidence=_updated_twice,
+        cause="plain checkpointing runs the region again in the backward, so running statistics and other buffers "
+        "change twice in each step",
+        fix=f"checkpoint around these modules, {_LEAVE_IT_TO_A_PLAN}, which updates them once",
+    ),
+    Rule(
+        name="inplace-on-saved",
+        severity=Severity.ERROR,
+        evidence=_overwritten,
+        cause="a policy that saves matrix products keeps a tensor that is overwritten later in the forward; gradients "
+        "are then wrong, or torch stops with an error",
+        fix=f"write these operations out of place, let the policy save nothing there, {_LEAVE_IT_TO_A_PLAN}",
+    ),
+    Rule(
+        name="routing-recomputed",
+        severity=Severity.WARNING,
+        evidence=_chosen_again,
+        cause="what is chosen by rank is chosen again in the backward: where kernels are not deterministic, a token "
+        "may go to other experts than in the forward",
+        fix=f"checkpoint the experts without the router, {_LEAVE_IT_TO_A_PLAN} on deterministic kernels",
+    ),
+    Rule(
+        name="nested-checkpoints",
+        severity=Severity.WARNING,
+        evidence=_nested,
+        cause="the inner region runs three times in a step: in the forward, again for the outer region, and once more "
+        "for itself",
+        fix=f"checkpoint either the outer or the inner modules, {_LEAVE_IT_TO_A_PLAN}",
+    ),
+    Rule(
+        name="nothing-to-save",
+        severity=Severity.WARNING,
+        evidence=_nothing_to_save,
+        cause="no backward goes through the region, so nothing would be saved, and checkpointing only costs",
+        fix="do not checkpoint it",
+    ),
+    Rule(
+        name="tied-weights-under-autocast",
+        severity=Severity.WARNING,
+        evidence=_cast_and_tied,
+        cause="autocast casts the shared weight once for both uses, but once more where a region is recomputed: the "
+        "two gradients are then added in another precision, and the last bits differ",
+        fix=f"pass use_reentrant=False, {_LEAVE_IT_TO_A_PLAN}",
+    ),
+    Rule(
+        name="checkpointing-already-on",
+        severity=Severity.WARNING,
+        evidence=_already_on,
+        cause="the model recomputes whole regions by itself, whatever the budget; a plan takes its place in a "
+        "captured step, elsewhere the two add up",
+        fix="turn it off before planning (Hugging Face: gradient_checkpointing_disable())",
+    ),
+)
+"""Most of them need the forward to be followed; see ``planner.diagnose.observe``."""

@@ -1,0 +1,160 @@
+"""Rules on modules and settings, and on whether the step could be captured."""
+
+from __future__ import annotations
+
+from planner.common.units import format_bytes
+from planner.findings.finding import Severity, collapsed
+from planner.findings.rules import Rule
+from planner.findings.subject import ModuleFacts, Subject
+
+
+def _not_captured(subject: Subject) -> str:
+    return subject.not_captured
+
+
+def _unseen(subject: Subject) -> str:
+    return subject.unseen
+
+
+def _hooks(subject: Subject) -> str:
+    return collapsed([module.label for module in subject.modules if module.full_backward_hooks])
+
+
+def _cache(subject: Subject) -> str:
+    if subject.returned_cache is False:
+        return ""
+    filling = [f"{module.label} ({module.kind})" for module in subject.modules if module.fills_cache]
+    return f"config.use_cache=True in {collapsed(filling)}, in training mode" if filling else ""
+
+
+def _unused(subject: Subject) -> str:
+    return collapsed([f"{m.label} has find_unused_parameters=True" for m in subject.modules if m.finds_unused])
+
+
+def _sharded_within(subject: Subject) -> str:
+    own = [module.path for module in subject.modules if module.checkpointing_on]
+    # A wrapper that is sharded as a whole is in the right order, though it calls what it wraps.
+    outer = {module.path for module in subject.modules if module.checkpointing_on and not module.sharded}
+    outer |= {call.region for call in subject.calls if call.region not in own}
+    inside = [m.label for m in subject.modules if m.sharded and any(_beneath(m.path, path) for path in outer)]
+    return f"{collapsed(inside)}: sharded inside a region that is checkpointed" if inside else ""
+
+
+def _sharded(subject: Subject) -> str:
+    units = [module.label for module in subject.modules if module.sharded]
+    return f"{collapsed(units)}; FSDP units: {len(units)}" if units else ""
+
+
+def _statistics(subject: Subject) -> str:
+    if any(call.updates for call in subject.calls):
+        return ""
+    updating = [module for module in subject.modules if module.updates_statistics]
+    return (
+        f"{collapsed([m.label for m in updating])}; modules with running statistics: {len(updating)}"
+        if updating
+        else ""
+    )
+
+
+def _frozen(subject: Subject) -> str:
+    frozen: list[ModuleFacts] = []
+    for module in subject.modules:
+        beneath = any(_beneath(module.path, outer.path) for outer in frozen)
+        if module.parameter_bytes and not module.trainable and not beneath:
+            frozen.append(module)
+    total_bytes = sum(module.parameter_bytes for module in frozen)
+    return f"{collapsed([m.label for m in frozen])}: {format_bytes(total_bytes)} of parameters" if frozen else ""
+
+
+def _loss(subject: Subject, *, counted: bool) -> str:
+    if not subject.outside_bytes or subject.counts_loss is not counted:
+        return ""
+    return f"the model gives {format_bytes(subject.outside_bytes)} to what comes after it, and no loss"
+
+
+def _beneath(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+RULES = (
+    Rule(
+        name="not-captured",
+        severity=Severity.WARNING,
+        evidence=_not_captured,
+        cause="a plan needs the whole step as one graph, with fixed shapes",
+        fix="take what is named out of the forward, or put it under 'if not torch.compiler.is_compiling()'",
+    ),
+    Rule(
+        name="full-backward-hooks",
+        severity=Severity.WARNING,
+        evidence=_hooks,
+        cause="a captured step has no modules in its backward that hooks could be called for, so it is refused",
+        fix="remove them (handle.remove()), or hook the output: output.register_hook(...)",
+    ),
+    Rule(
+        name="use-cache",
+        severity=Severity.WARNING,
+        evidence=_cache,
+        cause="keys and values of all layers are given back for a generation that does not follow, and stay alive; "
+        "with them a layer's output is more than its activations, and checkpointing them is ruled out",
+        fix="set model.config.use_cache = False for training",
+    ),
+    Rule(
+        name="ddp-finds-unused",
+        severity=Severity.WARNING,
+        evidence=_unused,
+        cause="DDP walks the graph after each forward to mark what gets no gradient; with reentrant checkpointing it "
+        "marks the wrong parameters, and a planned backward gives all gradients anyway",
+        fix="leave find_unused_parameters out, and freeze or remove what the loss never reaches",
+    ),
+    Rule(
+        name="sharded-inside-checkpoint",
+        severity=Severity.WARNING,
+        evidence=_sharded_within,
+        cause="each recompute gathers the parameters again, beside the gather that the backward does",
+        fix="checkpoint first, shard after: fully_shard (or FSDP) goes around the checkpointed module",
+    ),
+    Rule(
+        name="sharded-before-planning",
+        severity=Severity.WARNING,
+        evidence=_sharded,
+        cause="what is captured would hold the gathering of this rank's shards, and sizes are those of shards",
+        fix="plan and wrap the whole model first, then shard it; count it with data_parallel='fsdp2', ranks=N",
+    ),
+    Rule(
+        name="loss-not-counted",
+        severity=Severity.WARNING,
+        evidence=lambda subject: _loss(subject, counted=False),
+        cause="a loss that is computed outside the captured step needs memory that no plan knows of",
+        fix="return the loss from the model, or pass loss_fn (a factory: as its third value)",
+    ),
+    Rule(
+        name="loss-outside",
+        severity=Severity.NOTE,
+        evidence=lambda subject: _loss(subject, counted=True),
+        cause="loss_fn is measured as a lump and counted, but nothing inside it can be recomputed",
+        fix="return the loss from the model, if it is large",
+    ),
+    Rule(
+        name="batch-norm",
+        severity=Severity.NOTE,
+        evidence=_statistics,
+        cause="under torch.utils.checkpoint they would update their running statistics twice in each step",
+        fix="planner.auto_wrap updates them once; keep plain checkpointing away from them",
+    ),
+    Rule(
+        name="frozen-region",
+        severity=Severity.NOTE,
+        evidence=_frozen,
+        cause="what only frozen parameters read is saved for nobody, so recompute frees less there",
+        fix="run what comes before the first trainable parameter under torch.no_grad()",
+    ),
+    Rule(
+        name="not-followed",
+        severity=Severity.NOTE,
+        evidence=_unseen,
+        cause="the forward could not be run to its end on tensors without data, so rules on the model's own "
+        "checkpointing saw only a part of it",
+        fix="trust silence on these rules less",
+    ),
+)

@@ -1,0 +1,183 @@
+"""Rules on the bytes and seconds of a captured step: what recompute cannot make smaller, or need not."""
+
+from __future__ import annotations
+
+from planner.common.units import format_bytes, format_percent
+from planner.findings.finding import Severity, collapsed
+from planner.findings.rules import Rule
+from planner.findings.subject import Step, Subject
+from planner.ir.graph import Operation, Phase, TrainingGraph
+from planner.ir.simulate import lifetimes
+
+_DOMINATING_STATIC = 0.8
+_DOMINATING_OPTIMIZER = 0.4
+_DOMINATING_VALUE = 0.4
+_DOMINATING_LOGITS = 0.3
+_LOSS_TARGETS = ("log_softmax", "nll_loss", "cross_entropy")
+_FUSED_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention")
+_CHOOSING = ("aten.topk.", "aten.sort.", "aten.argmax.")
+
+
+def _resident(subject: Subject) -> str:
+    if subject.step is None:
+        return ""
+    static_bytes = subject.step.problem.graph.total_static_bytes
+    share = static_bytes / _whole_bytes(subject.step)
+    if share < _DOMINATING_STATIC:
+        return ""
+    kinds = subject.step.problem.graph.static_bytes
+    largest = [kind for kind in sorted(kinds, key=lambda kind: -kinds[kind]) if kinds[kind]]
+    return (
+        f"{format_percent(share)} of {format_bytes(_whole_bytes(subject.step))} ({format_bytes(static_bytes)}: "
+        f"{collapsed(largest)}) is resident before the step"
+    )
+
+
+def _optimizer(subject: Subject) -> str:
+    if subject.step is None:
+        return ""
+    kinds = subject.step.problem.graph.static_bytes
+    size_bytes = kinds.get("optimizer", 0) + kinds.get("master weights", 0)
+    share = size_bytes / _whole_bytes(subject.step)
+    if share < _DOMINATING_OPTIMIZER:
+        return ""
+    return f"{format_bytes(size_bytes)} of state, {format_percent(share)} of {format_bytes(_whole_bytes(subject.step))}"
+
+
+def _logits(subject: Subject) -> str:
+    if subject.step is None:
+        return ""
+    step, graph = subject.step, subject.step.problem.graph
+    around = _around_loss(graph)
+    alive = [value for value in _alive_at_peak(step) if value in around]
+    alive_bytes = sum(graph.values[value].size_bytes for value in alive)
+    share = alive_bytes / max(step.evaluation.peak_bytes, 1)
+    if share < _DOMINATING_LOGITS:
+        return ""
+    makers = [_place(graph.operations[graph.producer[value]]) for value in alive]
+    return (
+        f"{format_bytes(alive_bytes)} made by {collapsed(makers)}, "
+        f"{format_percent(share)} of what the step holds at its peak"
+    )
+
+
+def _one_value(subject: Subject) -> str:
+    if subject.step is None or not (alive := _alive_at_peak(subject.step)):
+        return ""
+    graph = subject.step.problem.graph
+    largest = max(alive, key=lambda value: graph.values[value].size_bytes)
+    size_bytes = graph.values[largest].size_bytes
+    share = size_bytes / max(subject.step.evaluation.peak_bytes, 1)
+    if share < _DOMINATING_VALUE or largest in _around_loss(graph):
+        return ""  # of logits another rule says more
+    return (
+        f"one value of {format_bytes(size_bytes)}, made by {_place(graph.operations[graph.producer[largest]])}, "
+        f"is {format_percent(share)} of what the step holds at its peak"
+    )
+
+
+def _attention(subject: Subject) -> str:
+    if subject.step is None:
+        return ""
+    step, graph = subject.step, subject.step.problem.graph
+    fused = [
+        index
+        for index, operation in enumerate(graph.operations)
+        if operation.phase is Phase.FORWARD and any(kernel in operation.target for kernel in _FUSED_ATTENTION)
+    ]
+    if not fused:
+        return ""
+    saved_bytes = sum(graph.values[value].size_bytes for index in fused for value in graph.operations[index].outputs)
+    seconds = sum(step.problem.costs[index].seconds for index in fused)
+    return (
+        f"{graph.operations[fused[0]].target}, {len(fused)} of it: {format_bytes(saved_bytes)} made "
+        f"in {format_percent(seconds / max(step.evaluation.seconds, 1e-12))} of the step's time"
+    )
+
+
+def _routing(subject: Subject) -> str:
+    if subject.step is None or any(call.chooses for call in subject.calls):
+        return ""
+    choosing = [
+        _place(operation)
+        for operation in subject.step.problem.graph.operations
+        if operation.phase is Phase.FORWARD and operation.target.startswith(_CHOOSING)
+    ]
+    return collapsed(choosing)
+
+
+def _around_loss(graph: TrainingGraph) -> set[int]:
+    """Give the values that a loss over classes reads and makes."""
+    return {
+        value
+        for operation in graph.operations
+        if any(target in operation.target for target in _LOSS_TARGETS)
+        for value in (*operation.inputs, *operation.outputs)
+    }
+
+
+def _alive_at_peak(step: Step) -> list[int]:
+    peak = step.evaluation.peak_position
+    copies = lifetimes(step.problem.graph, step.schedule)
+    return [copy.value for copy in copies if copy.born <= peak <= copy.died]
+
+
+def _whole_bytes(step: Step) -> int:
+    return max(step.problem.budget_bytes + step.problem.graph.total_static_bytes, 1)
+
+
+def _place(operation: Operation) -> str:
+    return f"{operation.target} in {operation.module or 'the model'}"
+
+
+BOTTLENECKS = (
+    Rule(
+        name="static-dominates",
+        severity=Severity.WARNING,
+        evidence=_resident,
+        cause="recompute cannot make that smaller",
+        fix="hold parameters and optimizer state in a smaller dtype, or shard them",
+    ),
+    Rule(
+        name="optimizer-dominates",
+        severity=Severity.WARNING,
+        evidence=_optimizer,
+        cause="recompute cannot make the optimizer's state smaller",
+        fix="take an optimizer that keeps less (adafactor, adam8bit), train fewer parameters, or shard it (fsdp2)",
+    ),
+    Rule(
+        name="logits-dominate",
+        severity=Severity.WARNING,
+        evidence=_logits,
+        cause="logits, their logarithms and their gradient are there at once, whatever is recomputed elsewhere",
+        fix="compute the loss in slices (--chunk auto, chunk='auto'), or with a fused linear cross-entropy",
+    ),
+    Rule(
+        name="one-value-dominates",
+        severity=Severity.WARNING,
+        evidence=_one_value,
+        cause="no plan has a lower peak than its largest operation",
+        fix="compute it in slices (--chunk auto, chunk='auto'), where its rows are independent of each other",
+    ),
+)
+"""What limits any plan; asked of a plan that recomputes, and of the step without recompute."""
+
+RULES = (
+    *BOTTLENECKS,
+    Rule(
+        name="attention-is-cheap-to-save",
+        severity=Severity.NOTE,
+        evidence=_attention,
+        cause="a fused kernel saves its output and a row of sums, not the matrix of weights: to run it again costs "
+        "much and frees little",
+        fix="keep it: a policy of your own should save attention's output; a plan decides that by itself",
+    ),
+    Rule(
+        name="routing",
+        severity=Severity.NOTE,
+        evidence=_routing,
+        cause="what is chosen by rank may be chosen otherwise if it is computed again with other rounding; a plan "
+        "runs the same kernels on the same bits",
+        fix="use deterministic kernels (torch.use_deterministic_algorithms(True)) where a router is recomputed",
+    ),
+)

@@ -1,0 +1,212 @@
+"""Regions that ``torch.utils.checkpoint`` can run again, as decisions on a training graph.
+
+In the graph of an eager step each region brings three operations of no cost along: ``hold``,
+run again when the checkpoint lets go of its inputs and of the random state; ``scratch``, run again
+before the region is, for the random state that is put back afterwards; ``stop``, run again after
+its last operation, which reads what is alive there. An operation whose outputs a checkpoint can keep
+has a fourth beside it, ``kept``, run again in its place, which reads what it reads and makes. With
+them the lifetimes of a checkpointed step are those of a schedule, and ``simulate`` judges it like any
+other. In a captured step a region is what runs again and no more; ``planner.ir.module_regions`` gives
+those.
+
+Where modules may send what they save to the host, three more say what that changes: ``unpack``, before
+an operation of the backward, reads what comes back there; ``away`` stands for ``hold`` where a
+checkpoint's inputs wait in the host's memory; ``back``, run again last, reads them, for they are there
+until the region has run again. A value leaves when its module's call has ended and the program has let
+go of it, so that a schedule's ``Offload`` says all about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.schedule import Offload, Schedule
+
+HOLD, SCRATCH, STOP, KEPT = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "checkpoint.kept"
+AWAY, BACK, UNPACK = "checkpoint.away", "checkpoint.back", "checkpoint.unpack"
+END = "end of the step"
+BOOKKEEPING = (HOLD, SCRATCH, STOP, KEPT, AWAY, BACK, UNPACK)
+"""Operations that run nothing: they say how long something lives."""
+NOT_OF_THE_STEP = (KEPT, AWAY, BACK, UNPACK)
+"""Those that are there for some ways only: a step is the same without them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepable:
+    """An operation of a region whose outputs its checkpoint can keep, so that it does not run again.
+
+    Parameters
+    ----------
+    index : int
+        The operation.
+    stand_in : int
+        What runs again in its place.
+    operator : str
+        Its target.
+    occurrence : int
+        How often the region has called that operator before.
+    is_random : bool
+        Whether it draws random numbers: of such operations a checkpoint keeps all or none.
+    """
+
+    index: int
+    stand_in: int
+    operator: str
+    occurrence: int
+    is_random: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A value that a module's call sends to the host's memory; nothing outside that call saves it.
+
+    Parameters
+    ----------
+    value : int
+    numbers : tuple of int
+        Which of the tensors it is that the call saves; of those that its checkpoint is given, for a checkpoint.
+    leaves : int
+        Operation of the base order before which it is let go on the device.
+    returns : int
+        Operation of the base order before which it is there again.
+    """
+
+    value: int
+    numbers: tuple[int, ...]
+    leaves: int
+    returns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sends:
+    """What a module's call could send to the host's memory.
+
+    Parameters
+    ----------
+    saved, given : tuple of Sent
+        Of what it saves where it is not checkpointed; of what its checkpoint is given.
+    away, back : int
+        Its operations of these names.
+    ended : int
+        Operation of the base order before which the call has ended.
+    begins : int
+        Operation of the backward before which the first is read of what the call saved.
+    """
+
+    saved: tuple[Sent, ...]
+    given: tuple[Sent, ...]
+    away: int
+    back: int
+    ended: int
+    begins: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A module's call that can be checkpointed.
+
+    Parameters
+    ----------
+    module : str
+        Path of the module.
+    hold : int, optional
+        Its operation of that name; None if it holds nothing but what its second run reads.
+    again : tuple of int
+        What is run again: ``scratch``, the operations of the region up to the last one that saves
+        anything, and ``stop``.
+    before : int
+        Operation of the backward right before which that happens.
+    until : int
+        Operation of the backward before which its inputs are let go.
+    keepable : tuple of Keepable
+        Operations of it that need not run again.
+    kept : tuple of Keepable
+        Those that do not: their stand-ins are in ``again``.
+    sends : Sends, optional
+        What it could send to the host's memory, if anything may go there.
+    sent : tuple of Sent
+        What it does send.
+    leaves_with, returns_with : str
+        The modules at the end of whose calls that leaves, and with the first of whose saved tensors it returns; the
+        module itself, if nothing is said.
+    """
+
+    module: str
+    hold: int | None
+    again: tuple[int, ...]
+    before: int
+    until: int
+    keepable: tuple[Keepable, ...] = ()
+    kept: tuple[Keepable, ...] = ()
+    sends: Sends | None = None
+    sent: tuple[Sent, ...] = ()
+    leaves_with: str = ""
+    returns_with: str = ""
+
+
+def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
+    """Give the schedule of a step in which these regions are checkpointed, or send what they save."""
+    before: dict[int, list[int]] = {}
+    chosen = list(regions)
+    for region in chosen:
+        if region.hold is not None:
+            before.setdefault(region.until, []).append(region.hold)
+    held = {index: len(again) for index, again in before.items()}
+    for region in chosen:  # what is let go is gone before anything is run again
+        before.setdefault(region.before, []).extend(region.again)
+    schedule = Schedule.with_recomputations(graph, before)
+    if not any(region.sent for region in chosen):
+        return schedule
+    begins = begins_of(graph, chosen)
+    offloads = []
+    ahead: dict[int, int] = {}
+    for region in chosen:
+        run_before = ahead.get(region.before, 0)
+        ahead[region.before] = run_before + len(region.again)
+        for sent in region.sent:
+            own = run_before if region.again and sent.returns == region.before else 0
+            returns = begins[sent.returns] + held.get(sent.returns, 0) + own
+            offloads.append(Offload(sent.value, begins[sent.leaves], (returns,)))
+    return Schedule(schedule.order, tuple(sorted(offloads, key=lambda offload: offload.value)))
+
+
+def begins_of(graph: TrainingGraph, regions: Iterable[Region]) -> list[int]:
+    """Give for each operation the position in the schedule of these regions where what comes before its run begins."""
+    more = [0] * len(graph.operations)
+    for region in regions:
+        more[region.before] += len(region.again)
+        if region.hold is not None:
+            more[region.until] += 1
+    return [index + before for index, before in enumerate(accumulate(more[:-1], initial=0))]
+
+
+def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
+    """Give what one recompute of a region takes."""
+    return sum(costs[index].seconds for index in region.again)
+
+
+def sent_bytes(region: Region, graph: TrainingGraph) -> int:
+    """Give what a region sends to the host's memory."""
+    return sum(graph.values[sent.value].size_bytes for sent in region.sent)
+
+
+def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
+    """Give the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
+    of_module: dict[str, list[int]] = {}
+    for number, region in enumerate(regions):
+        of_module.setdefault(region.module, []).append(number)
+    around = {module: [path for path in _paths_around(module) if path in of_module] for module in of_module}
+    holding = {path for paths in around.values() for path in paths}
+    return [
+        tuple(number for path in (module, *around[module]) for number in of_module[path])
+        for module in of_module
+        if module not in holding
+    ]
+
+
+def _paths_around(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]

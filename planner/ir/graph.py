@@ -1,0 +1,190 @@
+"""The training step as plain data: operations in their base order and the storages they make.
+
+Nothing here knows torch. ``planner.capture.lowering`` builds a :class:`TrainingGraph` from a joint fx
+graph; tests and other people build one by hand.
+
+A *value* is a storage: aliases and views share one and cost nothing. What is resident for the
+whole step (parameters, buffers, the caller's inputs) is no value; it is counted once, in
+``static_bytes``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from cost_models.base import OperationCost
+from planner.errors import UsageError
+
+__all__ = ["Operation", "OperationCost", "Phase", "TrainingGraph", "Value"]
+
+
+class Phase(StrEnum):
+    """Where in the step an operation belongs."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One storage made during the step.
+
+    Parameters
+    ----------
+    name : str
+        Unique name, for people.
+    size_bytes : int
+        Size as the allocator rounds it.
+    retained : bool
+        Held until the step ends whatever the plan says: model outputs, gradients, tangents.
+    kind : str
+        ``"activation"``, ``"output"``, ``"gradient"`` (of a parameter or input),
+        ``"tangent"``: what the anatomy of the peak calls it.
+    roundable : bool
+        Whether it is of float32, and gradients are no worse than a little off if a copy of it is rounded to
+        bfloat16; see :mod:`planner.transforms.rounding`.
+    """
+
+    name: str
+    size_bytes: int
+    retained: bool = False
+    kind: str = "activation"
+    roundable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One kernel of the step (several for a library call), reading and making values.
+
+    Parameters
+    ----------
+    name : str
+        Unique name in the graph.
+    key : str
+        ``module|target|phase+occurrence``: stable between captures of one model; what plan files use.
+    target : str
+        The operator, for example ``"aten.mm.default"``.
+    inputs, outputs : tuple of int
+        Indices of the values read and made. Resident storages do not appear.
+    phase : Phase
+        Forward, the loss outside the graph, or backward.
+    module : str
+        Path of the module that it comes from, ``""`` for the model itself.
+    source : str
+        ``file:line`` of the user's code, ``""`` if unknown.
+    recomputable : bool
+        Whether running it again gives the same bits.
+    state_bytes : int
+        What must be kept from its first run to its last if it runs more than once (random state).
+    flops : int
+        Floating-point operations, a multiply-add as two.
+    moved_bytes : int
+        Bytes read and written, each storage once.
+    dtype : str
+        Element type that it computes in, for example ``"float32"``.
+    signature : str
+        What it is called with, the same for calls that run the same kernels; ``""`` if it cannot be run alone.
+    region : str
+        What it is compiled with, if that is not the whole step: it runs again only while its region runs.
+    decides : bool
+        Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once.
+    """
+
+    name: str
+    key: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    phase: Phase = Phase.FORWARD
+    module: str = ""
+    source: str = ""
+    recomputable: bool = True
+    state_bytes: int = 0
+    flops: int = 0
+    moved_bytes: int = 0
+    dtype: str = "float32"
+    signature: str = ""
+    region: str = ""
+    decides: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingGraph:
+    """Operations in base order (each once, as the unplanned step runs them) and their values.
+
+    Parameters
+    ----------
+    operations : tuple of Operation
+        Base order: forward, then the loss, then backward.
+    values : tuple of Value
+        Every value is made by exactly one operation, before any operation that reads it.
+    static_bytes : dict of str to int
+        What is resident before the step, by kind (``parameters``, ``buffers``, ``inputs``, ...).
+    alignment_bytes : int
+        What sizes were rounded up to.
+    name : str
+        Name of the model.
+
+    Raises
+    ------
+    UsageError
+        If the graph is not well formed.
+    """
+
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+    static_bytes: dict[str, int] = field(default_factory=dict)
+    alignment_bytes: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        made: set[int] = set()
+        for operation in self.operations:
+            for value in operation.inputs:
+                if value not in made:
+                    raise UsageError(f"operation {operation.name!r} reads value {value} before it is made")
+            for value in operation.outputs:
+                if value in made:
+                    raise UsageError(f"value {value} is made twice, again by {operation.name!r}")
+                if not 0 <= value < len(self.values):
+                    raise UsageError(f"operation {operation.name!r} makes unknown value {value}")
+                made.add(value)
+        if len(made) != len(self.values):
+            raise UsageError("some values are made by no operation")
+        if any(value.size_bytes < 0 for value in self.values):
+            raise UsageError("a value has a negative size")
+
+    @cached_property
+    def producer(self) -> tuple[int, ...]:
+        """For each value, the index of the operation that makes it."""
+        producer = [-1] * len(self.values)
+        for index, operation in enumerate(self.operations):
+            for value in operation.outputs:
+                producer[value] = index
+        return tuple(producer)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the operations that read it, in base order."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for index, operation in enumerate(self.operations):
+            for value in operation.inputs:
+                if not readers[value] or readers[value][-1] != index:
+                    readers[value].append(index)
+        return tuple(tuple(r) for r in readers)
+
+    @cached_property
+    def loss_index(self) -> int:
+        """Index of the operation between forward and backward; the number of operations if none."""
+        for index, operation in enumerate(self.operations):
+            if operation.phase is Phase.LOSS:
+                return index
+        return len(self.operations)
+
+    @property
+    def total_static_bytes(self) -> int:
+        """Everything resident before the step."""
+        return sum(self.static_bytes.values())

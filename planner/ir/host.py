@@ -1,0 +1,117 @@
+"""The host's memory as a place to put values: how fast it is reached, how much of it there is, what may go there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cost_models
+from cost_models.devices import DeviceSpec
+from planner.common.units import parse_size
+from planner.errors import UsageError
+from planner.ir.graph import Phase, TrainingGraph, Value
+from planner.ir.schedule import host_bytes
+
+LEAST_BYTES = 2**20
+"""Smaller values stay on the device: a transfer of less takes about as long to start as to run."""
+
+_SHARE_OF_HOST = 50
+"""How much of the host's memory offloaded values may take by default, in percent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Host memory beside a device.
+
+    Parameters
+    ----------
+    bytes_per_second : float
+        Rate of a transfer, the same in both directions. Each direction has one copy engine: transfers one way queue
+        up, those of the two ways and computing go on at the same time.
+    budget_bytes : int
+        What offloaded values may take of the host's memory.
+    least_bytes : int
+        Values below this size stay on the device.
+    lossy : bool
+        Whether values of float32 are rounded to bfloat16 on their way, where that leaves gradients a little off and
+        breaks nothing.
+    """
+
+    bytes_per_second: float
+    budget_bytes: int
+    least_bytes: int = LEAST_BYTES
+    lossy: bool = False
+
+    def rounds(self, value: Value) -> bool:
+        """Whether a value is rounded on its way."""
+        return self.lossy and value.roundable
+
+    def bytes_of(self, value: Value) -> int:
+        """Give what a value takes here."""
+        return host_bytes(value, lossy=self.rounds(value))
+
+    def seconds(self, size_bytes: int) -> float:
+        """Give the time of a transfer one way."""
+        return size_bytes / self.bytes_per_second
+
+    def movable(self, graph: TrainingGraph) -> tuple[int, ...]:
+        """Give the values that may be offloaded: all large ones of the forward that are not retained."""
+        return tuple(
+            u
+            for u, value in enumerate(graph.values)
+            if graph.operations[graph.producer[u]].phase is Phase.FORWARD
+            and value.size_bytes >= max(self.least_bytes, 1)
+            and graph.readers[u]
+            and not value.retained
+        )
+
+
+def graph_for(graph: TrainingGraph, host: Host | None) -> TrainingGraph:
+    """Give a graph as plans may carry it out: where copies are rounded, what decides by numbers runs once."""
+    if host is None or not host.lossy or not any(operation.decides for operation in graph.operations):
+        return graph
+    return replace(
+        graph,
+        operations=tuple(
+            replace(operation, recomputable=False) if operation.decides else operation for operation in graph.operations
+        ),
+    )
+
+
+def host_of(
+    spec: DeviceSpec,
+    budget: int | float | str | None = None,
+    *,
+    at_least: int | float | str = LEAST_BYTES,
+    lossy: bool = False,
+) -> Host:
+    """Give the host memory of a device, by default half of what this machine has.
+
+    Parameters
+    ----------
+    spec : DeviceSpec
+        Its link is taken to reach the same share of its peak as its own memory does.
+    budget : int, float or str, optional
+        What offloaded values may take; ``"60%"`` is of this machine's memory.
+    at_least : int, float or str
+        Values below this size stay on the device.
+    lossy : bool
+        Whether values of float32 are rounded to bfloat16 on their way.
+
+    Raises
+    ------
+    UsageError
+        If nothing is known of the device's link to the host, or the budget cannot be read.
+    """
+    if spec.host_link_bytes_per_second <= 0:
+        raise UsageError(
+            f"device {spec.name!r} has no figure for its link to the host's memory, so nothing can be offloaded: give "
+            "host_link_bytes_per_second in its device file ('calibrate' measures it), or plan without offload"
+        )
+    whole_bytes = cost_models.device("cpu").memory_bytes
+    budget_bytes = parse_size(f"{_SHARE_OF_HOST}%" if budget is None else budget, whole_bytes=whole_bytes)
+    return Host(
+        bytes_per_second=spec.host_link_bytes_per_second * spec.bandwidth_efficiency,
+        budget_bytes=budget_bytes,
+        least_bytes=parse_size(at_least),
+        lossy=lossy,
+    )

@@ -1,0 +1,182 @@
+"""Layers as people name them: the repeated blocks of a model, and what stands beside them.
+
+A *block* is a module whose name ends in a number, ``transformer.h.3``. Some numbered modules are
+only shelves for others: ``resnet.encoder.stages.2`` computes nothing itself and holds the blocks
+``resnet.encoder.stages.2.layers.5``, whose own numbered children are parts of it and no blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from planner.ir.graph import Phase, TrainingGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of a graph.
+
+    Parameters
+    ----------
+    of : tuple of str
+        For each operation, the path of its layer; ``""`` for what the model does outside its modules.
+    blocks : tuple of str
+        Paths of the layers that are blocks, in forward order.
+    """
+
+    of: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+def find_layers(graph: TrainingGraph) -> Layers:
+    """Say which layer each operation belongs to.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+
+    Returns
+    -------
+    Layers
+        A module outside all blocks is named by as much of its path as sets it apart from the
+        rows of blocks: ``bert.embeddings.word_embeddings`` belongs to ``bert.embeddings`` where
+        the blocks are ``bert.encoder.layer.0`` and so on.
+
+    Notes
+    -----
+    O(operations x depth of the module tree).
+    """
+    forward = Counter(op.module for op in graph.operations if op.phase is Phase.FORWARD)
+    names = {op.module for op in graph.operations}
+    numbered = _Numbered(forward)
+    block_of = {name: block for name in names if (block := numbered.block(name))}
+    spine = _spine(names, block_of.values())
+    layer_of = {name: block_of.get(name) or _beside(name, spine) for name in names}
+    blocks = dict.fromkeys(block_of[name] for name in forward if name in block_of)
+    return Layers(tuple(layer_of[op.module] for op in graph.operations), tuple(blocks))
+
+
+def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[int, ...]]:
+    """Give the operations that each block has in the forward, by its path and in the order of the blocks."""
+    inside: dict[str, list[int]] = {block: [] for block in layers.blocks}
+    for index, operation in enumerate(graph.operations):
+        if operation.phase is Phase.FORWARD and layers.of[index] in inside:
+            inside[layers.of[index]].append(index)
+    return {block: tuple(operations) for block, operations in inside.items()}
+
+
+def _prefixes(module: str) -> list[str]:
+    """Give the prefixes of a path, shortest first."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)] if module else []
+
+
+def layer_among(module: str, layers: Collection[str]) -> str:
+    """Give the innermost of some layers that a module is in or is, ``""`` if it is in none.
+
+    Examples
+    --------
+    >>> layer_among("h.1.mlp.0", {"h.1", "h.10"}), layer_among("wte", {"h.1"})
+    ('h.1', '')
+    """
+    return next((prefix for prefix in reversed(_prefixes(module)) if prefix in layers), "")
+
+
+class _Numbered:
+    """The numbered modules of a forward that have parts; where there are none, those named by a mere number."""
+
+    def __init__(self, forward: Counter[str]) -> None:
+        holders = {prefix for module in forward for prefix in _prefixes(module)[:-1]}
+        leaves = {prefix for module in forward for prefix in _prefixes(module)}
+        self._numbered = {name for name in holders if name[-1].isdigit()} or {
+            name for name in leaves if name.rpartition(".")[2].isdigit()
+        }
+        inside: Counter[str] = Counter()
+        held: Counter[str] = Counter()
+        for module, count in forward.items():
+            prefixes = self.prefixes(module)
+            inside.update(dict.fromkeys(prefixes, count))
+            held.update(dict.fromkeys(prefixes[:-1], count))
+        self._shelves = {prefix for prefix in held if not forward[prefix] and 2 * held[prefix] > inside[prefix]}
+
+    def prefixes(self, module: str) -> list[str]:
+        """Give the numbered modules that a module is in or is, outermost first."""
+        return [prefix for prefix in _prefixes(module) if prefix in self._numbered]
+
+    def block(self, module: str) -> str:
+        """Give the block that a module is in, ``""`` if it is in none."""
+        return next((prefix for prefix in self.prefixes(module) if prefix not in self._shelves), "")
+
+
+def _spine(names: Iterable[str], blocks: Iterable[str]) -> set[str]:
+    """Give the paths that lead to blocks (to all modules if there are no blocks), which name no layer."""
+    ends = [block.rpartition(".")[0] for block in blocks]
+    if not ends:
+        split = [name.split(".") for name in names if name]
+        common = takewhile(lambda column: len(set(column)) == 1, zip(*split, strict=False))
+        ends = [".".join(column[0] for column in common)] if len(split) > 1 else []
+    return {prefix for end in ends for prefix in _prefixes(end)}
+
+
+def _beside(module: str, spine: set[str]) -> str:
+    """Give the part of a path that leaves the spine."""
+    return next((prefix for prefix in _prefixes(module) if prefix not in spine), module)
+
+
+def collapse(names: Sequence[str], signatures: Sequence[object]) -> list[tuple[str, list[int]]]:
+    """Group identical layers of one row of blocks.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Layer paths.
+    signatures : sequence of object
+        What must be equal for two layers to be shown as one.
+
+    Returns
+    -------
+    list of (str, list of int)
+        A label and the positions of the layers it stands for, in order of the first.
+
+    Examples
+    --------
+    >>> collapse(["wte", "h.0", "h.1", "h.2", "h.3"], ["e", "a", "a", "b", "a"])
+    [('wte', [0]), ('h 0-1,3 (x3)', [1, 2, 4]), ('h.2', [3])]
+    """
+    groups: defaultdict[tuple[str, object], list[int]] = defaultdict(list)
+    for position, (name, signature) in enumerate(zip(names, signatures, strict=True)):
+        row = name.rstrip("0123456789")
+        groups[(row, signature) if row != name else (name, position)].append(position)
+    return [(_label([names[i] for i in members]), members) for members in groups.values()]
+
+
+def _label(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0] or "(model)"
+    row = names[0].rstrip("0123456789")
+    numbers = sorted(int(name[len(row) :]) for name in names)
+    row = row.rstrip("._") or "layers"
+    return f"{row} {number_ranges(numbers)} (x{len(numbers)})"
+
+
+def number_ranges(numbers: list[int]) -> str:
+    """Write rising numbers as ranges.
+
+    Examples
+    --------
+    >>> number_ranges([0, 1, 2, 3, 5])
+    '0-3,5'
+    """
+    shown: list[str] = []
+    start = previous = numbers[0]
+    for number in [*numbers[1:], None]:
+        if number is not None and number == previous + 1:
+            previous = number
+            continue
+        shown.append(f"{start}-{previous}" if previous > start else f"{start}")
+        if number is not None:
+            start = previous = number
+    return ",".join(shown)

@@ -1,0 +1,109 @@
+"""What a solver is given and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner.errors import ClaimMismatchError, UsageError
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import Evaluation, simulate
+
+Progress = Callable[[str], None]
+"""Called by a solver with a short line on how it stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A graph, what its operations cost, and the bytes that the step may allocate.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : tuple of OperationCost
+        One for each operation.
+    budget_bytes : int
+        Bound on the simulated peak, above what is resident before the step.
+    host : Host, optional
+        Where values may be offloaded to; without it none may.
+    """
+
+    graph: TrainingGraph
+    costs: tuple[OperationCost, ...]
+    budget_bytes: int
+    host: Host | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.costs) != len(self.graph.operations):
+            raise UsageError(f"{len(self.costs)} costs for {len(self.graph.operations)} operations")
+
+    @cached_property
+    def baseline(self) -> Evaluation:
+        """The step without any recompute."""
+        return simulate(self.graph, self.costs, Schedule.keep_all(self.graph))
+
+    def evaluate(self, schedule: Schedule) -> Evaluation:
+        """Simulate a schedule."""
+        return simulate(self.graph, self.costs, schedule, self.host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """A solver's proposal and its claim about it.
+
+    Parameters
+    ----------
+    solver : str
+        Name of the solver.
+    schedule : Schedule
+    peak_bytes : int
+        Claimed peak.
+    recompute_seconds : float
+        Claimed time of all recomputations, and of waiting for transfers.
+    lower_bound_seconds : float
+        Proven: no plan within the budget, in this base order, takes less time for these. 0 proves nothing.
+    solve_seconds : float
+        Time spent solving.
+    """
+
+    solver: str
+    schedule: Schedule
+    peak_bytes: int
+    recompute_seconds: float
+    lower_bound_seconds: float = 0.0
+    solve_seconds: float = 0.0
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the claim equals the proven bound, to the simulator's resolution (1 part in 10**9)."""
+        slack = self.recompute_seconds - self.lower_bound_seconds
+        return slack <= 1e-9 * max(self.recompute_seconds, 1e-12)
+
+
+def confirm(problem: Problem, solution: Solution) -> Evaluation:
+    """Simulate a solution and hold its claim against what comes out.
+
+    Raises
+    ------
+    ClaimMismatchError
+        If peak, time or bound are not what was claimed, or the budget is broken.
+    """
+    evaluation = problem.evaluate(solution.schedule)
+    tolerance = 1e-9 * max(evaluation.seconds, 1e-12)
+    wrong = None
+    if evaluation.peak_bytes != solution.peak_bytes:
+        wrong = f"a peak of {solution.peak_bytes} bytes, simulated are {evaluation.peak_bytes}"
+    elif abs(evaluation.added_seconds - solution.recompute_seconds) > tolerance:
+        wrong = f"{solution.recompute_seconds} s of recompute, simulated are {evaluation.added_seconds}"
+    elif evaluation.peak_bytes > problem.budget_bytes:
+        wrong = f"to keep {problem.budget_bytes} bytes, simulated are {evaluation.peak_bytes}"
+    elif problem.host is not None and evaluation.host_bytes > problem.host.budget_bytes:
+        wrong = f"to keep {problem.host.budget_bytes} bytes of the host, simulated are {evaluation.host_bytes}"
+    elif solution.lower_bound_seconds > evaluation.added_seconds + tolerance:
+        wrong = f"a lower bound of {solution.lower_bound_seconds} s above its own {evaluation.added_seconds}"
+    if wrong:
+        raise ClaimMismatchError(f"solver {solution.solver!r} claims {wrong}; please report this as a bug")
+    return evaluation

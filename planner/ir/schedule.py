@@ -1,0 +1,192 @@
+"""A schedule: the order in which operations run, recomputed ones more than once.
+
+The order alone fixes all lifetimes, because a value is freed right after the last run that
+reads it, as boxed generated code does. Running an operation again makes a new copy of its
+outputs; runs after it read the new copy, so the old one dies at its last use before.
+
+A value may also be offloaded: sent to the host's memory when it is first made, let go, and fetched
+before it is read again. Where in the order it leaves and returns is part of the schedule, so that
+bytes do not depend on how long a transfer takes; what depends on it is how long a run waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.errors import ScheduleError
+from planner.ir.graph import TrainingGraph, Value
+
+PIECE_BYTES = 4 * 2**20
+"""What is rounded at a time for the way to the host, or comes back rounded, takes so much of the device at most."""
+
+
+def host_bytes(value: Value, *, lossy: bool) -> int:
+    """Give what a value takes of the host's memory, and of the link to it: half if it is rounded from 32 to 16 bits."""
+    return value.size_bytes // 2 if lossy else value.size_bytes
+
+
+def piece_bytes(graph: TrainingGraph, value: Value) -> int:
+    """Give what rounding a value, or fetching one that is rounded, takes of the device for itself."""
+    return -(-min(host_bytes(value, lossy=True), PIECE_BYTES) // graph.alignment_bytes) * graph.alignment_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """A value that waits in the host's memory between two uses.
+
+    Parameters
+    ----------
+    value : int
+        Sent right after the run that first makes it.
+    leaves : int
+        Position in the order: right before that run its first copy is freed, which waits for the sending to end.
+    returns : tuple of int
+        Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run
+        that reads the copy waits for that to end.
+    lossy : bool
+        Whether the host has its numbers as bfloat16.
+    """
+
+    value: int
+    leaves: int
+    returns: tuple[int, ...]
+    lossy: bool = False
+
+    def host_bytes(self, value: Value) -> int:
+        """Give what the value takes of the host's memory, and of the link to it."""
+        return host_bytes(value, lossy=self.lossy)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Operation indices in the order of their runs, the first runs in base order; and what is offloaded meanwhile."""
+
+    order: tuple[int, ...]
+    offloads: tuple[Offload, ...] = ()
+
+    @classmethod
+    def keep_all(cls, graph: TrainingGraph) -> Schedule:
+        """Give the schedule that runs every operation once."""
+        return cls(tuple(range(len(graph.operations))))
+
+    @classmethod
+    def with_recomputations(cls, graph: TrainingGraph, before: Mapping[int, Sequence[int]]) -> Schedule:
+        """Insert recomputations into the base order.
+
+        Parameters
+        ----------
+        graph : TrainingGraph
+        before : mapping of int to sequence of int
+            For an operation of the base order, what is run again right before it, in this order.
+        """
+        order: list[int] = []
+        for index in range(len(graph.operations)):
+            order.extend(before.get(index, ()))
+            order.append(index)
+        return cls(tuple(order))
+
+    def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
+        """Give the values that return at each position, in the order of being fetched: what is read first comes first.
+
+        Notes
+        -----
+        O(offloads), and O(runs) more for each value that returns together with others.
+        """
+        together: dict[int, list[int]] = {}
+        for offload in self.offloads:
+            for position in offload.returns:
+                together.setdefault(position, []).append(offload.value)
+
+        def first_read(value: int, position: int) -> int:
+            reads = (at for at in range(position, len(self.order)) if value in graph.operations[self.order[at]].inputs)
+            return next(reads, len(self.order))
+
+        for position, values in together.items():
+            if len(values) > 1:
+                values.sort(key=lambda value: (first_read(value, position), value))
+        return together
+
+    def recomputations(self) -> dict[int, tuple[int, ...]]:
+        """Give what is recomputed right before each operation's first run.
+
+        Raises
+        ------
+        ScheduleError
+            If the first runs are not in base order, or something is recomputed after the last one.
+        """
+        before: dict[int, tuple[int, ...]] = {}
+        pending: list[int] = []
+        expected = 0
+        for index in self.order:
+            if index == expected:
+                if pending:
+                    before[index] = tuple(pending)
+                    pending = []
+                expected += 1
+            elif index < expected:
+                pending.append(index)
+            else:
+                raise ScheduleError(f"operation {index} runs before operation {expected}, against the base order")
+        if pending:
+            raise ScheduleError(f"operations {pending} are recomputed after the end of the step")
+        return before
+
+
+def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]]) -> Schedule:
+    """Carry out drops: each dropped value is made again right before the first run that reads it.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    dropped : mapping of int to collection of int
+        For a step of the base order, the values that are no longer held once the step has begun
+        (values made or read by that very operation may be named; they go when it has run).
+
+    Returns
+    -------
+    Schedule
+        Missing values are recomputed at first need, their own missing inputs first. A retained
+        value is never dropped. A copy made by recomputation stays until dropped again or unused.
+
+    Raises
+    ------
+    ScheduleError
+        If a value must be made again by an operation that is not recomputable.
+
+    Notes
+    -----
+    O(runs x inputs).
+    """
+    operations, values, producer = graph.operations, graph.values, graph.producer
+    held = [False] * len(values)
+    order: list[int] = []
+
+    def run(index: int) -> None:
+        stack = [index]
+        while stack:
+            top = stack[-1]
+            missing = [producer[v] for v in operations[top].inputs if not held[v]]
+            if missing:
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if top != index and all(held[v] for v in operations[top].outputs):
+                continue
+            if top != index and not operations[top].recomputable:
+                raise ScheduleError(f"{operations[top].name} must run again and is not recomputable")
+            order.append(top)
+            for value in operations[top].outputs:
+                held[value] = True
+
+    for index in range(len(operations)):
+        leaving = dropped.get(index, ())
+        touched = {*operations[index].inputs, *operations[index].outputs}
+        for value in leaving:
+            if value not in touched and not values[value].retained:
+                held[value] = False
+        run(index)
+        for value in leaving:
+            if value in touched and not values[value].retained:
+                held[value] = False
+    return Schedule(tuple(order))

@@ -1,0 +1,264 @@
+"""The exact simulator: the only judge of what a schedule costs.
+
+It follows what the generated code does. While an operation runs, its inputs, its outputs, its
+workspace and every copy that a later run reads are there; a copy nobody reads again goes right
+after the run that made or last read it; retained values stay to the end, in their first copy. An
+offloaded value is away from where the schedule lets it go to where it has it fetched.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import ScheduleError
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule, piece_bytes
+from planner.ir.transfers import transfer_times
+
+_AWAY = -2
+"""In place of the current copy of a value that has left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What the simulator found.
+
+    Parameters
+    ----------
+    peak_bytes : int
+        Most bytes at any moment, above what is resident before the step.
+    peak_position : int
+        Position in the schedule's order where the peak first stands.
+    seconds : float
+        Time of all runs, and of waiting for transfers.
+    recompute_seconds : float
+        Time of the runs after each operation's first.
+    timeline_bytes : tuple of int
+        Bytes while each run of the order is under way.
+    stall_seconds : float
+        Time that runs wait for transfers: what does not hide behind them.
+    transfer_seconds : float
+        Time of all transfers, hidden or not.
+    host_bytes : int
+        Bytes of all offloaded values: each has a place of its own in the host's memory for the whole step.
+    """
+
+    peak_bytes: int
+    peak_position: int
+    seconds: float
+    recompute_seconds: float
+    timeline_bytes: tuple[int, ...]
+    stall_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    host_bytes: int = 0
+
+    @property
+    def added_seconds(self) -> float:
+        """What the schedule takes beyond the step without it: recompute, and waiting for transfers."""
+        return self.recompute_seconds + self.stall_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of a value: made by the run at ``born``, last needed by the run at ``died``."""
+
+    value: int
+    born: int
+    died: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedCopy(Copy):
+    """A copy that is fetched from the host, right before the run at ``born``."""
+
+
+def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
+    """Give every copy of every value that a schedule makes, with its lifetime in positions.
+
+    Raises
+    ------
+    ScheduleError
+        If an operation reads a value that has not been made or is away, if one never runs, or if one
+        that is not recomputable runs twice.
+
+    Notes
+    -----
+    O(runs x (inputs + outputs)).
+    """
+    order, operations, values = schedule.order, graph.operations, graph.values
+    end = len(order) - 1
+    current: list[int] = [-1] * len(values)
+    ran = [False] * len(operations)
+    value_of: list[int] = []
+    born: list[int] = []
+    died: list[int] = []
+    fetched: set[int] = set()
+    leaving, returning = _moves(graph, schedule)
+    moving = leaving.keys() | returning.keys()
+    for position, index in enumerate(order):
+        operation = operations[index]
+        if moving and position in moving:
+            for value in leaving.get(position, ()):
+                if current[value] < 0:
+                    raise ScheduleError(f"{values[value].name} leaves before it is made")
+                copy = value_of.index(value)
+                if current[value] != copy:
+                    raise ScheduleError(f"{values[value].name} is made again before it leaves")
+                died[copy] = max(died[copy], position - 1)
+                current[value] = _AWAY
+            for value in returning.get(position, ()):
+                fetched.add(len(born))
+                current[value] = len(born)
+                value_of.append(value)
+                born.append(position)
+                died.append(position)
+        if ran[index] and not operation.recomputable:
+            raise ScheduleError(f"{operation.name} is not recomputable and runs twice")
+        for value in operation.inputs:
+            copy = current[value]
+            if copy < 0:
+                gone = "is away" if copy == _AWAY else "has not been made"
+                raise ScheduleError(f"{operation.name} reads {values[value].name}, which {gone}")
+            if died[copy] < position:
+                died[copy] = position
+        for value in operation.outputs:
+            first = current[value] < 0
+            retained = values[value].retained
+            if first or not retained:
+                current[value] = len(born)
+            value_of.append(value)
+            born.append(position)
+            died.append(end if retained and first else position)
+        ran[index] = True
+    if not all(ran):
+        raise ScheduleError(f"{operations[ran.index(False)].name} never runs")
+    copies = [Copy(v, b, d) for v, b, d in zip(value_of, born, died, strict=True)]
+    for copy in fetched:
+        copies[copy] = FetchedCopy(value_of[copy], born[copy], died[copy])
+    return copies
+
+
+def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Give the values that leave, and those that return, by position."""
+    leaving: dict[int, list[int]] = {}
+    moved: set[int] = set()
+    for offload in schedule.offloads:
+        name = graph.values[offload.value].name
+        places = (offload.leaves, *offload.returns)
+        if graph.values[offload.value].retained or offload.value in moved:
+            raise ScheduleError(f"{name} is offloaded, and is {'twice' if offload.value in moved else 'retained'}")
+        if not offload.returns or list(places[1:]) != sorted(set(places[1:])) or places[0] > places[1]:
+            raise ScheduleError(f"{name} leaves at {places[0]} and returns at {list(places[1:])}, out of order")
+        if places[-1] >= len(schedule.order):
+            raise ScheduleError(f"{name} returns after the end of the step")
+        moved.add(offload.value)
+        leaving.setdefault(offload.leaves, []).append(offload.value)
+    return leaving, schedule.returning(graph)
+
+
+def simulate(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None = None
+) -> Evaluation:
+    """Run a schedule on paper.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+    schedule : Schedule
+    host : Host, optional
+        Where values are offloaded to; a schedule without offloads needs none.
+
+    Returns
+    -------
+    Evaluation
+
+    Raises
+    ------
+    ScheduleError
+        If the schedule cannot be run.
+    """
+    order, operations, values = schedule.order, graph.operations, graph.values
+    change = [0] * (len(order) + 1)
+    copies = lifetimes(graph, schedule)
+    for copy in copies:
+        size = values[copy.value].size_bytes
+        change[copy.born] += size
+        change[copy.died + 1] -= size
+
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    seconds = recompute_seconds = 0.0
+    for position, index in enumerate(order):
+        if index in first:
+            last[index] = position
+            recompute_seconds += costs[index].seconds
+        else:
+            first[index] = position
+        seconds += costs[index].seconds
+    for index, position in last.items():
+        change[first[index]] += operations[index].state_bytes
+        change[position + 1] -= operations[index].state_bytes
+
+    timeline: list[int] = []
+    live = 0
+    for position, workspace_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
+        live += change[position]
+        timeline.append(live + workspace_bytes)
+    peak = max(timeline, default=0)
+    stall_seconds = transfer_seconds = 0.0
+    if schedule.offloads:
+        times = transfer_times(graph, costs, schedule, host)
+        stall_seconds, transfer_seconds = times.stall_seconds, times.transfer_seconds
+    return Evaluation(
+        peak_bytes=peak,
+        peak_position=timeline.index(peak) if timeline else 0,
+        seconds=seconds + stall_seconds,
+        recompute_seconds=recompute_seconds,
+        timeline_bytes=tuple(timeline),
+        stall_seconds=stall_seconds,
+        transfer_seconds=transfer_seconds,
+        host_bytes=sum(offload.host_bytes(values[offload.value]) for offload in schedule.offloads),
+    )
+
+
+def workspaces(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, copies: Sequence[Copy]
+) -> list[int]:
+    """Give what each run of a schedule needs beside the copies that are there while it is under way.
+
+    That is its kernels' own memory; or the piece of a value that is being rounded after it, or that has come back
+    rounded before it, where that is more than what is gone by then, or not there yet.
+    """
+    order, operations, values = schedule.order, graph.operations, graph.values
+    needed = [costs[index].workspace_bytes for index in order]
+    lossy = {offload.value for offload in schedule.offloads if offload.lossy}
+    if not lossy:
+        return needed
+    leaves = {offload.value: offload.leaves for offload in schedule.offloads}
+    rerun = {index for index, again in Counter(order).items() if again > 1}
+    ending, beginning = Counter[int](), Counter[int]()
+    fetched: dict[int, list[int]] = {}
+    ran: set[int] = set()
+    for copy in copies:
+        if isinstance(copy, FetchedCopy):
+            fetched.setdefault(copy.born, []).append(copy.value)
+        else:
+            beginning[copy.born] += values[copy.value].size_bytes
+        if not copy.born == copy.died == leaves.get(copy.value, 0) - 1:  # what is being sent is there
+            ending[copy.died] += values[copy.value].size_bytes
+    for position, index in enumerate(order):
+        first = index not in ran
+        ran.add(index)
+        sent = [piece_bytes(graph, values[u]) for u in operations[index].outputs if u in lossy] if first else []
+        needed[position] = max([needed[position], *(piece - ending[position] for piece in sent)])
+        later = beginning[position] + (operations[index].state_bytes if first and index in rerun else 0)
+        for u in reversed(fetched.get(position, ())):
+            if u in lossy:
+                needed[position] = max(needed[position], piece_bytes(graph, values[u]) - later)
+            later += values[u].size_bytes
+    return needed

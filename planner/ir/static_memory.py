@@ -1,0 +1,60 @@
+"""What is on the device around forward and backward, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+OF_THE_MODEL = ("parameters", "buffers", "inputs")
+"""What is resident because of the model itself, whatever surrounds it."""
+
+
+SHARDS = "gradient shards"
+"""In a plan's fingerprint: over how many ranks it spreads parameters and gradients."""
+
+TENSOR_PARALLEL = "tensor parallel"
+"""In a plan's fingerprint: over how many devices it spreads each layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMemory:
+    """What a loss outside the captured graph takes, beside the outputs and their gradients.
+
+    Parameters
+    ----------
+    working_bytes : int
+        Most at a time from its first operation until the outputs have their gradients, without ``held_bytes``.
+    held_bytes : int
+        Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from.
+    is_known : bool
+        Whether there is one. Where none is known somebody may hold the gradients of the outputs to the end.
+    """
+
+    working_bytes: int = 0
+    held_bytes: int = 0
+    is_known: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What is resident beside the model, and what the optimizer's own step needs.
+
+    Parameters
+    ----------
+    static_bytes : mapping of str to int
+        Resident through forward and backward, by kind: ``"optimizer"``, ``"gradients"``, ``"reserve"``, ...
+    optimizer_step_bytes : int
+        Temporaries of the optimizer's step, which comes after the backward and can be a second peak.
+    gradient_shards : int
+        Over how many ranks each gradient is spread once it is complete.
+    tensor_bytes : tuple of int
+        Size of each resident tensor, those of the model included, for simulating an allocator.
+    has_caching_allocator : bool
+        Whether the device's memory is handed out by CUDA's caching allocator.
+    """
+
+    static_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    optimizer_step_bytes: int = 0
+    gradient_shards: int = 1
+    tensor_bytes: tuple[int, ...] = ()
+    has_caching_allocator: bool = False

@@ -1,0 +1,1 @@
+"""What operations, losses, optimizers and devices cost and hold."""

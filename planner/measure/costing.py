@@ -1,0 +1,257 @@
+"""What each operation of a step costs: by a roofline, by running it here, or by a recorded profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+import cost_models
+from cost_models.base import OperationCost
+from cost_models.devices import DeviceSpec
+from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, scaled
+from planner.capture.lowering import LoweredGraph
+from planner.errors import ProfileMismatchError, UsageError
+from planner.findings.finding import Finding, collapsed
+from planner.ir.graph import TrainingGraph
+from planner.ir.problem import Progress
+from planner.measure import cuda_workspace, profiling, workspace
+
+SECONDS_TO_MEASURE = 60.0
+"""How long measuring a step may take; what is left then costs what the roofline says."""
+
+
+@dataclass(frozen=True)
+class Costing:
+    """Costs of a step's operations, and what is to be said of them.
+
+    Parameters
+    ----------
+    costs : tuple of OperationCost
+    cost_model : str
+        Where they come from, for the report.
+    profile : Profile, optional
+        What was measured, here or elsewhere.
+    warnings : tuple of Finding
+    """
+
+    costs: tuple[OperationCost, ...]
+    cost_model: str
+    profile: Profile | None = None
+    warnings: tuple[Finding, ...] = ()
+
+
+def cost_step(
+    lowered: LoweredGraph,
+    spec: DeviceSpec,
+    *,
+    cost_model: str,
+    here: torch.device | None,
+    inputs: tuple[tuple[int, ...], ...],
+    effort: workspace.Effort,
+    profile: Profile | None = None,
+    time_limit_seconds: float = SECONDS_TO_MEASURE,
+    progress: Progress | None = None,
+) -> Costing:
+    """Find out what every operation costs.
+
+    Parameters
+    ----------
+    lowered : LoweredGraph
+    spec : DeviceSpec
+        The device that the plan is for.
+    cost_model : str
+        Name of a cost model.
+    here : torch.device, optional
+        That device, if it is here and can be asked.
+    inputs : tuple of tuple of int
+        Shapes of what the step is called with.
+    effort : workspace.Effort
+        What may be spent on finding out hidden workspace.
+    profile : Profile, optional
+        Costs that were recorded before; makes the cost model ``"measured"``.
+    time_limit_seconds : float
+        How long measuring here may take.
+    progress : callable, optional
+
+    Raises
+    ------
+    UsageError
+        If there is no such cost model, or the device is not here to be measured.
+    ProfileMismatchError
+        If the profile is of another step, device or version.
+    """
+    graph = lowered.graph
+    costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
+    notes: tuple[Finding, ...] = ()
+    seen: dict[int, int | None] = {}
+    if here is not None:
+        seen = workspace.measure(lowered, costs, here, effort)
+        costs = _with_seen(costs, seen)
+        notes = tuple(_unseen(graph, seen))
+    elif spec.kind == "cuda":
+        costs = _with_allowances(lowered, costs)
+        notes = () if profile else (_not_here(spec),)
+    if profile is not None:
+        costing = _by_profile(lowered, spec, costs, profile, inputs)
+    elif cost_model == MeasuredCosts.name:
+        if here is None:
+            raise UsageError(
+                f"{spec.name} is not here to be measured: plan for the device that the model is on, or give a profile "
+                "that was recorded on one"
+            )
+        outcome = profiling.measure(lowered, costs, here, time_limit_seconds=time_limit_seconds, progress=progress)
+        made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
+        costing = Costing(_filled(graph, spec, costs, made), cost_model, made, _warnings(outcome))
+    else:
+        costing = Costing(costs, cost_model)
+    costs = _with_states(graph, _with_seen(costing.costs, seen))
+    return replace(costing, costs=costs, warnings=(*notes, *costing.warnings))
+
+
+def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> tuple[OperationCost, ...]:
+    """Ask a cost model that needs nothing but the graph."""
+    try:
+        factory = cost_models.get(cost_model)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+    return _without_loss(graph, factory(spec).costs(graph.operations))
+
+
+def _with_seen(costs: Sequence[OperationCost], seen: Mapping[int, int | None]) -> tuple[OperationCost, ...]:
+    """Take the workspace that was seen here, whatever a profile says that was perhaps made with less effort."""
+    return tuple(
+        cost if (workspace_bytes := seen.get(index)) is None else replace(cost, workspace_bytes=workspace_bytes)
+        for index, cost in enumerate(costs)
+    )
+
+
+def _with_states(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
+    """Count what a random operation that runs again puts by meanwhile: the state that the generator is in then.
+
+    Its first run needs none of it; telling the two apart is not worth five kilobytes.
+    """
+    return tuple(
+        replace(cost, workspace_bytes=cost.workspace_bytes + operation.state_bytes) if operation.state_bytes else cost
+        for operation, cost in zip(graph.operations, costs, strict=True)
+    )
+
+
+def _unseen(graph: TrainingGraph, seen: Mapping[int, int | None]) -> Iterator[Finding]:
+    unseen = [graph.operations[index] for index, workspace_bytes in seen.items() if workspace_bytes is None]
+    if unseen:
+        yield Finding(
+            rule="workspace-unseen",
+            evidence=f"{len(unseen)} of {len(seen)} operations were too large to be tried alone, or could not be: "
+            f"{collapsed([operation.target for operation in unseen])}",
+            cause="what their kernels allocate beyond their outputs counts as none, so the peak may be higher",
+            fix="verify the plan: on a real model every operation is tried",
+        )
+
+
+def _with_allowances(lowered: LoweredGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
+    return tuple(
+        cost if node is None else replace(cost, workspace_bytes=cuda_workspace.allowance_bytes(node))
+        for node, cost in zip(lowered.operation_nodes, costs, strict=True)
+    )
+
+
+def _not_here(spec: DeviceSpec) -> Finding:
+    return Finding(
+        rule="device-not-here",
+        evidence=f"{spec.name} is not here to be asked",
+        cause="attention kernels are those that torch would choose there, and "
+        "the workspace of convolutions, of attention and of matrix libraries is an allowance",
+        fix="profile on such a device, or verify there",
+    )
+
+
+def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
+    """Set the loss outside the graph to nothing: no plan could change what it costs."""
+    return tuple(OperationCost(seconds=0.0) if index == graph.loss_index else cost for index, cost in enumerate(costs))
+
+
+def _filled(
+    graph: TrainingGraph, spec: DeviceSpec, estimates: Sequence[OperationCost], profile: Profile
+) -> tuple[OperationCost, ...]:
+    """Take what was measured, and the estimate with its workspace where nothing was."""
+    costs = MeasuredCosts(spec, profile).costs(graph.operations)
+    known = profile.measurements
+    return _without_loss(
+        graph,
+        [
+            cost if operation.signature in known else estimate
+            for operation, cost, estimate in zip(graph.operations, costs, estimates, strict=True)
+        ],
+    )
+
+
+def _by_profile(
+    lowered: LoweredGraph,
+    spec: DeviceSpec,
+    estimates: tuple[OperationCost, ...],
+    profile: Profile,
+    inputs: tuple[tuple[int, ...], ...],
+) -> Costing:
+    """Take costs from a profile, carried over where only the batch differs."""
+    graph = lowered.graph
+    if profile.device != spec.name:
+        raise ProfileMismatchError(
+            f"the profile is of {profile.device}, the plan for {spec.name}: name that device, or profile this one"
+        )
+    if profile.torch.split("+")[0] != torch.__version__.split("+")[0]:
+        raise ProfileMismatchError(
+            f"the profile was made with torch {profile.torch}, here is {torch.__version__}: profile again"
+        )
+    warnings: tuple[Finding, ...] = ()
+    expected = {operation.signature for operation in profile.operations} - {""}
+    wanted = {operation.signature for operation in graph.operations} - {""}
+    if not wanted <= expected:
+        ours = profiling.profiled_operations(lowered)
+        same_places = [o.key for o in ours] == [o.key for o in profile.operations]
+        if not (same_places and differ_in_batch_only(profile.inputs, inputs)):
+            example = next(o for o in graph.operations if o.signature and o.signature not in expected)
+            raise ProfileMismatchError(
+                f"the profile is of another step ({profile.model}, inputs {_shapes(profile.inputs)}; here "
+                f"{_shapes(inputs)}): {len(wanted - expected)} of {len(wanted)} different operations are not in it, "
+                f"for example {example.target} in {example.module or 'the model'}; profile this one"
+            )
+        warnings = (
+            Finding(
+                rule="profile-scaled",
+                evidence=f"the profile was measured with inputs {_shapes(profile.inputs)}",
+                cause="its times were scaled to this batch",
+                fix="profile at this batch size for exact times",
+            ),
+        )
+        profile = scaled(profile, ours, inputs)
+    return Costing(_filled(graph, spec, estimates, profile), MeasuredCosts.name, profile, warnings)
+
+
+def _warnings(outcome: profiling.Outcome) -> tuple[Finding, ...]:
+    warnings = []
+    if outcome.failed:
+        targets = sorted({signature.split("(")[0] for signature in outcome.failed})
+        warnings.append(
+            Finding(
+                rule="not-measured",
+                evidence=f"{len(outcome.failed)} different operations could not be run alone: {', '.join(targets)}",
+                cause="they cost what the roofline says",
+                fix="nothing to do, if they are a small part of the step",
+            )
+        )
+    if outcome.skipped:
+        warnings.append(
+            Finding(
+                rule="not-measured",
+                evidence=f"after {outcome.seconds:.0f} s, {len(outcome.skipped)} operations were left unmeasured",
+                cause="they cost what the roofline says, which thinks them the cheapest",
+                fix="record a profile with a longer --time-limit",
+            )
+        )
+    return tuple(warnings)
+
+
+def _shapes(inputs: Sequence[Sequence[int]]) -> str:
+    return ", ".join("x".join(map(str, shape)) or "scalar" for shape in inputs)

@@ -1,0 +1,59 @@
+"""The device that a model is on, and what is known of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import cost_models
+from cost_models.devices import DeviceSpec, unknown_gpu
+from planner.plans import device_file
+
+
+def of_model(model: nn.Module) -> torch.device:
+    """Give the device of a model's first parameter or buffer; the CPU if it has none."""
+    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def here(device: torch.device) -> DeviceSpec:
+    """Describe a device of this machine: by the table, or as far as its driver does."""
+    if device.type != "cuda":
+        return cost_models.device("cpu")
+    name = torch.cuda.get_device_name(device)
+    try:
+        return cost_models.device(name)
+    except cost_models.UnknownNameError:
+        facts = torch.cuda.get_device_properties(device)
+        bus_bits, memory_kilohertz = getattr(facts, "memory_bus_width", 256), getattr(facts, "memory_clock_rate", 7e6)
+        return unknown_gpu(
+            name,
+            architecture=getattr(facts, "gcnArchName", "").split(":")[0] or f"sm{facts.major}{facts.minor}",
+            memory_bytes=facts.total_memory,
+            multiprocessors=facts.multi_processor_count,
+            clock_hertz=1e3 * getattr(facts, "clock_rate", 1.5e6),
+            memory_bits_per_second=2e3 * memory_kilohertz * bus_bits,
+        )
+
+
+def is_here(spec: DeviceSpec, device: torch.device) -> bool:
+    """Whether a device is the one that a model is on, so that it can be asked."""
+    return spec.kind == device.type and (spec.kind == "cpu" or spec.name == here(device).name)
+
+
+def place(wanted: str | None) -> str:
+    """Say where to build a model that is to be planned for a device: on the GPU of this machine if it is that one."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "cuda" if wanted is None or is_here(device_file.find(wanted), torch.device("cuda")) else "cpu"
+
+
+def device_here(model: nn.Module, spec: DeviceSpec) -> torch.device | None:
+    """Give the device that the model is on if it is the one that is planned for, so that it can be asked."""
+    where = of_model(model)
+    return where if is_here(spec, where) else None
+
+
+def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
+    """Give the figures of a named device, or of the one that the model is on."""
+    return device_file.find(name) if name else here(of_model(model))

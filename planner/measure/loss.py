@@ -1,0 +1,102 @@
+"""What a loss outside the captured graph needs, found on fake tensors, and of its kernels by trying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.capture import fake_mode
+from planner.capture.blocks.trace import Recorder, Trace
+from planner.capture.eager.trace import tensors_in
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import FakeTensor, call_with
+from planner.errors import PlannerError, UsageError
+from planner.ir.static_memory import LossMemory
+from planner.measure import workspace
+from planner.measure.devices import device_here, device_spec
+
+
+def memory_of(
+    model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.Tensor], device: str | None = None
+) -> LossMemory:
+    """Measure a loss in eager mode without running it; its kernels are tried one by one if their device is here.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    inputs : Inputs
+    loss_fn : callable
+        From the model's output to a scalar.
+    device : str, optional
+        Name of the device that is planned for, if that is not the one that the model is on.
+
+    Returns
+    -------
+    LossMemory
+        That of ``loss_fn(output)`` and of its backward up to the gradient of the output.
+
+    Raises
+    ------
+    UsageError
+        If the loss function fails or gives no scalar.
+    """
+    state = dict(chain(model.named_parameters(), model.named_buffers()))
+    known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
+    mode = known[0].fake_mode if known else fake_mode()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    fakes = inputs.map_tensors(fake)
+    try:
+        with mode:
+            with torch.no_grad():
+                own = {n: fake(t) for n, t in state.items()}
+                outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
+            outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
+            leaves = [t for t in tensors_in(outputs) if t.requires_grad]
+            recorder = Recorder(tensors_in((outputs, fakes.args, fakes.kwargs, list(state.values()))), {})
+            with recorder:
+                value = loss_fn(outputs)
+                if not isinstance(value, torch.Tensor) or value.dim() != 0:
+                    raise UsageError("loss_fn must give a scalar tensor")
+                gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+                # Autograd holds the gradient that it starts from as long as the loss is held.
+                held_bytes = recorder.size_bytes(value) + value.element_size()
+                recorder.finish()
+    except PlannerError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UsageError(f"loss_fn fails on the model's output: {type(error).__name__}: {first}") from error
+    handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
+    peak_bytes = _peak_bytes(recorder.trace, _workspace_bytes(recorder.trace, model, device))
+    working_bytes = max(0, peak_bytes - handed_over - held_bytes)
+    return LossMemory(working_bytes=working_bytes, held_bytes=held_bytes, is_known=True)
+
+
+def _workspace_bytes(trace: Trace, model: nn.Module, device: str | None) -> Sequence[int]:
+    """Give what the kernel of each event needs beyond its outputs, as far as it can be seen here."""
+    here = device_here(model, device_spec(model, device))
+    if here is None:
+        return [0] * len(trace.events)
+    return workspace.of_calls([event.node for event in trace.events], here, workspace.effort_for(model))
+
+
+def _peak_bytes(trace: Trace, workspace_bytes: Sequence[int]) -> int:
+    changes = [0] * (len(trace.events) + 1)
+    for index, event in enumerate(trace.events):
+        for storage in map(trace.storages.__getitem__, event.makes.values()):
+            changes[index] += storage.size_bytes
+            if storage.last is not None:
+                changes[storage.last + 1] -= storage.size_bytes
+    return max(map(sum, zip(accumulate(changes), workspace_bytes, strict=False)), default=0)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())

@@ -1,0 +1,98 @@
+"""What a training step finds on the device: the optimizer's state, buffers for other ranks, a reserve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from cost_models.devices import DeviceSpec
+from planner.capture.inputs import static_bytes
+from planner.common.training import Training
+from planner.common.units import parse_size
+from planner.ir.static_memory import Surroundings
+from planner.measure.optimizers import optimizer_memory
+
+
+def surroundings(
+    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, training: Training
+) -> Surroundings:
+    """Count everything that is resident while a model trains, and the optimizer's temporaries.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whole, as before any sharding.
+    inputs : sequence of torch.Tensor
+        What the captured step is given.
+    spec : DeviceSpec
+    training : Training
+
+    Returns
+    -------
+    Surroundings
+        With ``parameters``, ``buffers`` and ``inputs`` in its ``static_bytes`` too.
+
+    Notes
+    -----
+    DDP holds a copy of every gradient in its buckets (unless ``gradient_as_bucket_view=True``).
+    Under FSDP2 every tensor is split along its first dimension; what belongs to no block is gathered
+    for the whole step, and of the blocks two at a time (the one at work and the next), each with
+    what its gradients need before they are spread: an upper bound on what ``fully_shard`` holds with
+    its default prefetching (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+    """
+    alignment_bytes = spec.alignment_bytes
+    resident = static_bytes(model, inputs, alignment_bytes=alignment_bytes)
+    memory = optimizer_memory(
+        model,
+        training.optimizer,
+        alignment_bytes=alignment_bytes,
+        device_kind=spec.kind,
+        master_weights=training.master_weights,
+    )
+    trainable_bytes = sum(_bytes(p, alignment_bytes) for p in model.parameters() if p.requires_grad)
+    shards = training.ranks if training.data_parallel == "fsdp2" else 1
+    whole_bytes = resident["parameters"]
+    resident["parameters"] = _share(whole_bytes, shards)
+    beside = {
+        "gradients": _share(trainable_bytes, shards) * training.gradient_accumulation,
+        "optimizer": _share(memory.state_bytes, shards),
+        "master weights": _share(memory.master_bytes, shards),
+        "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes),
+        "library workspace": spec.library_bytes,
+        "reserve": parse_size(training.reserve, whole_bytes=spec.memory_bytes) if training.reserve else 0,
+    }
+    resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
+    others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve")
+    return Surroundings(
+        static_bytes=resident,
+        optimizer_step_bytes=_share(memory.step_bytes, shards),
+        gradient_shards=shards,
+        tensor_bytes=(*(_bytes(t, alignment_bytes) for t in tensors), others)
+        if shards == 1
+        else (sum(resident.values()),),
+        has_caching_allocator=spec.kind == "cuda",
+    )
+
+
+def _communication_bytes(model: nn.Module, training: Training, trainable_bytes: int, alignment_bytes: int) -> int:
+    if training.data_parallel == "ddp":
+        return trainable_bytes
+    if training.data_parallel != "fsdp2":
+        return 0
+    blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    of_blocks = {id(p) for block in blocks for p in block.parameters()}
+    root_bytes = sum(_bytes(p, alignment_bytes) for p in model.parameters() if id(p) not in of_blocks)
+    largest_bytes = max((sum(_bytes(p, alignment_bytes) for p in b.parameters()) for b in blocks), default=0)
+    # Gathered: the root and two blocks. Gradients before they are spread: of the unit at work, and what is sent.
+    return root_bytes + 2 * largest_bytes + 2 * max(root_bytes, largest_bytes)
+
+
+def _bytes(tensor: torch.Tensor, alignment_bytes: int) -> int:
+    return -(-tensor.numel() * tensor.element_size() // alignment_bytes) * alignment_bytes
+
+
+def _share(size_bytes: int, shards: int) -> int:
+    return -(-size_bytes // shards)

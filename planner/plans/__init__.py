@@ -1,0 +1,1 @@
+"""A plan as plain data, how it is made from a solution, and its file. Without torch."""

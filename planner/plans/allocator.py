@@ -1,0 +1,298 @@
+"""What PyTorch's CUDA caching allocator reserves for a planned step, on paper.
+
+``planner.ir.simulate`` counts the bytes that a step uses. The device must hold more: the allocator
+takes memory in segments, hands out pieces of them, and keeps what comes back.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of
+PyTorch 2.11 and later, one stream and all options at their defaults: no expandable segments, no
+largest block to split, no rounding to powers of two, no garbage collection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from planner.errors import UsageError
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import lifetimes
+
+# In brackets, what the real allocator calls it.
+MIN_BLOCK_BYTES = 512  # requests are rounded up to this, and no smaller block is split off (kMinBlockSize)
+SMALL_REQUEST_BYTES = 2**20  # largest request of the small pool; a rest in the large one is larger (kSmallSize)
+SMALL_SEGMENT_BYTES = 2 * 2**20  # segment of the small pool (kSmallBuffer)
+LARGE_REQUEST_BYTES = 10 * 2**20  # smallest request with a segment of its own size (kMinLargeAlloc)
+LARGE_SEGMENT_BYTES = 20 * 2**20  # segment for requests between those two (large_segment_size, once kLargeBuffer)
+ROUND_LARGE_BYTES = 2 * 2**20  # a segment of its own size is rounded up to this (kRoundLarge)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What a step takes of the device, with everything that is resident.
+
+    Parameters
+    ----------
+    allocated_bytes : int
+        Peak of what is asked for, each request rounded up to 512 bytes.
+    block_bytes : int
+        Peak of the blocks handed out, what ``torch.cuda.max_memory_allocated`` reads: a large
+        block may be up to 1 MiB larger than what was asked for.
+    reserved_bytes : int
+        Peak of the segments, what ``torch.cuda.max_memory_reserved`` reads.
+    fragmentation_bytes : int
+        What of it was not asked for when that peak was first reached.
+    fits : bool
+        Whether the segments kept the limit throughout. If not, the other figures are those of a
+        device that has what is missing; the real allocator raises.
+    """
+
+    allocated_bytes: int
+    block_bytes: int
+    reserved_bytes: int
+    fragmentation_bytes: int
+    fits: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """The free blocks of one pool as ``(size, address)``, sorted: the first that is large enough fits best."""
+
+    least_split_bytes: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A piece of a segment, linked to the pieces before and after it in the same segment."""
+
+    pool: _Pool
+    address: int
+    size_bytes: int
+    requested_bytes: int = 0
+    before: _Block | None = None
+    after: _Block | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return not self.requested_bytes
+
+
+class Allocator:
+    """The caching allocator of one device and stream.
+
+    Attributes
+    ----------
+    limit_bytes : int, optional
+        Most bytes that the segments may have together; without it there is no limit.
+    allocated_bytes, block_bytes, reserved_bytes : int
+        What is asked for, the blocks that hold it, and the segments that hold those: now.
+    peak_allocated_bytes, peak_block_bytes, peak_reserved_bytes : int
+        The same, at most so far.
+    allocated_at_peak_reserved_bytes : int
+        What was asked for when ``peak_reserved_bytes`` was first reached.
+    fits : bool
+        Whether the limit was kept so far. A segment that breaks it is made all the same.
+
+    Notes
+    -----
+    Addresses grow with each segment, so among free blocks of one size the oldest segment's comes
+    first, then the lowest. A call takes O(log n) comparisons among n free blocks, or O(n) to release them.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.block_bytes = self.peak_block_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self.allocated_at_peak_reserved_bytes = 0
+        self.fits = True
+        self._small = _Pool(least_split_bytes=MIN_BLOCK_BYTES)
+        # What is left of a large block must be above 1 MiB, and sizes are multiples of 512 bytes.
+        self._large = _Pool(least_split_bytes=SMALL_REQUEST_BYTES + MIN_BLOCK_BYTES)
+        self._blocks: dict[int, _Block] = {}
+        self._next_address = 0
+
+    def allocate(self, size_bytes: int) -> int:
+        """Hand out a block.
+
+        Returns
+        -------
+        int
+            Handle to free it with; handles of freed blocks are used again.
+
+        Raises
+        ------
+        UsageError
+            If the size is not above zero: an empty tensor allocates nothing.
+        """
+        if size_bytes <= 0:
+            raise UsageError(f"cannot allocate {size_bytes} bytes")
+        rounded_bytes = _round_up(size_bytes, MIN_BLOCK_BYTES)
+        pool = self._small if rounded_bytes <= SMALL_REQUEST_BYTES else self._large
+        place = bisect_left(pool.free, (rounded_bytes, 0))
+        if place < len(pool.free):
+            block = self._blocks[pool.free.pop(place)[1]]
+        else:
+            block = self._make_segment(pool, _segment_bytes(rounded_bytes))
+        if block.size_bytes - rounded_bytes >= pool.least_split_bytes:
+            self._split(block, rounded_bytes)
+        block.requested_bytes = rounded_bytes
+        self.allocated_bytes += rounded_bytes
+        self.block_bytes += block.size_bytes
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self.peak_block_bytes = max(self.peak_block_bytes, self.block_bytes)
+        if self.reserved_bytes > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = self.reserved_bytes
+            self.allocated_at_peak_reserved_bytes = self.allocated_bytes
+        return block.address
+
+    def free(self, handle: int) -> None:
+        """Take a block back and join it with free neighbours; the segment stays.
+
+        Raises
+        ------
+        UsageError
+            If the handle stands for no block that is handed out.
+        """
+        block = self._blocks.get(handle)
+        if block is None or block.is_free:
+            raise UsageError(f"no block is handed out as {handle}")
+        self.allocated_bytes -= block.requested_bytes
+        self.block_bytes -= block.size_bytes
+        block.requested_bytes = 0
+        if block.before is not None and block.before.is_free:
+            self._leave_pool(block.before)
+            self._join(block.before, block)
+            block = block.before
+        if block.after is not None and block.after.is_free:
+            self._leave_pool(block.after)
+            self._join(block, block.after)
+        insort(block.pool.free, (block.size_bytes, block.address))
+
+    def _make_segment(self, pool: _Pool, size_bytes: int) -> _Block:
+        if self.limit_bytes is not None and self.reserved_bytes + size_bytes > self.limit_bytes:
+            self._release_free_segments()
+            self.fits &= self.reserved_bytes + size_bytes <= self.limit_bytes
+        block = _Block(pool, self._next_address, size_bytes)
+        self._blocks[block.address] = block
+        self._next_address += size_bytes
+        self.reserved_bytes += size_bytes
+        return block
+
+    def _release_free_segments(self) -> None:
+        """Give back all segments of both pools that are one free block."""
+        for pool in (self._small, self._large):
+            kept = []
+            for size_bytes, address in pool.free:
+                block = self._blocks[address]
+                if block.before is None and block.after is None:
+                    del self._blocks[address]
+                    self.reserved_bytes -= size_bytes
+                else:
+                    kept.append((size_bytes, address))
+            pool.free = kept
+
+    def _split(self, block: _Block, size_bytes: int) -> None:
+        """Cut a block down to a size and put the rest, the upper part, among the free ones."""
+        rest = _Block(block.pool, block.address + size_bytes, block.size_bytes - size_bytes)
+        rest.before, rest.after = block, block.after
+        if rest.after is not None:
+            rest.after.before = rest
+        block.after = rest
+        block.size_bytes = size_bytes
+        self._blocks[rest.address] = rest
+        insort(rest.pool.free, (rest.size_bytes, rest.address))
+
+    def _leave_pool(self, block: _Block) -> None:
+        free = block.pool.free
+        del free[bisect_left(free, (block.size_bytes, block.address))]
+
+    def _join(self, block: _Block, joined: _Block) -> None:
+        block.size_bytes += joined.size_bytes
+        block.after = joined.after
+        if block.after is not None:
+            block.after.before = block
+        del self._blocks[joined.address]
+
+
+def simulate_reserved(
+    graph: TrainingGraph,
+    costs: Sequence[OperationCost],
+    schedule: Schedule,
+    *,
+    resident_bytes: Sequence[int] = (),
+    limit_bytes: int | None = None,
+) -> Reserved:
+    """Run a schedule against the allocator, twice in a row, as training does.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+    schedule : Schedule
+    resident_bytes : sequence of int
+        Size of each tensor that is there before the step and stays: parameters, buffers, optimizer
+        state, inputs. In the order of their making.
+    limit_bytes : int, optional
+        Most bytes that the segments may have together: the device's, less what others take of it.
+
+    Returns
+    -------
+    Reserved
+
+    Raises
+    ------
+    ScheduleError
+        If the schedule cannot be run.
+    UsageError
+        If a resident tensor has a negative size.
+
+    Notes
+    -----
+    Retained values go before the next step begins, as with ``zero_grad(set_to_none=True)``. What
+    the optimizer allocates in its own step is left out, and so is random state: it is kept on the
+    host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
+    """
+    born: list[list[int]] = [[] for _ in schedule.order]
+    died: list[list[int]] = [[] for _ in schedule.order]
+    copies = lifetimes(graph, schedule)
+    size_bytes = [graph.values[copy.value].size_bytes for copy in copies]
+    for number, copy in enumerate(copies):
+        if size_bytes[number]:
+            born[copy.born].append(number)
+            died[copy.died].append(number)
+
+    allocator = Allocator(limit_bytes=limit_bytes)
+    for resident in filter(None, resident_bytes):
+        allocator.allocate(resident)
+    handles = [-1] * len(copies)
+    for _ in range(2):  # the second step finds the segments as the first one left them
+        for position, index in enumerate(schedule.order):
+            for number in born[position]:
+                handles[number] = allocator.allocate(size_bytes[number])
+            if workspace_bytes := costs[index].workspace_bytes:
+                allocator.free(allocator.allocate(workspace_bytes))
+            for number in died[position]:
+                allocator.free(handles[number])
+    return Reserved(
+        allocated_bytes=allocator.peak_allocated_bytes,
+        block_bytes=allocator.peak_block_bytes,
+        reserved_bytes=allocator.peak_reserved_bytes,
+        fragmentation_bytes=allocator.peak_reserved_bytes - allocator.allocated_at_peak_reserved_bytes,
+        fits=allocator.fits,
+    )
+
+
+def _segment_bytes(rounded_bytes: int) -> int:
+    if rounded_bytes <= SMALL_REQUEST_BYTES:
+        return SMALL_SEGMENT_BYTES
+    if rounded_bytes < LARGE_REQUEST_BYTES:
+        return LARGE_SEGMENT_BYTES
+    return _round_up(rounded_bytes, ROUND_LARGE_BYTES)
+
+
+def _round_up(size_bytes: int, unit_bytes: int) -> int:
+    return -(-size_bytes // unit_bytes) * unit_bytes

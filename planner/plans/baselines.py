@@ -1,0 +1,123 @@
+"""What people would do without a planner, simulated, to set a plan beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from planner.common.units import format_bytes
+from planner.errors import InfeasibleBudgetError, SolverUnavailableError
+from planner.ir.checkpoints import schedule_of
+from planner.ir.graph import TrainingGraph
+from planner.ir.layers import Layers, find_layers, forward_of_blocks
+from planner.ir.module_regions import region_of
+from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule
+from planner.plans.parts import BaselineRow
+
+_SECONDS_EACH = 2.0
+"""For a simple solver; counted as work, so that the same report comes out every time."""
+
+
+def every_nth_layer(graph: TrainingGraph, n: int, layers: Layers | None = None) -> Schedule | None:
+    """Give the schedule of ``torch.utils.checkpoint`` around every n-th block.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    n : int
+        1 wraps every block, 2 the first, the third, and so on.
+    layers : Layers, optional
+        ``find_layers(graph)``, if it is at hand.
+
+    Returns
+    -------
+    Schedule or None
+        ``None`` if the model has no blocks.
+    """
+    layers = layers or find_layers(graph)
+    return checkpointed_blocks(graph, layers.blocks[::n], layers) if layers.blocks else None
+
+
+def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str], layers: Layers | None = None) -> Schedule:
+    """Give the schedule of ``torch.utils.checkpoint`` around each of these blocks.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    blocks : iterable of str
+        Paths of blocks, as :func:`planner.ir.layers.find_layers` names them.
+    layers : Layers, optional
+        ``find_layers(graph)``, if it is at hand.
+
+    Notes
+    -----
+    O(operations + values).
+    """
+    layers = layers or find_layers(graph)
+    inside = forward_of_blocks(graph, layers)
+    regions = (region_of(graph, block, inside[block]) for block in blocks)
+    return schedule_of(graph, [region for region in regions if region is not None])
+
+
+def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = None) -> tuple[BaselineRow, ...]:
+    """Set a solution beside the usual ways.
+
+    Parameters
+    ----------
+    problem : Problem
+    solution : Solution
+        Shown in the last row, as ``"this plan"``.
+    layers : Layers, optional
+        ``find_layers(problem.graph)``, if it is at hand.
+
+    Returns
+    -------
+    tuple of BaselineRow
+        No recompute, every layer, every second layer, sqrt(L), the chain's dynamic programme, the solution.
+        One that does not exist is there with the reason.
+    """
+    layers = layers or find_layers(problem.graph)
+    return (
+        _row(problem, "none", Schedule.keep_all(problem.graph), 0.0),
+        _layer_row(problem, "every layer", 1, layers),
+        _layer_row(problem, "every second layer", 2, layers),
+        _solver_row(problem, "sqrt(L)", "sqrt"),
+        _solver_row(problem, "chain DP", "chain-dp"),
+        _row(problem, "this plan", solution.schedule, solution.solve_seconds),
+    )
+
+
+def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
+    evaluation = problem.evaluate(schedule)
+    step_seconds = problem.baseline.seconds
+    return BaselineRow(
+        name=name,
+        peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
+        overhead=evaluation.added_seconds / step_seconds if step_seconds > 0 else 0.0,
+        seconds=seconds,
+        fits=evaluation.peak_bytes <= problem.budget_bytes,
+    )
+
+
+def _layer_row(problem: Problem, name: str, n: int, layers: Layers) -> BaselineRow:
+    started = time.perf_counter()
+    schedule = every_nth_layer(problem.graph, n, layers)
+    if schedule is None:
+        return BaselineRow(name=name, reason="the model has no repeated blocks")
+    return _row(problem, name, schedule, time.perf_counter() - started)
+
+
+def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:
+    """Give what a simple solver does at the budget, or if it cannot keep that, the least that it can do."""
+    from planner.solvers import solve
+
+    try:
+        found = solve(replace(problem, host=None), solver, time_limit_seconds=_SECONDS_EACH, deterministic=True)
+    except InfeasibleBudgetError as error:
+        lowest = format_bytes(error.minimum_feasible_peak_bytes)
+        return BaselineRow(name=name, reason=f"no plan of this kind keeps the budget; one for {lowest} is known")
+    except SolverUnavailableError as error:
+        return BaselineRow(name=name, reason=str(error))
+    return _row(problem, name, found.schedule, found.solve_seconds)

@@ -1,0 +1,142 @@
+"""What a schedule holds, copy by copy: what kind it is, what made it, how long it is there."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.layers import number_ranges
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import FetchedCopy, lifetimes, workspaces
+from planner.plans.details import AliveTensors, Allocation
+
+_OWN_KINDS = {
+    "gradient": "gradients",
+    "output": "outputs",
+    "tangent": "tangents",
+    "weight copy": "autocast weight copies",
+    "in flight": "other micro-batches",
+}
+
+WORKSPACE, RANDOM_STATE = "workspace", "random state"
+
+_MOST_ROWS = 40
+"""Of what is alive at the peak; the rest is one row."""
+
+
+def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> Iterator[Allocation]:
+    """Give all that a schedule allocates, as the simulator counts it.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+    schedule : Schedule
+
+    Yields
+    ------
+    Allocation
+        Each copy of a value, ``workspace`` for the run that needs it, and ``random state`` from the first to
+        the last run of what is recomputed. Kinds of copies are those of :func:`planner.plans.anatomy.anatomy_of_peak`.
+
+    Notes
+    -----
+    O(runs x (inputs + outputs)).
+    """
+    backward_position = backward_begins(graph, schedule)
+    made: set[int] = set()
+    copies = lifetimes(graph, schedule)
+    for copy in copies:
+        value = graph.values[copy.value]
+        producer = graph.producer[copy.value]
+        if isinstance(copy, FetchedCopy):
+            kind = "fetched values"
+        elif copy.value in made:
+            kind = "recomputed values"
+        elif value.kind in _OWN_KINDS:
+            kind = _OWN_KINDS[value.kind]
+        elif graph.operations[producer].phase is Phase.BACKWARD:
+            kind = "gradient temporaries"
+        elif copy.died >= backward_position:
+            kind = "saved activations"
+        else:
+            kind = "forward temporaries"
+        made.add(copy.value)
+        yield _allocation(graph, producer, kind, value.size_bytes, copy.born, copy.died)
+    for position, size_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
+        if size_bytes:
+            yield _allocation(graph, schedule.order[position], WORKSPACE, size_bytes, position, position)
+    for index, (first, last) in _first_and_last(schedule).items():
+        if (size_bytes := graph.operations[index].state_bytes) and first < last:
+            yield _allocation(graph, index, RANDOM_STATE, size_bytes, first, last)
+
+
+def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
+    """Give the position where the backward begins, its recomputations included; past the end if there is none."""
+    for position, index in enumerate(schedule.order):
+        if graph.operations[index].phase is Phase.BACKWARD:
+            return position
+    return len(schedule.order)
+
+
+def tensors_at(allocations: Iterable[Allocation], position: int) -> tuple[AliveTensors, ...]:
+    """Give what is there during one run, the most first; what one operation makes in equal layers is one row."""
+    groups: defaultdict[tuple[str, str, str, str], list[Allocation]] = defaultdict(list)
+    for made in allocations:
+        if made.born <= position <= made.died and made.size_bytes:
+            groups[(made.kind, made.operation, re.sub(r"\d+", "#", made.module), made.source)].append(made)
+    rows = [
+        AliveTensors(
+            count=len(group),
+            size_bytes=sum(made.size_bytes for made in group),
+            kind=kind,
+            operation=operation,
+            module=_joined([made.module for made in group]),
+            source=source,
+        )
+        for (kind, operation, _, source), group in groups.items()
+    ]
+    rows.sort(key=lambda row: -row.size_bytes)
+    shown, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
+    if rest:
+        count, size_bytes = sum(row.count for row in rest), sum(row.size_bytes for row in rest)
+        shown.append(AliveTensors(count=count, size_bytes=size_bytes, kind="", operation="", module="", source=""))
+    return tuple(shown)
+
+
+def _allocation(graph: TrainingGraph, index: int, kind: str, size_bytes: int, born: int, died: int) -> Allocation:
+    operation = graph.operations[index]
+    return Allocation(
+        size_bytes=size_bytes,
+        born=born,
+        died=died,
+        kind=kind,
+        operation=operation.target,
+        module=operation.module,
+        source=operation.source,
+    )
+
+
+def _first_and_last(schedule: Schedule) -> dict[int, tuple[int, int]]:
+    runs: dict[int, tuple[int, int]] = {}
+    for position, index in enumerate(schedule.order):
+        runs[index] = (runs[index][0] if index in runs else position, position)
+    return runs
+
+
+def _joined(modules: list[str]) -> str:
+    """Write paths that differ only in numbers as one.
+
+    Examples
+    --------
+    >>> _joined(["h.0.attn", "h.2.attn", "h.1.attn", "h.1.attn"])
+    'h.0-2.attn'
+    """
+    parts = [re.split(r"(\d+)", module) for module in modules]
+    joined = []
+    for column in zip(*parts, strict=True):
+        same = len(set(column)) == 1
+        joined.append(column[0] if same else number_ranges(sorted({int(number) for number in column})))
+    return "".join(joined)

@@ -1,0 +1,205 @@
+"""What a plan offloads, as plain data that survives another capture: by the keys of operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.errors import PlanMismatchError
+from planner.ir.graph import TrainingGraph
+from planner.ir.problem import Problem
+from planner.ir.schedule import Offload, Schedule
+from planner.ir.simulate import Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A position in a schedule: so many runs before the first run of an operation."""
+
+    before: str
+    runs: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadedValue:
+    """A value that waits in the host's memory.
+
+    Parameters
+    ----------
+    operation : str
+        Key of the operation that makes it.
+    output : int
+        Which of its outputs it is.
+    size_bytes : int
+        Of the device.
+    leaves : Place
+        Right before this run it is freed on the device.
+    returns : tuple of Place
+        Right before each of these runs it is taken there again.
+    lossy : bool
+        Whether it is rounded to bfloat16 there, and takes half.
+    """
+
+    operation: str
+    output: int
+    size_bytes: int
+    leaves: Place
+    returns: tuple[Place, ...]
+    lossy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadedModule:
+    """A module that sends what it saves, under the runtime ``"modules"``.
+
+    Parameters
+    ----------
+    module : str
+        Its path.
+    tensors : tuple of int
+        Which of the tensors that its call saves, in order; if the plan checkpoints the module, which of those that are
+        its arguments.
+    leaves_with : str
+        Path of the module at the end of whose call they leave the device.
+    returns_with : str
+        Path of the module with the first of whose tensors the backward has them fetched; its own are fetched one by
+        one, each when it is first read.
+    """
+
+    module: str
+    tensors: tuple[int, ...]
+    leaves_with: str
+    returns_with: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloading:
+    """What a plan offloads, and what that takes.
+
+    Parameters
+    ----------
+    values : tuple of OffloadedValue
+    host_bytes, host_budget_bytes : int
+        What they take of the host's memory, and what they may.
+    bytes_per_second : float
+        Rate of the link to the host, each way, that times stand on.
+    transfer_seconds, stall_seconds : float
+        Time of all transfers, and what of it does not hide behind computing.
+    lossy : bool
+        Whether values may be rounded on their way.
+    modules : tuple of OffloadedModule
+        Under the runtime ``"modules"``, which modules send the values.
+    least_bytes : int
+        Under that runtime, size below which values stay; 0 if no module sends any.
+    """
+
+    values: tuple[OffloadedValue, ...]
+    host_bytes: int
+    host_budget_bytes: int
+    bytes_per_second: float
+    transfer_seconds: float
+    stall_seconds: float
+    lossy: bool = False
+    modules: tuple[OffloadedModule, ...] = ()
+    least_bytes: int = 0
+
+    @property
+    def rounded(self) -> int:
+        """How many values are rounded: if there is one, gradients are not bit-equal."""
+        return sum(value.lossy for value in self.values)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Time of transfers that hides behind computing, or behind other transfers."""
+        return self.transfer_seconds - self.stall_seconds
+
+
+def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:
+    """Write out what a schedule offloads; None where nothing could be."""
+    host, graph = problem.host, problem.graph
+    if host is None:
+        return None
+    places = _places(graph, schedule)
+    values = []
+    for offload in schedule.offloads:
+        operation = graph.operations[graph.producer[offload.value]]
+        values.append(
+            OffloadedValue(
+                operation=operation.key,
+                output=operation.outputs.index(offload.value),
+                size_bytes=graph.values[offload.value].size_bytes,
+                leaves=places[offload.leaves],
+                returns=tuple(places[position] for position in offload.returns),
+                lossy=offload.lossy,
+            )
+        )
+    return Offloading(
+        values=tuple(values),
+        host_bytes=evaluation.host_bytes,
+        host_budget_bytes=host.budget_bytes,
+        bytes_per_second=host.bytes_per_second,
+        transfer_seconds=evaluation.transfer_seconds,
+        stall_seconds=evaluation.stall_seconds,
+        lossy=host.lossy or any(offload.lossy for offload in schedule.offloads),
+    )
+
+
+def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloading | None) -> Schedule:
+    """Add what a plan offloads to the schedule of its recomputations.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the graph lacks what is offloaded, or a position.
+    """
+    if offloading is None or not offloading.values:
+        return schedule
+    index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
+    first: dict[int, int] = {}
+    for position, index in enumerate(schedule.order):
+        first.setdefault(index, position)
+
+    def position_of(place: Place) -> int:
+        position = first[index_of[place.before]] - place.runs
+        if position < 0:
+            raise IndexError(place.runs)
+        return position
+
+    offloads = []
+    for value in offloading.values:
+        try:
+            made = graph.operations[index_of[value.operation]].outputs[value.output]
+            if value.lossy and not graph.values[made].roundable:
+                raise PlanMismatchError(
+                    f"the plan rounds output {value.output} of {value.operation}, and in {graph.name or 'this model'} "
+                    "that must stay exact; make a new plan for this model and these shapes"
+                )
+            offloads.append(
+                Offload(
+                    made,
+                    position_of(value.leaves),
+                    tuple(map(position_of, value.returns)),
+                    value.lossy,
+                )
+            )
+        except (KeyError, IndexError) as error:
+            raise PlanMismatchError(
+                f"the plan offloads output {value.output} of {value.operation}, and {graph.name or 'this model'} lacks "
+                "it, or the operation before which it leaves or returns; make a new plan for this model and these "
+                "shapes"
+            ) from error
+    return Schedule(schedule.order, tuple(sorted(offloads, key=lambda offload: offload.value)))
+
+
+def _places(graph: TrainingGraph, schedule: Schedule) -> list[Place]:
+    """Give each position as a place."""
+    places: list[Place] = []
+    ran: set[int] = set()
+    begin = 0
+    for position, index in enumerate(schedule.order):
+        if index in ran:
+            continue
+        ran.add(index)
+        key = graph.operations[index].key
+        places += [Place(before=key, runs=position - early) for early in range(begin, position + 1)]
+        begin = position + 1
+    return places

@@ -1,0 +1,372 @@
+"""The plan of a pipeline: of each device, while so many micro-batches are in flight, and which device binds.
+
+While one micro-batch is at work on a device, each other one in flight holds what its plan saves, the
+same bytes all the time. So a device holds what is resident, what the simulator says of the
+micro-batch at work, and the others' saved bytes, which depend on the plan. ``_Device.solve`` bounds
+what a micro-batch may save, and searches for the best bound: with a bound of c the others hold c
+each, and the existing solvers do the rest. Over plans that save between a and c, to count a for each
+other one and to allow c is a relaxation, which gives the lower bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from planner.common.limits import Effort
+from planner.common.units import format_bytes, parse_size
+from planner.errors import InfeasibleBudgetError
+from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import Evaluation, simulate
+from planner.ir.static_memory import Surroundings
+from planner.plans.parts import SCHEMA, PlanOrigin
+from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight
+from planner.plans.pipeline_stages import Stage
+from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
+from planner.plans.plan import Plan
+from planner.plans.planning import Size, plan_from_solution
+from planner.plans.reservation import optimizer_peak_bytes
+from planner.solvers import get
+from planner.solving.peak_bounds import lowest_schedule
+from planner.solving.segmentations import segmentations
+
+_SPLITS = 8
+"""How often the range of what a micro-batch may save is halved at most."""
+
+_CLOSED = 1e-4
+"""Gap, as a share of the stage's time, at which the search stops."""
+
+
+def make_pipeline_plan(
+    devices: Sequence[Sequence[Stage]],
+    surroundings: Sequence[Surroundings],
+    schedule: PipelineSchedule,
+    *,
+    budget: Size,
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    origin: PlanOrigin | None = None,
+    progress: Progress | None = None,
+) -> PipelinePlan:
+    """Plan every device of a pipeline.
+
+    Parameters
+    ----------
+    devices : sequence of sequences of Stage
+        For each device its chunks.
+    surroundings : sequence of Surroundings
+        For each device what is resident there.
+    schedule : PipelineSchedule
+    budget : int, float or str
+        What each device may hold; ``"60%"`` is of the highest peak without recompute.
+    solver, deterministic, seed, origin, progress
+        See :func:`planner.plans.planning.make_plan`.
+    time_limit_seconds : float
+        Roughly, for each device.
+
+    Raises
+    ------
+    NoPipelineFitsError
+        If a stage has no plan, with the smallest budget that is known to be enough for all.
+    """
+    get(solver)
+    effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+    made = [
+        _Device(index, chunks, around, loads(schedule, index))
+        for index, (chunks, around) in enumerate(zip(devices, surroundings, strict=True))
+    ]
+    budget_bytes = parse_size(budget, whole_bytes=max(device.keep_all.peak_bytes for device in made))
+    origin = origin or PlanOrigin()
+    name = devices[0][0].graph.name
+    stages: list[StagePlan] = []
+    tight: list[_Device] = []
+    for device in made:
+        if progress is not None:
+            progress(f"planning stage {device.index} of {len(made)}")
+        found = device.solve(budget_bytes, solver, effort)
+        if found is None:
+            tight.append(device)
+            continue
+        held, bound_seconds = found
+        stages.append(
+            StagePlan(
+                index=device.index,
+                layers=tuple(stage.layers for stage in device.chunks),
+                micro_batches_in_flight=most_in_flight(schedule, device.index),
+                saved_bytes=held.saved_bytes,
+                plans=device.plans(held, budget_bytes, bound_seconds, solver, origin),
+            )
+        )
+    if tight:
+        raise _no_plan_fits(name, schedule, tight, budget_bytes)
+    return PipelinePlan(model=name, schedule=schedule, budget_bytes=budget_bytes, stages=tuple(stages))
+
+
+def _no_plan_fits(
+    name: str, schedule: PipelineSchedule, tight: Sequence[_Device], budget_bytes: int
+) -> NoPipelineFitsError:
+    worst = max(tight, key=lambda device: device.lowest.peak_bytes)
+    smallest_bytes = worst.lowest.peak_bytes
+    in_flight = most_in_flight(schedule, worst.index)
+    message = (
+        f"no plan was found that fits {format_bytes(budget_bytes)}: stage {worst.index} of {schedule.stages} binds, "
+        f"with {in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight and "
+        f"{format_bytes(worst.static_bytes)} resident; the smallest budget "
+        f"known to be feasible is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes): raise the budget, take more "
+        "stages or smaller micro-batches"
+    )
+    report = {
+        "schema": SCHEMA,
+        "model": name,
+        "status": "infeasible",
+        "pipeline": asdict(schedule),
+        "budget_bytes": budget_bytes,
+        "minimum_feasible_peak_bytes": smallest_bytes,
+        "binding_stage": worst.index,
+        "stages": [
+            {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
+        ],
+        "message": message,
+    }
+    return NoPipelineFitsError(
+        message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"stage {worst.index}", report=report
+    )
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Schedules for the chunks of a device, and what it then holds."""
+
+    schedules: tuple[Schedule, ...]
+    saved_bytes: tuple[int, ...]
+    peak_bytes: int
+    recompute_seconds: tuple[float, ...]
+
+
+class _Device:
+    """One device: its chunks, what is resident, and the loads under which its passes run."""
+
+    def __init__(self, index: int, chunks: Sequence[Stage], around: Surroundings, loads: Sequence[Load]) -> None:
+        self.index, self.chunks, self.around, self.loads = index, tuple(chunks), around, tuple(loads)
+        self.static_bytes = sum(around.static_bytes.values())
+        # Where gradients of earlier steps are resident, those of earlier micro-batches are in them.
+        is_counted = "gradients" in around.static_bytes
+        self.gradient_bytes = tuple(0 if is_counted else stage.gradient_bytes for stage in self.chunks)
+        self.keep_all = self.hold([Schedule.keep_all(stage.graph) for stage in self.chunks])
+        self.solve_seconds = 0.0
+        self._lowest: _Held | None = None
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """What the device holds while the optimizer steps."""
+        resident = self.static_bytes + self.around.optimizer_step_bytes
+        return resident + sum(self._left_bytes(stage) for stage in self.chunks)
+
+    def _left_bytes(self, stage: Stage) -> int:
+        graph = replace(stage.graph, static_bytes=dict(self.around.static_bytes))
+        return optimizer_peak_bytes(graph, self.around) - self.static_bytes - self.around.optimizer_step_bytes
+
+    @property
+    def lowest(self) -> _Held:
+        """The lowest peak that quick methods find."""
+        if self._lowest is None:
+            best = []
+            for chunk, stage in enumerate(self.chunks):
+                others = max(load.others[chunk] for load in self.loads)
+
+                def height(schedule: Schedule, stage: Stage = stage, others: int = others) -> int:
+                    found = simulate(stage.graph, stage.costs, schedule)
+                    return found.peak_bytes + others * _saved(stage, schedule, found)
+
+                candidates = [*segmentations(stage.graph), lowest_schedule(stage.graph, stage.costs, target_bytes=0)]
+                best.append(min(candidates, key=height))
+            self._lowest = self.hold(best)
+        return self._lowest
+
+    def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, int, int, int]:
+        """Give the most that stands beside a pass, forward and backward: what others save, and gradients."""
+        sizes: list[int] = []
+        for is_backward in (False, True):
+            sizes += max(
+                (
+                    (
+                        sum(count * size for count, size in zip(load.others, saved_bytes, strict=True)),
+                        sum(size for size, done in zip(self.gradient_bytes, load.accumulated, strict=True) if done),
+                    )
+                    for load in self.loads
+                    if (load.chunk, load.is_backward) == (chunk, is_backward)
+                ),
+                key=sum,
+            )
+        return (sizes[0], sizes[1], sizes[2], sizes[3])
+
+    def hold(self, schedules: Sequence[Schedule]) -> _Held:
+        """Simulate schedules for all chunks, with the other micro-batches in flight."""
+        plain = [
+            simulate(stage.graph, stage.costs, schedule) for stage, schedule in zip(self.chunks, schedules, strict=True)
+        ]
+        saved = [_saved(*of_chunk) for of_chunk in zip(self.chunks, schedules, plain, strict=True)]
+        peak_bytes = 0
+        for chunk, (stage, schedule) in enumerate(zip(self.chunks, schedules, strict=True)):
+            problem = stage.problem(0, self.beside(chunk, saved))
+            peak_bytes = max(peak_bytes, simulate(problem.graph, problem.costs, schedule).peak_bytes)
+        return _Held(
+            tuple(schedules),
+            tuple(saved),
+            max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes),
+            tuple(found.recompute_seconds for found in plain),
+        )
+
+    def solve(self, budget_bytes: int, solver: str, effort: Effort) -> tuple[_Held, tuple[float, ...]] | None:
+        """Give the cheapest schedules found within a budget and lower bounds for each chunk; None if there are none."""
+        if self.keep_all.peak_bytes <= budget_bytes:
+            return self.keep_all, (0.0,) * len(self.chunks)
+        if self.optimizer_peak_bytes > budget_bytes or self.static_bytes >= budget_bytes:
+            return None
+        begun = time.perf_counter()
+        found = _Search(self, budget_bytes - self.static_bytes, solver, effort).run()
+        self.solve_seconds = time.perf_counter() - begun
+        return found
+
+    def plans(
+        self, held: _Held, budget_bytes: int, bound_seconds: Sequence[float], solver: str, origin: PlanOrigin
+    ) -> tuple[Plan, ...]:
+        """Write out a plan for each chunk, as the device stands while it runs."""
+        around = replace(self.around, has_caching_allocator=False)
+        made = []
+        for chunk, (stage, schedule) in enumerate(zip(self.chunks, held.schedules, strict=True)):
+            problem = stage.problem(budget_bytes - self.static_bytes, self.beside(chunk, held.saved_bytes))
+            problem = replace(problem, graph=replace(problem.graph, static_bytes=dict(self.around.static_bytes)))
+            unplanned = stage.problem(0, self.beside(chunk, self.keep_all.saved_bytes)).baseline
+            solution = Solution(
+                solver=solver if held.recompute_seconds[chunk] else "keep all",
+                schedule=schedule,
+                peak_bytes=simulate(problem.graph, problem.costs, schedule).peak_bytes,
+                recompute_seconds=held.recompute_seconds[chunk],
+                lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
+                solve_seconds=self.solve_seconds,
+            )
+            plan = plan_from_solution(problem, solution, origin=origin, surroundings=around, compare=False)
+            made.append(
+                replace(
+                    plan,
+                    baseline_peak_bytes=unplanned.peak_bytes + self.static_bytes,
+                    optimizer_peak_bytes=self.optimizer_peak_bytes,
+                    fingerprint={},
+                )
+            )
+        return tuple(made)
+
+
+def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
+    """Give what is held while a micro-batch waits for its backward."""
+    return found.timeline_bytes[schedule.order.index(stage.wait)]
+
+
+class _Search:
+    """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
+
+    def __init__(self, device: _Device, budget_bytes: int, solver: str, effort: Effort) -> None:
+        self.device, self.budget_bytes = device, budget_bytes
+        self.full = device.keep_all.saved_bytes
+        self.whole_bytes = max(*self.full, 1)
+        # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
+        seconds = max(effort.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
+        self.solver = get(solver)
+        self.effort = replace(effort, time_limit_seconds=seconds)
+        self.ends = float("inf") if effort.deterministic else time.perf_counter() + effort.time_limit_seconds
+        self.best: _Held | None = None
+
+    def run(self) -> tuple[_Held, tuple[float, ...]] | None:
+        """Halve the range where the lower bound is lowest, until the gap is closed or time is up."""
+        self.offer(self.device.lowest)
+        # All that are in flight wait at once before a backward, and must fit.
+        in_flight = 1 + max(sum(load.others) for load in self.device.loads)
+        is_chain = len(self.device.chunks) == 1
+        highest = self.budget_bytes // in_flight if is_chain else self.whole_bytes
+        root = self.relaxed(0, highest)
+        if root is None:
+            return None
+        # By lower bound, then the widest first: with several chunks all have the bound of the root.
+        intervals = [(sum(root), -highest, 0, highest, root)]
+        tolerance = _CLOSED * sum(sum(cost.seconds for cost in stage.costs) for stage in self.device.chunks)
+        self.tight(min(highest, self.whole_bytes))
+        ended: list[tuple[float, ...]] = []
+        for _ in range(_SPLITS):
+            while intervals and intervals[0][2] == intervals[0][3]:
+                ended.append(heapq.heappop(intervals)[-1])
+            if not intervals or time.perf_counter() > self.ends or self.seconds - intervals[0][0] <= tolerance:
+                break
+            *_, low, high, bounds = heapq.heappop(intervals)
+            middle = self.whole_bytes if low < self.whole_bytes < high else (low + high) // 2
+            self.tight(middle)
+            for a, c in ((low, middle), (middle + 1, high)):
+                within = self.relaxed(a, c) if is_chain else bounds
+                if within is not None and sum(within) < self.seconds:
+                    heapq.heappush(intervals, (sum(within), a - c, a, c, within))
+        if self.best is None:
+            return None
+        lowest = min([*ended, *(interval[-1] for interval in intervals), self.best.recompute_seconds], key=sum)
+        return self.best, lowest
+
+    @property
+    def seconds(self) -> float:
+        """Time of the recomputations of the best schedules so far."""
+        return sum(self.best.recompute_seconds) if self.best else float("inf")
+
+    def offer(self, held: _Held) -> None:
+        """Take schedules if they fit and are the cheapest so far."""
+        fits = held.peak_bytes <= self.budget_bytes + self.device.static_bytes
+        if fits and sum(held.recompute_seconds) < self.seconds:
+            self.best = held
+
+    def tight(self, most_bytes: int) -> None:
+        """Find plans that save no more than so much, where others hold that much."""
+        most = self.of_each(most_bytes)
+        schedules = []
+        for chunk, stage in enumerate(self.device.chunks):
+            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most), most[chunk])
+            try:
+                schedules.append(self.solve(problem).schedule)
+            except InfeasibleBudgetError:
+                return
+        self.offer(self.device.hold(schedules))
+
+    def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
+        """Give lower bounds for plans that save between two sizes; None if it is proven that there are none.
+
+        Of several chunks nothing is asked but that each fits beside what surely is there.
+        """
+        least = self.of_each(low_bytes)
+        most_bytes = high_bytes if len(self.full) == 1 else None
+        bounds: list[float] = []
+        schedules = []
+        for chunk, stage in enumerate(self.device.chunks):
+            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, least), most_bytes)
+            try:
+                solution = self.solve(problem)
+            except InfeasibleBudgetError as error:
+                if error.is_proven:
+                    return None
+                bounds.append(error.lower_bound_seconds)
+                continue
+            bounds.append(solution.lower_bound_seconds)
+            schedules.append(solution.schedule)
+        if len(schedules) == len(self.full):
+            self.offer(self.device.hold(schedules))
+        return tuple(bounds)
+
+    def of_each(self, size_bytes: int) -> list[int]:
+        """Give what each chunk may save where the largest may save so much."""
+        return [size_bytes * size // self.whole_bytes for size in self.full]
+
+    def solve(self, problem: Problem) -> Solution:
+        """Solve, and hold the claim against the simulator."""
+        solution = self.solver.solve(problem, effort=self.effort)
+        confirm(problem, solution)
+        return solution

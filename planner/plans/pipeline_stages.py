@@ -1,0 +1,335 @@
+"""A training step cut into the stages of a pipeline: for each its own graph, with what it is sent and sends.
+
+The forward is cut where a layer begins. A backward operation goes to the stage of its layer, or to
+an earlier one if it reads what is made there. What one stage makes and another reads is handed
+over: the stage that reads has it from the beginning of its forward, or of its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from planner.errors import UsageError
+from planner.ir.cut_points import turning_point
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.layers import find_layers
+from planner.ir.problem import Problem
+
+IN_FLIGHT = "in flight"
+"""Kind of the values that stand for other micro-batches."""
+
+_HANDED_OVER = "a pipeline's communication"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of a pipeline.
+
+    Parameters
+    ----------
+    layers : tuple of str
+        Paths of its layers, in forward order.
+    operations : tuple of int
+        Those of the whole step that belong to it, in its base order.
+    graph : TrainingGraph
+        Its step for one micro-batch. Between forward and backward stands an operation during which
+        nothing runs, ``wait``. Values of kind :data:`IN_FLIGHT`, and of earlier gradients, are empty
+        until :meth:`problem` gives them a size.
+    costs : tuple of OperationCost
+    wait : int
+        Index of that operation.
+    beside : tuple of int
+        Values that stand for what is held beside the micro-batch: in its forward what others save and
+        gradients, in its backward what others save and gradients.
+    """
+
+    layers: tuple[str, ...]
+    operations: tuple[int, ...]
+    graph: TrainingGraph
+    costs: tuple[OperationCost, ...]
+    wait: int
+    beside: tuple[int, int, int, int]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients of its parameters."""
+        return sum(v.size_bytes for v in self.graph.values if v.retained and v.kind == "gradient")
+
+    def problem(
+        self, budget_bytes: int, beside_bytes: Sequence[int] = (0, 0, 0, 0), most_saved_bytes: int | None = None
+    ) -> Problem:
+        """Give the problem of this stage for one micro-batch while others are in flight.
+
+        Parameters
+        ----------
+        budget_bytes : int
+            Above what is resident.
+        beside_bytes : sequence of int
+            Sizes of the values :attr:`beside`.
+        most_saved_bytes : int, optional
+            Bound on what a micro-batch may hold while it waits for its backward.
+        """
+        values, costs, bound_bytes = list(self.graph.values), list(self.costs), 0
+        for value, size_bytes in zip(self.beside, beside_bytes, strict=True):
+            values[value] = replace(values[value], size_bytes=size_bytes)
+        if most_saved_bytes is not None:
+            bound_bytes = budget_bytes - most_saved_bytes
+        # What is beside it in the forward and in the backward would both count while it waits. Neither has to: each
+        # does right before, or right after. With the rest of the workspace, nothing more than the bound fits.
+        costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=bound_bytes - sum(beside_bytes))
+        graph = replace(self.graph, values=tuple(values))
+        return Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
+
+
+def cut(
+    graph: TrainingGraph, costs: Sequence[OperationCost], count: int, *, holds_received: bool = False
+) -> tuple[Stage, ...]:
+    """Cut a step into stages that take about equally long.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+        One micro-batch, forward and backward.
+    costs : sequence of OperationCost
+        One for each operation.
+    count : int
+        How many stages.
+    holds_received : bool
+        Whether the gradients that a stage receives are there until its backward ends, and not until they are read.
+
+    Raises
+    ------
+    UsageError
+        If there are more stages than layers.
+
+    Notes
+    -----
+    The longest forward of a stage is as short as it can be. O(count x layers^2 + values).
+    """
+    graph, costs = _copies_apart(graph, costs)
+    stage_of, names = _assign(graph, costs, count)
+    return tuple(
+        _Cut(graph, costs, stage_of, index, count).stage(names[index], holds_received) for index in range(count)
+    )
+
+
+def _assign(
+    graph: TrainingGraph, costs: Sequence[OperationCost], count: int
+) -> tuple[list[int | None], list[tuple[str, ...]]]:
+    """Give the stage of each operation (None: sums of shares of a gradient, which no stage runs), and the layers."""
+    layers, turn = find_layers(graph).of, turning_point(graph)
+    begins: dict[str, int] = {}
+    for index in range(turn):
+        if layers[index]:
+            begins.setdefault(layers[index], index if begins else 0)
+    begins = begins or {"": 0}
+    if count > len(begins):
+        raise UsageError(
+            f"{count} stages need at least as many layers, and {graph.name or 'the model'} has {len(begins)}: "
+            "ask for fewer stages"
+        )
+    places = [*begins.values(), turn]
+    seconds = [sum(costs[i].seconds for i in range(*ends)) for ends in pairwise(places)]
+    firsts = balanced(seconds, count)
+    names = [tuple(list(begins)[a:b]) for a, b in zip(firsts, [*firsts[1:], len(begins)], strict=True)]
+    home = {name: stage for stage, of_stage in enumerate(names) for name in of_stage}
+    stage_of: list[int | None] = []
+    for index in range(turn):
+        stage_of.append(sum(index >= places[first] for first in firsts) - 1)
+    here = count - 1
+    for index in range(turn, len(graph.operations)):
+        operation = graph.operations[index]
+        if operation.phase is Phase.LOSS:
+            stage_of.append(count - 1)
+            continue
+        makers = {graph.producer[value] for value in operation.inputs}
+        later = [stage for maker in makers if maker >= turn and (stage := stage_of[maker]) is not None]
+        # What no layer names, as the sum of gradients where paths meet, is as late as what it reads allows.
+        latest = min(later, default=here)
+        # A module that is called in several stages is where it made what is read.
+        called = [stage_of[maker] or 0 for maker in makers if maker < turn and layers[maker] == layers[index]]
+        own = max(called, default=home.get(layers[index], latest))
+        here = min(own, latest if later else count - 1)
+        stage_of.append(None if len(set(later)) > 1 and _sums_gradients(graph, operation) else here)
+    return stage_of, names
+
+
+def balanced(seconds: Sequence[float], count: int) -> list[int]:
+    """Cut a row into groups so that the largest is as small as can be, then all as equal as can be.
+
+    Examples
+    --------
+    >>> balanced([1, 1, 1, 1, 3], 3)
+    [0, 2, 4]
+    """
+    before = [0.0, *accumulate(seconds)]
+    best: list[tuple[float, float, list[int]]] = [(before[end], before[end] ** 2, [0]) for end in range(len(before))]
+    for groups in range(2, count + 1):
+        best = [
+            min(
+                (max(best[at][0], before[end] - before[at]), best[at][1] + (before[end] - before[at]) ** 2,
+                 [*best[at][2], at])
+                for at in range(groups - 1, end)
+            )
+            if end >= groups
+            else best[end]
+            for end in range(len(before))
+        ]  # fmt: skip
+    return best[-1][2]
+
+
+def _copies_apart(
+    graph: TrainingGraph, costs: Sequence[OperationCost]
+) -> tuple[TrainingGraph, Sequence[OperationCost]]:
+    """Split the last operation if it copies several gradients, which may be of several stages, one to one."""
+    last = graph.operations[-1]
+    sizes = [[graph.values[value].size_bytes for value in values] for values in (last.inputs, last.outputs)]
+    if last.phase is not Phase.BACKWARD or len(last.outputs) < 2 or sizes[0] != sizes[1]:
+        return graph, costs
+    copies = [
+        replace(last, name=f"{last.name} {number}", key=f"{last.key} {number}", inputs=(read,), outputs=(made,))
+        for number, (read, made) in enumerate(zip(last.inputs, last.outputs, strict=True))
+    ]
+    each = OperationCost(seconds=costs[-1].seconds / len(copies), workspace_bytes=costs[-1].workspace_bytes)
+    return replace(graph, operations=(*graph.operations[:-1], *copies)), [*costs[:-1], *[each] * len(copies)]
+
+
+def _sums_gradients(graph: TrainingGraph, operation: Operation) -> bool:
+    """Whether an operation only adds what several uses of one parameter give: each stage keeps its own share."""
+    if len(operation.outputs) != 1 or graph.readers[operation.outputs[0]]:
+        return False
+    made = graph.values[operation.outputs[0]]
+    return (made.retained and made.kind == "gradient") and all(
+        graph.values[value].size_bytes == made.size_bytes and len(graph.readers[value]) == 1
+        for value in operation.inputs
+    )
+
+
+class _Cut:
+    """Builds the graph of one stage."""
+
+    def __init__(
+        self, graph: TrainingGraph, costs: Sequence[OperationCost], stage_of: list[int | None], index: int, count: int
+    ) -> None:
+        self.whole, self.whole_costs, self.stage_of = graph, costs, stage_of
+        self.index, self.is_last = index, index == count - 1
+        self.turn = turning_point(graph)
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.costs: list[OperationCost] = []
+        self.local: dict[int, int] = {}
+
+    def stage(self, layers: tuple[str, ...], holds_received: bool) -> Stage:
+        own = [index for index, stage in enumerate(self.stage_of) if stage == self.index]
+        read = dict.fromkeys(value for index in own for value in self.inputs_of(index))
+        foreign = [value for value in read if self.home(value) != self.index]
+        early = [value for value in foreign if self.is_forward(value) and (self.home(value) or 0) < self.index]
+        beside_forward = self.others(Phase.FORWARD)
+        self.hand_over("activations received", Phase.FORWARD, receives=[*self.received(early), *beside_forward])
+        for index in own:
+            if index < self.turn:
+                self.add(index)
+        sent = [value for value in self.made(own) if self.is_forward(value) and self.read_after(value)]
+        self.hand_over("activations sent", Phase.FORWARD, sends=[self.local[value] for value in sent])
+        # The one ends where the other begins, so that whatever is run again has one of them beside it.
+        wait, beside_backward = len(self.operations), self.others(Phase.LOSS)
+        self.hand_over("wait", Phase.LOSS, receives=beside_backward, sends=beside_forward)
+        late = [value for value in foreign if value not in self.local]
+        self.hand_over("gradients received", Phase.LOSS, receives=self.received(late))
+        for index in own:
+            if index >= self.turn:
+                self.add(index)
+        back = [value for value in self.made(own) if self.read_before(value)]
+        if holds_received:
+            back += [value for value in late if not self.is_forward(value)]
+        sends = [*(self.local[value] for value in back), *beside_backward]
+        self.hand_over("gradients sent", Phase.BACKWARD, sends=sends)
+        graph = replace(self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={})
+        return Stage(
+            layers=layers,
+            operations=tuple(own),
+            graph=graph,
+            costs=tuple(self.costs),
+            wait=wait,
+            beside=(*beside_forward, *beside_backward),
+        )
+
+    def home(self, value: int) -> int | None:
+        return self.stage_of[self.whole.producer[value]]
+
+    def is_forward(self, value: int) -> bool:
+        return self.whole.producer[value] < self.turn
+
+    def inputs_of(self, index: int) -> list[int]:
+        """Give what an operation reads here; the loss of the last stage leaves outputs of others where they are."""
+        operation = self.whole.operations[index]
+        if operation.phase is not Phase.LOSS:
+            return list(operation.inputs)
+        return [value for value in operation.inputs if self.home(value) == self.index]
+
+    def made(self, own: list[int]) -> list[int]:
+        return [value for index in own for value in self.whole.operations[index].outputs]
+
+    def read_after(self, value: int) -> bool:
+        return any(
+            (stage := self.stage_of[reader]) is not None
+            and stage > self.index
+            and self.whole.operations[reader].phase is not Phase.LOSS
+            for reader in self.whole.readers[value]
+        )
+
+    def read_before(self, value: int) -> bool:
+        return any(
+            (stage := self.stage_of[reader]) is not None and stage < self.index for reader in self.whole.readers[value]
+        )
+
+    def is_share(self, value: int) -> bool:
+        """Whether a value is this stage's share of the gradient of a parameter that others have too."""
+        return any(self.stage_of[reader] is None for reader in self.whole.readers[value])
+
+    def add(self, index: int) -> None:
+        operation = self.whole.operations[index]
+        outputs = []
+        for value in operation.outputs:
+            kept = self.whole.values[value]
+            if self.is_share(value):
+                kept = replace(kept, retained=True, kind="gradient")
+            outputs.append(self.new(kept, value))
+        inputs = tuple(self.local[value] for value in self.inputs_of(index))
+        self.operations.append(replace(operation, inputs=inputs, outputs=tuple(outputs)))
+        self.costs.append(self.whole_costs[index])
+
+    def new(self, value: Value, whole: int | None = None) -> int:
+        self.values.append(value)
+        if whole is not None:
+            self.local[whole] = len(self.values) - 1
+        return len(self.values) - 1
+
+    def received(self, values: list[int]) -> list[int]:
+        """Add values of other stages."""
+        return [self.new(replace(self.whole.values[v], retained=False, kind="activation"), v) for v in values]
+
+    def others(self, phase: Phase) -> tuple[int, int]:
+        """Add what stands for others' micro-batches, from that phase on."""
+        return (
+            self.new(Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT)),
+            self.new(Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient")),
+        )
+
+    def hand_over(self, name: str, phase: Phase, *, receives: Sequence[int] = (), sends: Sequence[int] = ()) -> None:
+        """Add an operation that takes no time."""
+        self.operations.append(
+            Operation(
+                name=name,
+                key=f"|{name}|{phase[0]}0",
+                target=f"{_HANDED_OVER}: {name}",
+                inputs=tuple(sends),
+                outputs=tuple(receives),
+                phase=phase,
+                recomputable=False,
+                dtype="",
+            )
+        )
+        self.costs.append(OperationCost(seconds=0.0))

@@ -1,0 +1,154 @@
+"""The plan of a pipeline, as plain data; ``planner.plans.pipeline`` makes it. Whole-device bytes everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from planner.errors import InfeasibleBudgetError
+from planner.plans.parts import SCHEMA
+from planner.plans.pipeline_schedules import PipelineSchedule
+from planner.plans.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """What one device of a pipeline does.
+
+    Parameters
+    ----------
+    index : int
+        Which device, from 0; the first has the first layers.
+    layers : tuple of tuple of str
+        For each of its chunks the paths of its layers.
+    micro_batches_in_flight : int
+        At most; counted in chunks where there are several.
+    saved_bytes : tuple of int
+        For each chunk, what a micro-batch holds while it waits for its backward.
+    plans : tuple of Plan
+        For each chunk, the plan of one micro-batch. Peaks and static bytes are those of the device, with
+        the other micro-batches in flight.
+    """
+
+    index: int
+    layers: tuple[tuple[str, ...], ...]
+    micro_batches_in_flight: int
+    saved_bytes: tuple[int, ...]
+    plans: tuple[Plan, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of the device."""
+        return max(plan.whole_step_peak_bytes for plan in self.plans)
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """The peak without recompute."""
+        return max(plan.baseline_peak_bytes for plan in self.plans)
+
+    @property
+    def baseline_seconds(self) -> float:
+        """Time of one micro-batch, forward and backward, without recompute."""
+        return sum(plan.baseline_step_seconds for plan in self.plans)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Time of the recomputations for one micro-batch."""
+        return sum(plan.recompute_seconds for plan in self.plans)
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        """Proven: no plan of this device within the budget recomputes for less time."""
+        return sum(plan.lower_bound_seconds for plan in self.plans)
+
+    @property
+    def overhead(self) -> float:
+        """Recompute time over the stage's own time without recompute."""
+        return self.recompute_seconds / self.baseline_seconds if self.baseline_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """Plans for all devices of a pipeline under one budget for each.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    schedule : PipelineSchedule
+    budget_bytes : int
+        What each device may hold.
+    stages : tuple of StagePlan
+    """
+
+    model: str
+    schedule: PipelineSchedule
+    budget_bytes: int
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def binding_stage(self) -> int:
+        """The stage that would need most without recompute: to give it less to hold helps most."""
+        return max(self.stages, key=lambda stage: stage.baseline_peak_bytes).index
+
+    @property
+    def slowest_stage(self) -> int:
+        """The stage that takes longest for a micro-batch, and so paces all."""
+        return max(self.stages, key=lambda stage: stage.baseline_seconds + stage.recompute_seconds).index
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest peak of a device."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @property
+    def overhead(self) -> float:
+        """How much longer the slowest stage takes than the slowest one without recompute."""
+        return self._relative(max(stage.baseline_seconds + stage.recompute_seconds for stage in self.stages))
+
+    @property
+    def lower_bound_overhead(self) -> float:
+        """Proven: no plans of these stages within the budget have a smaller overhead."""
+        return self._relative(max(stage.baseline_seconds + stage.lower_bound_seconds for stage in self.stages))
+
+    def _relative(self, seconds: float) -> float:
+        before = max(stage.baseline_seconds for stage in self.stages)
+        return seconds / before - 1 if before > 0 else 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Give the report as plain data."""
+        return {
+            "schema": SCHEMA,
+            "model": self.model,
+            "status": "fits",
+            "pipeline": asdict(self.schedule),
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "overhead": self.overhead,
+            "lower_bound_overhead": self.lower_bound_overhead,
+            "binding_stage": self.binding_stage,
+            "slowest_stage": self.slowest_stage,
+            "stages": [
+                {
+                    "index": stage.index,
+                    "layers": [list(layers) for layers in stage.layers],
+                    "micro_batches_in_flight": stage.micro_batches_in_flight,
+                    "saved_bytes": list(stage.saved_bytes),
+                    "peak_bytes": stage.peak_bytes,
+                    "baseline_peak_bytes": stage.baseline_peak_bytes,
+                    "baseline_seconds": stage.baseline_seconds,
+                    "recompute_seconds": stage.recompute_seconds,
+                    "overhead": stage.overhead,
+                    "chunks": [plan.report() for plan in stage.plans],
+                }
+                for stage in self.stages
+            ],
+        }
+
+
+class NoPipelineFitsError(InfeasibleBudgetError):
+    """Some stage has no plan within the budget; ``report`` says so as plain data."""
+
+    def __init__(self, message: str, *, report: dict[str, Any], **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.report = report

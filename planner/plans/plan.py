@@ -1,0 +1,244 @@
+"""A plan, as plain data.
+
+``planner.plans.planning`` makes them, ``planner.plans.plan_file`` turns them into JSON and back,
+``planner.report`` shows them. Whole-device bytes everywhere: what is resident is included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.errors import InfeasibleBudgetError, PlanMismatchError
+from planner.findings.finding import Finding
+from planner.ir.graph import TrainingGraph
+from planner.ir.schedule import Schedule
+from planner.plans.details import StepDetails
+from planner.plans.offload import Offloading, with_offloads
+from planner.plans.parts import (
+    BaselineRow,
+    LayerPlacement,
+    OperationRow,
+    PeakLocation,
+    ReservedMemory,
+    Verification,
+)
+from planner.plans.values import ValueTable
+
+__all__ = ["NoPlanFitsError", "Plan", "Verification"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to keep, what to recompute and what to offload, what that costs, and how good it provably is.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    fingerprint : dict of str to str or int
+        What the plan was made for: model class, shapes, dtypes, versions, hash of the graph.
+    status : str
+        ``"optimal"`` (the overhead equals the proven bound) or ``"feasible"``.
+    budget_bytes : int
+        What the whole device may hold at any moment.
+    static_bytes : dict of str to int
+        What is resident before the step, by kind.
+    baseline_peak_bytes, baseline_step_seconds : int, float
+        The step without recompute.
+    peak_bytes : int
+        Predicted peak.
+    peak_at : PeakLocation
+        Where it stands.
+    recompute_seconds : float
+        Predicted time of all recomputations.
+    lower_bound_seconds : float
+        Proven: no plan within the budget, in this base order, adds less time.
+    minimum_feasible_peak_bytes : int
+        Smallest peak for which a plan is known.
+    optimizer_step_bytes : int
+        Temporaries of the optimizer's step.
+    optimizer_peak_bytes : int
+        What the device holds during that step, which comes after the backward.
+    reserved : ReservedMemory, optional
+        What CUDA's allocator is predicted to report.
+    solver, solve_seconds, capture_seconds, cost_model, device, torch : str or float
+        How it was made.
+    anatomy : dict of str to int
+        What is alive at the peak, by kind; adds up to the peak.
+    placement : tuple of LayerPlacement
+        What happens to each layer, in forward order.
+    baselines : tuple of BaselineRow
+        Other ways, and last the plan itself.
+    recomputations : dict of str to tuple of str
+        The decisions: for an operation's key, the keys of what is run again right before it.
+    kept : dict of str to dict of str to tuple of int
+        For a module that ``torch.utils.checkpoint`` runs again, what does not run again because its outputs are kept:
+        for an operator, which of its calls within the module.
+    warnings : tuple of Finding
+    verification : Verification, optional
+        What real steps showed, once they have been run.
+    runtime : str
+        Name of the runtime that the plan is made for.
+    details : StepDetails, optional
+        The step over time, and what fills its peak.
+    values : ValueTable, optional
+        What it does with each value that the backward waits for; made where a plan is compared with other ways.
+    offloading : Offloading, optional
+        What is offloaded, if that was allowed.
+    operations : tuple of OperationRow
+        Every operation with its cost. Not part of a plan file, nor of comparisons.
+    """
+
+    model: str
+    fingerprint: dict[str, str | int]
+    status: str
+    budget_bytes: int
+    static_bytes: dict[str, int]
+    baseline_peak_bytes: int
+    baseline_step_seconds: float
+    peak_bytes: int
+    peak_at: PeakLocation
+    recompute_seconds: float
+    lower_bound_seconds: float
+    minimum_feasible_peak_bytes: int
+    solver: str
+    solve_seconds: float
+    capture_seconds: float
+    cost_model: str
+    device: str
+    torch: str
+    anatomy: dict[str, int]
+    placement: tuple[LayerPlacement, ...]
+    baselines: tuple[BaselineRow, ...]
+    recomputations: dict[str, tuple[str, ...]]
+    warnings: tuple[Finding, ...] = ()
+    verification: Verification | None = None
+    optimizer_step_bytes: int = 0
+    optimizer_peak_bytes: int = 0
+    reserved: ReservedMemory | None = None
+    runtime: str = "graph"
+    details: StepDetails | None = None
+    values: ValueTable | None = None
+    offloading: Offloading | None = None
+    kept: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def overhead(self) -> float:
+        """Predicted time of recompute, and of waiting for transfers, over the step without them."""
+        return self.relative(self.added_seconds)
+
+    @property
+    def added_seconds(self) -> float:
+        """Predicted time of all recomputations, and of waiting for transfers."""
+        return self.recompute_seconds + (self.offloading.stall_seconds if self.offloading else 0.0)
+
+    @property
+    def lower_bound_overhead(self) -> float:
+        """Proven: no plan within the budget has a smaller overhead."""
+        return self.relative(self.lower_bound_seconds)
+
+    @property
+    def total_static_bytes(self) -> int:
+        """Everything resident before the step."""
+        return sum(self.static_bytes.values())
+
+    @property
+    def activation_budget_bytes(self) -> int:
+        """What the step may allocate on top of what is resident."""
+        return self.budget_bytes - self.total_static_bytes
+
+    @property
+    def whole_step_peak_bytes(self) -> int:
+        """The larger of the two peaks: that of forward and backward, and that of the optimizer's step."""
+        return max(self.peak_bytes, self.optimizer_peak_bytes)
+
+    def relative(self, seconds: float) -> float:
+        """Give a time as a ratio of the step without recompute."""
+        return seconds / self.baseline_step_seconds if self.baseline_step_seconds > 0 else 0.0
+
+    def schedule_for(self, graph: TrainingGraph) -> Schedule:
+        """Map the decisions to the operations of a graph.
+
+        Raises
+        ------
+        PlanMismatchError
+            If the graph lacks operations that the plan names, or has them in another order.
+        """
+        index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
+        named = dict.fromkeys(key for before in self.recomputations.items() for key in (before[0], *before[1]))
+        missing = [key for key in named if key not in index_of]
+        if missing:
+            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+            raise PlanMismatchError(
+                f"the plan for {self.model or 'a model'} names {len(missing)} of {len(named)} operations that "
+                f"{graph.name or 'this model'} does not have ({shown}); make a new plan for this model and these shapes"
+            )
+        before = {index_of[key]: tuple(index_of[k] for k in keys) for key, keys in self.recomputations.items()}
+        for index, again in before.items():
+            if late := [i for i in again if i >= index]:
+                raise PlanMismatchError(
+                    f"the plan runs {graph.operations[late[0]].key} again before {graph.operations[index].key}, "
+                    "which comes first in this model; make a new plan for this model and these shapes"
+                )
+        return with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
+
+    def report(self, operations: bool = False) -> dict[str, Any]:
+        """Give the report as plain data, with the JSON keys of schema 1.
+
+        Parameters
+        ----------
+        operations : bool
+            Add FLOPs, bytes and seconds of every operation.
+        """
+        from planner.plans.plan_file import report
+
+        return report(self, operations=operations)
+
+    def to_json(self) -> str:
+        """Give the plan file: the report, the decisions and the fingerprint."""
+        from planner.plans.plan_file import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan file's text.
+
+        Raises
+        ------
+        PlanFileError
+            If it is damaged, of another schema, or not a plan.
+        """
+        from planner.plans.plan_file import from_json
+
+        return from_json(text)
+
+    def to_html(self) -> str:
+        """Give the report as one HTML page that needs nothing beside itself."""
+        from planner.report.page import to_html
+
+        return to_html(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan file, whole or not at all."""
+        from planner.plans.plan_file import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan file."""
+        from planner.plans.plan_file import load
+
+        return load(path)
+
+
+class NoPlanFitsError(InfeasibleBudgetError):
+    """No plan keeps the budget; ``report`` says so in the JSON keys of schema 1."""
+
+    def __init__(self, message: str, *, report: dict[str, Any], **facts: Any) -> None:
+        super().__init__(message, **facts)
+        self.report = report

@@ -1,0 +1,362 @@
+"""From a graph, its costs and a budget to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from planner.common import timings
+from planner.common.limits import Effort
+from planner.common.units import format_bytes, parse_size
+from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host, graph_for
+from planner.ir.layers import find_layers
+from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.static_memory import Surroundings
+from planner.plans.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
+from planner.plans.baselines import baseline_rows
+from planner.plans.infeasible import infeasible_message, infeasible_report
+from planner.plans.offload import offloading_of
+from planner.plans.parts import (
+    BaselineRow,
+    LayerPlacement,
+    OperationRow,
+    PeakLocation,
+    PlanOrigin,
+    Verification,
+)
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.reservation import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
+from planner.plans.step_details import one_more_gib, step_details
+from planner.plans.values import value_table
+from planner.plans.warnings import plan_warnings
+from planner.solvers import solve
+from planner.solving import solution_cache
+from planner.solving.peak_bounds import lowest_peak
+
+__all__ = [
+    "BaselineRow",
+    "LayerPlacement",
+    "NoPlanFitsError",
+    "OperationRow",
+    "PeakLocation",
+    "Plan",
+    "PlanOrigin",
+    "Size",
+    "Verification",
+    "make_plan",
+    "make_problem",
+    "plan_from_solution",
+]
+
+Size = int | float | str
+"""Bytes, ``"8GiB"``, ``"8GB"`` or ``"60%"`` of the unplanned peak."""
+
+
+def make_plan(
+    graph: TrainingGraph,
+    costs: Sequence[OperationCost],
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+    at_least_bytes: int = 0,
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    origin: PlanOrigin | None = None,
+    surroundings: Surroundings | None = None,
+    host: Host | None = None,
+    progress: Progress | None = None,
+    compare: bool = True,
+    propose: Callable[[Problem], Solution] | None = None,
+) -> Plan:
+    """Find the cheapest plan that keeps a budget.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+    budget : int, float or str, optional
+        What the whole device may hold; ``"60%"`` is of the unplanned peak.
+    activation_budget : int, float or str, optional
+        What the step may allocate on top of what is resident; ``"60%"`` is of what the unplanned
+        step allocates. Exactly one of the two is given.
+    at_least_bytes : int
+        What the whole device may hold even if the budget comes to less.
+    solver : str
+        Name of a solver.
+    time_limit_seconds : float
+        Roughly when the solver stops improving.
+    deterministic, seed
+        See :class:`planner.common.limits.Effort`.
+    origin : PlanOrigin, optional
+        What the graph and its costs come from.
+    surroundings : Surroundings, optional
+        The optimizer's step, which must fit too, and how the device hands out memory.
+    host : Host, optional
+        Where values may be offloaded to; without it none is.
+    progress : callable, optional
+        Told in short lines how it stands.
+    compare : bool
+        Whether to find the baselines that the report shows beside the plan.
+    propose : callable, optional
+        Stands in for the solvers, where not every schedule can be carried out.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    NoPlanFitsError
+        If no plan fits, with the smallest budget for which there is one.
+    UsageError
+        If the budget or the solver is not understood.
+    """
+    problem = make_problem(
+        graph, costs, budget=budget, activation_budget=activation_budget, at_least_bytes=at_least_bytes, host=host
+    )
+    origin = origin or PlanOrigin()
+    surroundings = surroundings or Surroundings()
+    after_bytes = optimizer_peak_bytes(graph, surroundings)
+    try:
+        if problem.budget_bytes <= 0:
+            raise _nothing_left(problem)
+        if surroundings.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
+            raise _optimizer_does_not_fit(problem, after_bytes)
+        solution = (
+            propose(problem)
+            if propose is not None
+            else _solved(
+                problem,
+                solver,
+                Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed),
+                progress,
+            )
+        )
+    except InfeasibleBudgetError as error:
+        raise _no_plan_fits(problem, error, solver, origin) from error
+    return plan_from_solution(problem, solution, origin=origin, surroundings=surroundings, compare=compare)
+
+
+def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | None) -> Solution:
+    """Give the solution that was found before, or search for one and keep it."""
+    with timings.stage("solving"):
+        key = solution_cache.key_of(problem, solver, effort)
+        found = solution_cache.find(problem, key)
+        if found is None:
+            found = solve(
+                problem,
+                solver,
+                time_limit_seconds=effort.time_limit_seconds,
+                deterministic=effort.deterministic,
+                seed=effort.seed,
+                progress=progress,
+            )
+            solution_cache.keep(key, found)
+    return found
+
+
+def make_problem(
+    graph: TrainingGraph,
+    costs: Sequence[OperationCost],
+    *,
+    budget: Size | None = None,
+    activation_budget: Size | None = None,
+    at_least_bytes: int = 0,
+    host: Host | None = None,
+) -> Problem:
+    """Give the problem that a budget poses: what is resident is subtracted here, and only here.
+
+    Raises
+    ------
+    UsageError
+        If not exactly one budget is given, or it cannot be read.
+    """
+    if (budget is None) == (activation_budget is None):
+        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
+    unbounded = Problem(graph=graph, costs=tuple(costs), budget_bytes=0)
+    step_bytes, static_bytes = unbounded.baseline.peak_bytes, graph.total_static_bytes
+    if budget is not None:
+        limit_bytes = parse_size(budget, whole_bytes=static_bytes + step_bytes) - static_bytes
+    else:
+        assert activation_budget is not None
+        limit_bytes = parse_size(activation_budget, whole_bytes=step_bytes)
+    limit_bytes = max(limit_bytes, at_least_bytes - static_bytes)
+    return Problem(graph=graph_for(graph, host), costs=tuple(costs), budget_bytes=limit_bytes, host=host)
+
+
+def plan_from_solution(
+    problem: Problem,
+    solution: Solution,
+    *,
+    origin: PlanOrigin | None = None,
+    surroundings: Surroundings | None = None,
+    compare: bool = True,
+) -> Plan:
+    """Write out a solution as a plan.
+
+    Parameters
+    ----------
+    problem : Problem
+    solution : Solution
+        Its claim is held against the simulator once more.
+    origin : PlanOrigin, optional
+    surroundings : Surroundings, optional
+    compare : bool
+        Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
+        and the details of the step and of its values.
+
+    Raises
+    ------
+    ClaimMismatchError
+        If the solution is not what it claims to be.
+    """
+    origin, surroundings = origin or PlanOrigin(), surroundings or Surroundings()
+    graph, costs, schedule = problem.graph, problem.costs, solution.schedule
+    with timings.stage("simulation"):
+        evaluation = confirm(problem, solution)
+    static_bytes = graph.total_static_bytes
+    layers = find_layers(graph)
+    anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
+    minimum_peak_bytes = evaluation.peak_bytes
+    reserved = reserved_by_cuda(problem, schedule, surroundings)
+    details = None
+    baselines: tuple[BaselineRow, ...] = ()
+    if compare:
+        with timings.stage("baselines"):
+            more = one_more_gib(problem, schedule, evaluation.added_seconds)
+            details = step_details(problem, schedule, evaluation, more)
+            minimum_peak_bytes = min(minimum_peak_bytes, lowest_peak(problem).found_peak_bytes)
+            baselines = tuple(baseline_rows(problem, solution, layers))
+    return Plan(
+        model=graph.name,
+        fingerprint=dict(origin.fingerprint),
+        status="optimal" if solution.is_optimal else "feasible",
+        budget_bytes=problem.budget_bytes + static_bytes,
+        static_bytes=dict(graph.static_bytes),
+        baseline_peak_bytes=problem.baseline.peak_bytes + static_bytes,
+        baseline_step_seconds=problem.baseline.seconds,
+        peak_bytes=evaluation.peak_bytes + static_bytes,
+        peak_at=locate_peak(graph, schedule, evaluation),
+        recompute_seconds=evaluation.recompute_seconds,
+        lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
+        minimum_feasible_peak_bytes=max(minimum_peak_bytes + static_bytes, optimizer_peak_bytes(graph, surroundings)),
+        optimizer_step_bytes=surroundings.optimizer_step_bytes,
+        optimizer_peak_bytes=optimizer_peak_bytes(graph, surroundings),
+        reserved=reserved,
+        solver=solution.solver,
+        solve_seconds=solution.solve_seconds,
+        capture_seconds=origin.capture_seconds,
+        cost_model=origin.cost_model,
+        device=origin.device,
+        torch=origin.torch_version,
+        runtime=origin.runtime,
+        anatomy=anatomy,
+        placement=placement(graph, costs, schedule, layers),
+        baselines=baselines,
+        recomputations={
+            graph.operations[index].key: tuple(graph.operations[again].key for again in before)
+            for index, before in schedule.recomputations().items()
+        },
+        warnings=(
+            *plan_warnings(problem, evaluation, solution),
+            *reserve_warnings(problem, surroundings, reserved),
+            *origin.warnings,
+        ),
+        details=details,
+        values=value_table(problem, schedule) if compare else None,
+        offloading=offloading_of(problem, schedule, evaluation),
+        operations=_operation_rows(problem, schedule),
+    )
+
+
+def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBudgetError:
+    floor = lowest_peak(problem)
+    before_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
+    return InfeasibleBudgetError(
+        "the optimizer's step breaks the budget",
+        minimum_feasible_peak_bytes=max(after_bytes, before_bytes),
+        operation=OPTIMIZER_STEP if after_bytes >= before_bytes else floor.found_operation,
+        is_proven=True,
+    )
+
+
+def _nothing_left(problem: Problem) -> InfeasibleBudgetError:
+    floor = lowest_peak(problem)
+    return InfeasibleBudgetError(
+        "what is resident alone breaks the budget",
+        minimum_feasible_peak_bytes=floor.found_peak_bytes + problem.graph.total_static_bytes,
+        operation=floor.found_operation,
+    )
+
+
+def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin) -> NoPlanFitsError:
+    """Say in whole-device bytes which budget would do and what stands in the way of a smaller one."""
+    graph, static_bytes = problem.graph, problem.graph.total_static_bytes
+    floor = lowest_peak(problem)
+    smallest_bytes = error.minimum_feasible_peak_bytes
+    proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0)
+    where = locate_operation(graph, error.operation)
+    report = infeasible_report(
+        problem,
+        minimum_feasible_peak_bytes=smallest_bytes,
+        proven_minimum_peak_bytes=proven_bytes + static_bytes,
+        where=where,
+        origin=origin,
+    )
+    message = f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error)}"
+    return NoPlanFitsError(
+        message,
+        minimum_feasible_peak_bytes=smallest_bytes,
+        operation=where.operation,
+        is_proven=proven_bytes > problem.budget_bytes,
+        lower_bound_seconds=error.lower_bound_seconds,
+        report={**report, "message": message},
+    )
+
+
+def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: InfeasibleBudgetError) -> str:
+    static_bytes, operation = problem.graph.total_static_bytes, error.operation
+    if isinstance(error, HostBudgetError):
+        return (
+            f"a plan is known that offloads {format_bytes(error.host_budget_bytes)} ({error.host_budget_bytes} bytes): "
+            "give that much as host_budget (--host-budget)"
+        )
+    if operation == OPTIMIZER_STEP:
+        return "gradients, state and its temporaries are there at once: foreach=False, or fused=True, needs less"
+    if smallest_bytes <= problem.budget_bytes + static_bytes:
+        return f"solver {solver!r} did not find that plan in time: give it more, or take another"
+    if problem.budget_bytes <= 0:
+        return f"{format_bytes(static_bytes)} are resident before the step begins"
+    retained_bytes = sum(value.size_bytes for value in problem.graph.values if value.retained)
+    if retained_bytes > problem.budget_bytes:
+        return f"{format_bytes(retained_bytes)} of gradients and outputs are left when the step ends"
+    return (
+        "raise the budget, make the batch or the sequence smaller, or compute what is largest in slices "
+        "(--chunk auto, chunk='auto')"
+    )
+
+
+def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow, ...]:
+    graph = problem.graph
+    runs = [0] * len(graph.operations)
+    for index in schedule.order:
+        runs[index] += 1
+    return tuple(
+        OperationRow(
+            operation=op.target,
+            module=op.module,
+            phase=op.phase.value,
+            flops=op.flops,
+            moved_bytes=op.moved_bytes,
+            seconds=cost.seconds,
+            workspace_bytes=cost.workspace_bytes,
+            output_bytes=sum(graph.values[value].size_bytes for value in op.outputs),
+            runs=count,
+        )
+        for op, cost, count in zip(graph.operations, problem.costs, runs, strict=True)
+    )

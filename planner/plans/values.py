@@ -1,0 +1,276 @@
+"""What a plan does with each value of the forward that the backward waits for, and what the other choice would cost.
+
+A plan file keeps this table, so that a plan can be explained, and compared with another, without its graph.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from planner.ir.graph import Phase
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueRow:
+    """One storage that the forward makes, and that the backward, or what is run again for it, reads.
+
+    Steps are operations of the base order, counted from 0; what is run again counts to the step before which it is.
+    A value lies *idle* between the last run of the forward that touches it and the first run of the backward that
+    does; one that is dropped, until it is made again.
+
+    Parameters
+    ----------
+    operation : str
+        Key of the operation that makes it.
+    output : int
+        Which of that operation's results it is.
+    size_bytes : int
+    kept : bool
+        Whether its first copy is held into the backward.
+    needed : bool
+        Whether the backward itself reads it; if not, only what is run again does, or the caller.
+    retained : bool
+        Whether it is held to the end of the step whatever a plan says.
+    repeatable : bool
+        Whether its operation can run again.
+    runs : int
+        How often the plan runs that operation.
+    seconds : float
+        Time of one such run.
+    again_runs : int
+        If it is kept, how many runs dropping it would add: those that make it where it is first needed, from what the
+        plan holds there, without what the plan runs again anyway. If not, how many runs it costs: those of its
+        operation, and of what runs again for that operation alone.
+    again_seconds : float, optional
+        Time of these runs; None if it could not be made again.
+    made_from : tuple of int
+        Rows of what its operation reads, as far as they are in the table.
+    idle_from, idle_to : int
+        The steps between which it lies idle.
+    excess_bytes : int
+        How far the step without recompute is above the budget at most in these steps; 0 if it is not.
+    busiest_bytes : int
+        Most that the device holds by the plan while the value lies idle; 0 if it never does.
+    spans_baseline_peak, spans_peak : bool
+        Whether it lies idle at the peak of the step without recompute, and at the plan's.
+    offloaded : bool
+        Whether it waits in the host's memory; ``again_runs`` and ``again_seconds`` are then what making it again
+        instead would add.
+    """
+
+    operation: str
+    output: int
+    size_bytes: int
+    kept: bool
+    needed: bool
+    retained: bool
+    repeatable: bool
+    runs: int
+    seconds: float
+    again_runs: int
+    again_seconds: float | None
+    made_from: tuple[int, ...]
+    idle_from: int
+    idle_to: int
+    excess_bytes: int
+    busiest_bytes: int
+    spans_baseline_peak: bool
+    spans_peak: bool
+    offloaded: bool = False
+
+    @property
+    def module(self) -> str:
+        """Path of the module that makes it."""
+        return self.operation.partition("|")[0]
+
+    @property
+    def target(self) -> str:
+        """The operator that makes it."""
+        return self.operation.partition("|")[2].partition("|")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueTable:
+    """The values of a step in the order in which they are made.
+
+    Parameters
+    ----------
+    steps : int
+        Operations of the step.
+    baseline_peak_step, peak_step : int
+        Where the peak stands without recompute, and with the plan.
+    rows : tuple of ValueRow
+    """
+
+    steps: int
+    baseline_peak_step: int
+    peak_step: int
+    rows: tuple[ValueRow, ...]
+
+
+def value_table(problem: Problem, schedule: Schedule) -> ValueTable | None:
+    """Say what a schedule does with each value; None if the step runs nothing.
+
+    Notes
+    -----
+    O(values x runs) at worst: what is held while a value lies idle is looked through for each.
+    """
+    return _Table(problem, schedule).table() if schedule.order else None
+
+
+class _Table:
+    """Follows a schedule once, and writes the rows down."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        self.problem, self.order = problem, schedule.order
+        self.graph, self.costs = problem.graph, problem.costs
+        operations = self.graph.operations
+        self.evaluation = problem.evaluate(schedule)
+        self.offloaded = {offload.value for offload in schedule.offloads}
+        self.fetched = schedule.returning(self.graph)
+        """For each position, the values that are fetched right before it."""
+        self.step_of: list[int] = []
+        """For each position, the step that is under way."""
+        self.runs = [0] * len(operations)
+        self.copies: list[list[list[int]]] = [[] for _ in self.graph.values]
+        """For each value, its copies: the position that makes one, then those that read it."""
+        self.read_again_by: list[set[int]] = [set() for _ in operations]
+        """For each operation, those that read what a run after its first makes."""
+        self._follow()
+        self.turn = next((i for i, op in enumerate(operations) if op.phase is Phase.BACKWARD), len(operations))
+        self.begins = bisect_left(self.step_of, self.turn)
+        """The position where the backward begins, what is run again for it included."""
+
+    def _follow(self) -> None:
+        for position, index in enumerate(self.order):
+            operation = self.graph.operations[index]
+            again = self.runs[index] > 0
+            for value in self.fetched.get(position, ()):
+                self.copies[value].append([position])
+            for value in operation.inputs:
+                current = 0 if self.graph.values[value].retained else len(self.copies[value]) - 1
+                self.copies[value][current].append(position)
+                if current and self.runs[self.graph.producer[value]] > 1:
+                    self.read_again_by[self.graph.producer[value]].add(index)
+            for value in operation.outputs:
+                self.copies[value].append([position])
+            self.runs[index] += 1
+            self.step_of.append(-1 if again else index)
+        for position in range(len(self.order) - 2, -1, -1):
+            if self.step_of[position] < 0:
+                self.step_of[position] = self.step_of[position + 1]
+
+    def table(self) -> ValueTable:
+        """Give the table."""
+        shown = [value for value in self._in_forward_order() if self._belongs(value)]
+        row_of = {value: row for row, value in enumerate(shown)}
+        return ValueTable(
+            steps=len(self.graph.operations),
+            baseline_peak_step=self.problem.baseline.peak_position,
+            peak_step=self.step_of[self.evaluation.peak_position],
+            rows=tuple(self._row(value, row_of) for value in shown),
+        )
+
+    def _in_forward_order(self) -> Iterator[int]:
+        for operation in self.graph.operations:
+            if operation.phase is Phase.FORWARD:
+                yield from operation.outputs
+
+    def _belongs(self, value: int) -> bool:
+        return (
+            self._needed(value)
+            or self._is_kept(value)
+            or value in self.offloaded
+            or self.runs[self.graph.producer[value]] > 1
+        )
+
+    def _needed(self, value: int) -> bool:
+        return bool(self.graph.readers[value]) and self.graph.readers[value][-1] >= self.turn
+
+    def _is_kept(self, value: int) -> bool:
+        return self.graph.values[value].retained or self.copies[value][0][-1] >= self.begins
+
+    def _row(self, value: int, row_of: dict[int, int]) -> ValueRow:
+        producer = self.graph.producer[value]
+        operation, size_bytes = self.graph.operations[producer], self.graph.values[value].size_bytes
+        kept = self._is_kept(value)
+        start, end = self._idle(value, kept)
+        while_idle = range(start + 1, end)
+        first, last = self._idle_without_recompute(value, self.step_of[min(end, len(self.order) - 1)])
+        baseline = self.problem.baseline
+        over_bytes = max(baseline.timeline_bytes[first + 1 : last], default=0) - self.problem.budget_bytes
+        held_bytes = max(self.evaluation.timeline_bytes[start + 1 : end], default=0)
+        stays = kept or value in self.offloaded
+        again = self._to_drop(value, end) if stays else self._spent_on(producer)
+        return ValueRow(
+            operation=operation.key,
+            output=operation.outputs.index(value),
+            size_bytes=size_bytes,
+            kept=kept,
+            needed=self._needed(value),
+            retained=self.graph.values[value].retained,
+            repeatable=operation.recomputable,
+            runs=self.runs[producer],
+            seconds=self.costs[producer].seconds,
+            again_runs=sum(again.values()) if again is not None else 0,
+            again_seconds=None if again is None else self._seconds(again),
+            made_from=tuple(row_of[v] for v in operation.inputs if v in row_of),
+            idle_from=self.step_of[start],
+            idle_to=self.step_of[min(end, len(self.order) - 1)],
+            excess_bytes=max(over_bytes, 0) if while_idle else 0,
+            busiest_bytes=held_bytes + self.graph.total_static_bytes if while_idle else 0,
+            spans_baseline_peak=self._needed(value) and first < baseline.peak_position < last,
+            spans_peak=self.evaluation.peak_position in while_idle,
+            offloaded=value in self.offloaded,
+        )
+
+    def _idle(self, value: int, kept: bool) -> tuple[int, int]:
+        """Give the positions between which a value lies idle: of two runs, or of a run and the end of the step."""
+        copies = self.copies[value]
+        if not kept:
+            return copies[0][-1], copies[1][0]
+        place = bisect_left(copies[0], self.begins)
+        return copies[0][place - 1], copies[0][place] if place < len(copies[0]) else len(self.order)
+
+    def _idle_without_recompute(self, value: int, until: int) -> tuple[int, int]:
+        """Give the steps between which it lies idle without recompute; one that only recompute needs, until then."""
+        touched = (self.graph.producer[value], *self.graph.readers[value])
+        late = next((step for step in touched if step >= self.turn), until)
+        return max(step for step in touched if step < self.turn), late
+
+    def _to_drop(self, value: int, position: int) -> dict[int, int] | None:
+        """Give the runs that making a value at a position would add, by operation; None if it cannot be made there."""
+        again: dict[int, int] = {}
+        pending = [value]
+        while pending:
+            producer = self.graph.producer[pending.pop()]
+            if producer in again:
+                continue
+            if not self.graph.operations[producer].recomputable:
+                return None
+            again[producer] = 1
+            pending.extend(v for v in self.graph.operations[producer].inputs if not self._is_held(v, position))
+        return {index: 1 for index in again if self.runs[index] == 1}
+
+    def _spent_on(self, producer: int) -> dict[int, int]:
+        """Give the added runs of an operation, and of those that run again for it alone."""
+        spent: dict[int, int] = {producer: self.runs[producer] - 1}
+        pending = list(self.graph.operations[producer].inputs)
+        while pending:
+            index = self.graph.producer[pending.pop()]
+            if index not in spent and self.runs[index] > 1 and self.read_again_by[index] <= spent.keys():
+                spent[index] = self.runs[index] - 1
+                pending.extend(self.graph.operations[index].inputs)
+        return spent
+
+    def _seconds(self, runs: dict[int, int]) -> float:
+        return sum(count * self.costs[index].seconds for index, count in sorted(runs.items()))
+
+    def _is_held(self, value: int, position: int) -> bool:
+        if self.graph.values[value].retained:
+            return self.copies[value][0][0] < position
+        return any(copy[0] < position <= copy[-1] for copy in self.copies[value])

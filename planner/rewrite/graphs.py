@@ -1,0 +1,376 @@
+"""Turn a schedule into the forward and the backward fx graph that carry it out.
+
+Nodes are emitted in the schedule's order. A view is made again from the current copy of its
+storage where it is first read, so it never holds a copy longer than the simulator says. What
+crosses from forward to backward is saved: one tensor for each storage. Of an offloaded value that is
+its place in the host's memory.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.joint import is_batch_norm, is_random, is_tangent
+from planner.capture.lowering import LoweredGraph
+from planner.capture.torch_internals import (
+    OpOverload,
+    SavedForBackwardsAOTOutput,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
+from planner.common import timings
+from planner.ir.schedule import Schedule
+from planner.rewrite import host_copies
+from planner.rewrite.dead_recomputes import needless_reruns
+
+aten = torch.ops.aten
+
+_BATCH_NORM_OUTPUTS = 3
+"""Output, mean and inverse deviation: what BatchNorm gives without running statistics."""
+
+
+@timings.stage("rewriting")
+def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Write the forward and backward graph modules of a schedule.
+
+    Parameters
+    ----------
+    lowered : LoweredGraph
+    schedule : Schedule
+        A schedule that the simulator accepts.
+
+    Returns
+    -------
+    tuple of torch.fx.GraphModule
+        With the signatures that AOTAutograd expects of a partition: the forward gives its outputs and
+        then what it saves; the backward takes what was saved and then the tangents.
+
+    Notes
+    -----
+    O(runs x arguments).
+    """
+    boundary = schedule.order.index(lowered.graph.loss_index)
+    placeholders = lowered.joint.graph.find_nodes(op="placeholder")
+    tangents = [node for node in placeholders if is_tangent(node)]
+    forward_outputs, backward_outputs = lowered.joint.outputs
+    forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
+    replayed = _replayed(lowered, schedule)
+    skipped = needless_reruns(lowered, schedule)
+
+    forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
+    forward.take(node for node in placeholders if not is_tangent(node))
+    forward.run(range(boundary), skipped)
+    forward.move(boundary)
+
+    backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
+    backward.take(tangents)
+    backward.run(range(boundary + 1, len(schedule.order)), skipped)
+    backward_results = backward.resolve_gradients(backward_outputs)
+
+    saved = [node for node in backward.taken if not is_tangent(node)]
+    states = list(backward.taken_states)
+    places = list(backward.taken_places)
+    forward.graph.output(
+        (
+            *(forward.resolve_output(node) for node in forward_outputs),
+            *(forward.resolve(node) for node in saved),
+            *(forward.states[index] for index in states),
+            *(forward.places[value] for value in places),
+        )
+    )
+    forward.graph.output_node().meta["desc"] = [
+        *forward_descriptors,
+        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + len(states) + len(places))),
+    ]
+    backward.graph.output(backward_results)
+    backward.graph.output_node().meta["desc"] = backward_descriptors
+    backward.order_placeholders(
+        [backward.taken[n] for n in saved]
+        + [backward.taken_states[index] for index in states]
+        + [backward.taken_places[value] for value in places]
+        + [backward.taken[n] for n in tangents]
+    )
+    root = lowered.joint.module
+    return (
+        fx.GraphModule(root, forward.graph, "PlannedForward"),
+        fx.GraphModule(root, backward.graph, "PlannedBackward"),
+    )
+
+
+def _replayed(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
+    """Give the random operations that run more than once."""
+    once: set[int] = set()
+    again: set[int] = set()
+    for index in schedule.order:
+        (again if index in once else once).add(index)
+    return {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
+
+
+class _Emitter:
+    """Writes one of the two graphs, keeping for each joint node its current copy."""
+
+    def __init__(
+        self, lowered: LoweredGraph, schedule: Schedule, replayed: set[int], already_run: set[int], arriving: set[int]
+    ) -> None:
+        self.lowered = lowered
+        self.order = schedule.order
+        self.replayed = replayed
+        self.already_run = set(already_run)
+        self.graph = fx.Graph()
+        self.current: dict[fx.Node, fx.Node] = {}
+        self.taken: dict[fx.Node, fx.Node] = {}
+        """Joint node to the placeholder that brings it in."""
+        self.states: dict[int, fx.Node] = {}
+        self.taken_states: dict[int, fx.Node] = {}
+        self.places: dict[int, fx.Node] = {}
+        """Offloaded value to its place in the host's memory."""
+        self.taken_places: dict[int, fx.Node] = {}
+        self.arriving = set(arriving)
+        """Values that are being fetched, and that nobody has read yet."""
+        self._lossy = {offload.value: offload.lossy for offload in schedule.offloads}
+        """Whether an offloaded value is rounded."""
+        self._leaving: dict[int, list[int]] = {}
+        self._returning = schedule.returning(lowered.graph)
+        for offload in schedule.offloads:
+            self._leaving.setdefault(offload.leaves, []).append(offload.value)
+        self._views: dict[int, list[fx.Node]] = {}
+        self._elements = _elements(lowered)
+
+    def take(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self._take(node)
+
+    def run(self, positions: Iterable[int], skipped: Container[int]) -> None:
+        for position in positions:
+            self.move(position)
+            if position in skipped:
+                continue
+            index = self.order[position]
+            made = self.lowered.graph.operations[index].outputs
+            sent = [value for value in made if value in self._lossy and index not in self.already_run]
+            self._run(index)
+            self._leave(position + 1, but=sent)  # rounding takes memory, and may have theirs
+            for value in sent:
+                self._send(value)
+
+    def move(self, position: int) -> None:
+        """Let offloaded values leave and return that do so right before a run."""
+        self._leave(position)
+        for value in self._returning.get(position, ()):
+            node = self.lowered.value_nodes[value]
+            self._forget_views(value)
+            self.current[node] = self._call(host_copies.fetch, self._place(value), like=node)
+            self.arriving.add(value)
+
+    def _leave(self, position: int, but: Sequence[int] = ()) -> None:
+        leaving = self._leaving.pop(position, [])
+        self._leaving[position] = [value for value in leaving if value in but]
+        for value in leaving:
+            if value not in but:
+                node = self.lowered.value_nodes[value]
+                self.places[value] = self._call(host_copies.sent, self._place(value), self.resolve(node))
+                self.places[value].meta = self._meta_of_place(value)
+                self.current.pop(node)
+                self._forget_views(value)
+
+    def _send(self, value: int) -> None:
+        node = self.lowered.value_nodes[value]
+        send = host_copies.send_rounded if self._lossy[value] else host_copies.send
+        self.places[value] = self._call(send, self.current[node])
+        self.places[value].meta = self._meta_of_place(value)
+
+    def _arrive(self, value: int) -> None:
+        node = self.lowered.value_nodes[value]
+        self.arriving.remove(value)
+        self.current[node] = self._call(host_copies.arrived, self.resolve(node), self._place(value), like=node)
+
+    def _place(self, value: int) -> fx.Node:
+        """Give the place of an offloaded value; in the backward it is one of the inputs."""
+        if value not in self.places:
+            name = f"place_of_{self.lowered.value_nodes[value].name}"
+            self.places[value] = self.taken_places[value] = self._placeholder(name, self._meta_of_place(value))
+        return self.places[value]
+
+    def _meta_of_place(self, value: int) -> dict[str, Any]:
+        val = self.lowered.value_nodes[value].meta["val"]
+        with val.fake_mode:
+            size_bytes = val.untyped_storage().nbytes() // (2 if self._lossy[value] else 1)
+            return {"val": torch.empty(size_bytes, dtype=torch.uint8)}
+
+    def _call(self, function: Any, *arguments: fx.Node, like: fx.Node | None = None) -> fx.Node:
+        node = self.graph.call_function(function, arguments)
+        if like is not None:
+            node.meta = dict(like.meta)
+        return node
+
+    def _forget_views(self, value: int) -> None:
+        for view in self._views.pop(value, ()):
+            self.current.pop(view, None)
+
+    def resolve_output(self, node: Any) -> Any:
+        """Give what leaves the graph; AOTAutograd counts on the views that it traced."""
+        if not isinstance(node, fx.Node):
+            return node
+        same = self.resolve(node)
+        return self.graph.node_copy(node, self.resolve) if self._stands_for_another(node) else same
+
+    def resolve_gradients(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
+        """Give what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
+        given: dict[Any, fx.Node | None] = {None: None}
+        taken: set[fx.Node] = set()
+        for node in nodes:
+            if node not in given:
+                found = self.resolve(node)
+                is_taken = found.op == "placeholder" or found in taken
+                given[node] = self.resolve_output(node) if is_taken else found
+                taken.add(found)
+        return tuple(given[node] for node in nodes)
+
+    def _stands_for_another(self, node: fx.Node) -> bool:
+        is_view = node in self.lowered.alias_nodes and node not in self._elements
+        return is_view and _shown_before(node) is not None
+
+    def resolve(self, node: fx.Node) -> fx.Node:
+        """Give the current copy of a joint node: made before, viewed now, or taken in as an input."""
+        found = self.current.get(node)
+        if found is not None:
+            return found
+        if node.op == "get_attr":
+            self.current[node] = self.graph.node_copy(node)
+        elif node in self.lowered.alias_nodes and node not in self._elements:
+            same = _shown_before(node)
+            self.current[node] = self.graph.node_copy(node, self.resolve) if same is None else self.resolve(same)
+            for value in self.lowered.storage_of[node]:
+                self._views.setdefault(value, []).append(node)
+        else:
+            self._take(node)
+        return self.current[node]
+
+    def order_placeholders(self, nodes: Sequence[fx.Node]) -> None:
+        first = next(iter(self.graph.nodes))
+        for node in nodes:
+            if node is not first:
+                first.prepend(node)
+            else:
+                first = node.next
+
+    def _take(self, node: fx.Node) -> None:
+        name = node.name if node.op == "placeholder" else f"saved_{node.name}"
+        self.current[node] = self.taken[node] = self._placeholder(name, node.meta)
+
+    def _placeholder(self, name: str, meta: dict[str, Any]) -> fx.Node:
+        # Placeholders stand before everything else, in the order in which they were taken.
+        first_other = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        if first_other is None:
+            placeholder = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_before(first_other):
+                placeholder = self.graph.placeholder(name)
+        # fx renames a node whose name is taken, and then the generated code mixes up its arguments.
+        assert placeholder.name == placeholder.target, f"two nodes are called {name}"
+        placeholder.meta = dict(meta)
+        return placeholder
+
+    def _run(self, index: int) -> None:
+        node = self.lowered.operation_nodes[index]
+        if node is None:
+            return  # autograd runs it, not the graph
+        for value in self.arriving.intersection(self.lowered.graph.operations[index].inputs):
+            self._arrive(value)
+        again = index in self.already_run
+        self.already_run.add(index)
+        if again and is_batch_norm(node):
+            new = self._batch_norm_without_statistics(node)
+        elif index in self.replayed:
+            new = self._replay(index, node) if again else self._run_and_save_state(index, node)
+        else:
+            new = self.graph.node_copy(node, self.resolve)
+        self._adopt(index, node, new, again)
+
+    def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
+        operation, values = self.lowered.graph.operations[index], self.lowered.graph.values
+        renewed = {v for v in operation.outputs if not (again and values[v].retained)}
+        new.meta = dict(node.meta)
+        for value in renewed:
+            self._forget_views(value)
+        elements = [user for user in node.users if user in self._elements]
+        if not elements and (renewed or not operation.outputs):
+            self.current[node] = new
+        without_statistics = again and is_batch_norm(node)
+        for element in elements:
+            looks_at = self.lowered.storage_of[element]
+            position: int = element.args[1]  # type: ignore[assignment]
+            if not element.users or (without_statistics and position >= _BATCH_NORM_OUTPUTS):
+                continue
+            if not looks_at or not renewed.isdisjoint(looks_at):
+                copied = self.graph.call_function(operator.getitem, (new, position))
+                copied.meta = dict(element.meta)
+                self.current[element] = copied
+
+    def _batch_norm_without_statistics(self, node: fx.Node) -> fx.Node:
+        # Running statistics were updated by the first run; a second update would be wrong.
+        x, weight, bias, _mean, _variance, training, momentum, epsilon = fx.map_arg(node.args, lambda n: n)
+        arguments = (x, weight, bias, training, momentum, epsilon)
+        return self.graph.call_function(aten._native_batch_norm_legit.no_stats, fx.map_arg(arguments, self.resolve))
+
+    def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
+        pair = self.graph.call_function(
+            run_and_save_rng_state,
+            (_operator(node), *fx.map_arg(node.args, self.resolve)),
+            fx.map_arg(node.kwargs, self.resolve),
+        )
+        state = self.graph.call_function(operator.getitem, (pair, 0))
+        state.meta = _state_meta(node)
+        self.states[index] = state
+        return self.graph.call_function(operator.getitem, (pair, 1))
+
+    def _replay(self, index: int, node: fx.Node) -> fx.Node:
+        if index not in self.states:
+            state = self._placeholder(f"random_state_{node.name}", _state_meta(node))
+            self.states[index] = self.taken_states[index] = state
+        return self.graph.call_function(
+            run_with_rng_state,
+            (self.states[index], _operator(node), *fx.map_arg(node.args, self.resolve)),
+            fx.map_arg(node.kwargs, self.resolve),
+        )
+
+
+def _elements(lowered: LoweredGraph) -> set[fx.Node]:
+    """Give the ``getitem`` nodes that take an operation's (not a view's) output apart."""
+    return {n for n in lowered.alias_nodes if n.target is operator.getitem and n.args[0] not in lowered.alias_nodes}
+
+
+def _shown_before(view: fx.Node) -> fx.Node | None:
+    """Give what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
+
+    Tracing leaves many of them, and in a step of small tensors each takes as long as any other operation.
+    """
+    source = view
+    while isinstance(source.target, OpOverload) and source.target.is_view and len(source.all_input_nodes) == 1:
+        (source,) = source.all_input_nodes
+        if _shows(source) is not None and _shows(source) == _shows(view):
+            return source
+    return None
+
+
+def _shows(node: fx.Node) -> tuple[Any, ...] | None:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
+        return None
+    return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
+
+
+def _operator(node: fx.Node) -> Any:
+    return node.target
+
+
+def _state_meta(node: fx.Node) -> dict[str, Any]:
+    val = node.meta["val"]
+    like = val[0] if isinstance(val, (list, tuple)) else val
+    state = torch.cuda.get_rng_state() if like.device.type == "cuda" else torch.get_rng_state()
+    return {"val": like.fake_mode.from_tensor(state)}

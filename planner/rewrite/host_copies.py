@@ -1,0 +1,249 @@
+"""Copies of tensors in the host's memory, sent and fetched beside the computing: what planned graphs call.
+
+A planned graph holds an offloaded tensor as its *place*: bytes of the host as a CPU tensor, which
+autograd saves like any other. On CUDA a place is pinned, and copies run on two streams of their own,
+one each way; computing waits for them only where the graph says so. On a CPU there is no second
+memory: places are then ordinary memory that torch's allocator does not hand out, so that what is
+measured on the device is what a device would hold, and copies are done at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from threading import RLock
+from typing import Any
+
+import torch
+
+from planner.common.units import format_bytes
+from planner.errors import RuntimeUnsupportedError
+from planner.ir.schedule import PIECE_BYTES
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def send(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor's storage to the host; give the place where it goes."""
+    return _send(tensor, tensor.untyped_storage().nbytes(), rounded=False)
+
+
+def send_rounded(tensor: torch.Tensor) -> torch.Tensor:
+    """Begin to copy a tensor's storage, which is of float32, to the host as bfloat16; give the place where it goes."""
+    return _send(tensor, tensor.untyped_storage().nbytes() // 2, rounded=True)
+
+
+def _send(tensor: torch.Tensor, size_bytes: int, *, rounded: bool) -> torch.Tensor:
+    place = POOL.take(size_bytes, pinned=tensor.is_cuda)
+    record = POOL.record(place)
+    record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    record.device, record.rounded = tensor.device, rounded
+    copy = _copy_rounded if rounded else _copy
+    if not tensor.is_cuda:
+        copy(place, _bytes_of(tensor))
+        return place
+    out, _ = _streams(tensor.device)
+    out.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(out):
+        copy(place, _bytes_of(tensor))
+        record.sent = out.record_event()
+    return place
+
+
+def sent(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Let computing wait until a tensor is sent; its memory may be given to others then."""
+    record = POOL.record(place)
+    if record.sent is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(record.sent)
+        record.sent = None
+    return place
+
+
+def fetch(place: torch.Tensor) -> torch.Tensor:
+    """Take memory on the device again, and begin to copy back what a place holds."""
+    record = POOL.record(place)
+    size_bytes = place.numel() * (2 if record.rounded else 1)
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=record.device)
+    copy = _copy_back_rounded if record.rounded else _copy
+    if record.device.type == "cuda":
+        _, back = _streams(record.device)
+        back.wait_stream(torch.cuda.current_stream(record.device))  # until then others compute in that memory
+        with torch.cuda.stream(back):
+            copy(there, place)
+            record.fetched = back.record_event()
+        record.target = there
+    else:
+        copy(there, place)
+    size, stride, offset, dtype = record.layout
+    return there.view(dtype).as_strided(size, stride, offset)
+
+
+def arrived(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Let computing wait until a tensor is fetched."""
+    record = POOL.record(place)
+    if record.fetched is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(record.fetched)
+        record.fetched = record.target = None
+    return tensor
+
+
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source, non_blocking=True)
+
+
+def _copy_rounded(place: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy bytes of float32 to a place as bfloat16.
+
+    A copy between devices that changes the type would need room for all of it on the device. So it goes piece by piece,
+    each where the one before it was, in the order of the stream. What is too large for bfloat16 becomes the largest
+    that is not, lest there be an infinity that was not there before.
+    """
+    for numbers, there in _in_pieces(source, place):
+        piece = numbers.to(torch.bfloat16).clamp_(-_LARGEST, _LARGEST)
+        there.copy_(piece, non_blocking=True)
+        del piece
+
+
+def _copy_back_rounded(source: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy bfloat16 from a place back as bytes of float32."""
+    for numbers, there in _in_pieces(source, place):
+        piece = torch.empty_like(there, device=source.device).copy_(there, non_blocking=True)
+        numbers.copy_(piece)
+        del piece
+
+
+def _in_pieces(numbers: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    numbers, place, count = numbers.view(torch.float32), place.view(torch.bfloat16), PIECE_BYTES // 2
+    for begin in range(0, numbers.numel(), count):
+        yield numbers[begin : begin + count], place[begin : begin + count]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Give all of a tensor's storage, whatever of it the tensor shows."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """Give the streams to the host and back: one copy engine each."""
+    return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is under way at a place, and what the tensor there looks like."""
+
+    layout: tuple[Any, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    rounded: bool = False
+    sent: Any = None
+    fetched: Any = None
+    target: torch.Tensor | None = None
+    """Keeps the memory that is being copied into from others, should a step break off."""
+
+    def settle(self) -> None:
+        """Wait until nothing is under way."""
+        for event in (self.sent, self.fetched):
+            if event is not None:
+                event.synchronize()
+        self.target = None
+
+
+class Pool:
+    """Host memory that is used again from step to step: it never grows beyond what was in use at once.
+
+    Attributes
+    ----------
+    in_use_bytes, peak_bytes : int
+        In use now, and at most so far.
+    """
+
+    def __init__(self) -> None:
+        self.in_use_bytes = self.peak_bytes = 0
+        self._free: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)
+        self._free_bytes = 0
+        self._records: dict[int, _Record] = {}
+        self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
+
+    def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """Give a place of so many bytes; it comes back by itself when nothing refers to it any more.
+
+        Raises
+        ------
+        RuntimeUnsupportedError
+            If there is no such memory.
+        """
+        with self._lock:
+            free = self._free[size_bytes, pinned]
+            if free:
+                memory = free.pop()
+                self._free_bytes -= size_bytes
+            else:
+                self._shrink(self.peak_bytes - self.in_use_bytes - size_bytes)
+                memory = _memory(size_bytes, pinned=pinned)
+            self.in_use_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
+        lease = memoryview(memory)
+        place = torch.frombuffer(lease, dtype=torch.uint8)
+        self._records[place.data_ptr()] = _Record()
+        # The storage, and nothing else, holds the lease, so this runs when the storage goes.
+        weakref.finalize(lease, self._give_back, memory, place.data_ptr(), size_bytes, pinned).atexit = False
+        return place
+
+    def record(self, place: torch.Tensor) -> _Record:
+        """Give what is known of a place."""
+        return self._records[place.data_ptr()]
+
+    def _give_back(self, memory: mmap.mmap, address: int, size_bytes: int, pinned: bool) -> None:
+        self._records.pop(address).settle()
+        with self._lock:
+            self.in_use_bytes -= size_bytes
+            self._free[size_bytes, pinned].append(memory)
+            self._free_bytes += size_bytes
+
+    def _shrink(self, most_free_bytes: int) -> None:
+        """Give memory of other sizes back to the system until no more than so much is kept."""
+        for (size_bytes, pinned), free in self._free.items():
+            while free and self._free_bytes > most_free_bytes:
+                memory = free.pop()
+                if pinned:
+                    _cuda_runtime().cudaHostUnregister(_address(memory))
+                memory.close()
+                self._free_bytes -= size_bytes
+
+
+POOL = Pool()
+
+
+def _memory(size_bytes: int, *, pinned: bool) -> mmap.mmap:
+    """Take memory of the host that torch's allocators know nothing of: they would round it up to a power of two."""
+    try:
+        memory = mmap.mmap(-1, size_bytes)
+    except OSError as error:
+        raise RuntimeUnsupportedError(_none_left(size_bytes, str(error))) from error
+    if pinned:
+        code = int(_cuda_runtime().cudaHostRegister(_address(memory), size_bytes, 0))
+        if code:
+            memory.close()
+            raise RuntimeUnsupportedError(_none_left(size_bytes, f"cudaHostRegister gives error {code}"))
+    return memory
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _none_left(size_bytes: int, reason: str) -> str:
+    return (
+        f"no {'pinned ' if torch.cuda.is_available() else ''}host memory to be had for an offloaded value of "
+        f"{format_bytes(size_bytes)} ({reason}), beside {format_bytes(POOL.in_use_bytes)} in use: plan with a smaller "
+        "host_budget, or raise the limit on locked memory (ulimit -l)"
+    )
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -1,0 +1,140 @@
+"""What the code that Inductor drafts for a step allocates: it is run on fake tensors, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from planner.capture.inductor_internals import Draft
+from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
+from planner.capture.memory import StorageTracker
+from planner.capture.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    run_and_save_rng_state,
+    run_with_rng_state,
+    storage_id,
+)
+from planner.ir.graph import OperationCost
+from planner.ir.static_memory import LossMemory
+
+
+def peak_of_drafts(
+    forward: Draft,
+    backward: Draft,
+    *,
+    outputs: int,
+    lowered: LoweredGraph,
+    costs: Sequence[OperationCost],
+    loss: LossMemory = LossMemory(),  # noqa: B008
+) -> int:
+    """Give the most bytes that a step holds on top of what is resident.
+
+    Parameters
+    ----------
+    forward, backward : Draft
+    outputs : int
+        How many results of the forward go to the model's caller; the others are saved for the backward.
+    lowered : LoweredGraph
+        The graph that they were drafted for: it says which calls need workspace.
+    costs : sequence of OperationCost
+        One for each operation of it.
+    loss : LossMemory
+        What a loss outside takes.
+
+    Returns
+    -------
+    int
+        An upper bound: a call of other sizes than any in the graph needs the most workspace of its operator.
+    """
+    mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
+    tracker = _Allocations(lowered, costs, next(t.device for t in forward.inputs if isinstance(t, torch.Tensor)))
+    tracker.ignore(forward.inputs)
+    with mode, tracker:
+        made = list(forward.run(list(forward.inputs)))
+        results, saved = made[:outputs], made[outputs:]
+        tangents = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+            for t in backward.inputs[len(saved) :]
+        ]
+        tracker.live_bytes += loss.held_bytes
+        tracker.reach(loss.working_bytes)
+        arguments = [*saved, *tangents]
+        del made, saved
+        gradients = list(backward.run(arguments))
+        tracker.reach(_copied_bytes(forward.inputs, gradients, [*forward.inputs, *results, *tangents]))
+    return tracker.peak_bytes
+
+
+class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
+    """Follows storages on one device, and adds what operators need while they run."""
+
+    supports_higher_order_operators = True
+    """Inductor's code calls those that keep and replay a random state; run as they are, they would replay it here."""
+
+    def __init__(self, lowered: LoweredGraph, costs: Sequence[OperationCost], device: torch.device) -> None:
+        super().__init__(lowered.graph.alignment_bytes)
+        self._device = device
+        self._workspace: dict[Any, int] = {}
+        for node, cost in zip(lowered.operation_nodes, costs, strict=True):
+            # Inductor makes kernels of its own for ``prims``: what they need in eager says nothing.
+            if node is None or not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+                continue
+            name = str(node.target.overloadpacket)
+            arguments = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+            for key in ((name, _shapes(arguments)), name, None):
+                self._workspace[key] = max(self._workspace.get(key, 0), cost.workspace_bytes)
+
+    def reach(self, more_bytes: int) -> None:
+        """Take note that so much more is held for a moment."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is run_and_save_rng_state:
+            return self._random_state(), self.__torch_dispatch__(args[0], types, args[1:], kwargs)
+        if function is run_with_rng_state:
+            _now = self._random_state()  # put back afterwards
+            return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.reach(self._workspace_of(function, args))
+        return result
+
+    def _random_state(self) -> torch.Tensor:
+        """Make what a random state takes; on CUDA that is on the host, and does not count."""
+        size = [CPU_RANDOM_STATE_BYTES if self._device.type == "cpu" else 0]
+        options = {"dtype": torch.uint8, "device": "cpu"}
+        state: torch.Tensor = super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
+        return state
+
+    def _workspace_of(self, function: Any, args: Any) -> int:
+        if not isinstance(function, OpOverload) or function.is_view or function.overloadpacket in _ONLY_ALLOCATE:
+            return 0
+        # What is called in the graph with the same sizes says it, else what is called at all, else the worst.
+        name = str(function.overloadpacket)
+        known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
+        return self._workspace.get(next(known, None), 0)
+
+
+def _shapes(arguments: Any) -> tuple[Any, ...]:
+    return tuple(tuple(leaf.shape) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+
+
+_ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}
+
+
+def _copied_bytes(inputs: Sequence[Any], gradients: Sequence[Any], taken: Sequence[Any]) -> int:
+    """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
+    seen = {storage_id(tensor) for tensor in taken if isinstance(tensor, torch.Tensor)}
+    copied_bytes = 0
+    for of, gradient in zip(inputs, gradients, strict=False):
+        if not isinstance(gradient, torch.Tensor):
+            continue
+        same_layout = of.stride() == gradient.stride() or of.numel() <= 1
+        if storage_id(gradient) in seen or not same_layout:
+            copied_bytes += of.numel() * of.element_size()
+        seen.add(storage_id(gradient))
+    return copied_bytes

@@ -1,0 +1,1 @@
+"""Where capture, costs and planning meet."""

@@ -1,0 +1,101 @@
+"""One plan for all ranks: rank 0 makes it, the others take it, and nobody waits for one that has failed.
+
+Only text is exchanged. Timeouts are those of torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from planner.capture.parallel import has_several_ranks
+from planner.errors import PlanMismatchError, PlannerError
+from planner.plans.planning import Plan
+from planner.session.step import LoweredStep, Options, fingerprint_of, plan_lowered
+
+
+def plan_together(
+    model: nn.Module,
+    prepare: Callable[[], LoweredStep],
+    options: Options,
+    *,
+    reuse: Plan | None = None,
+    must_match: bool = False,
+) -> Plan:
+    """Plan a lowered step, on rank 0 for all ranks if ``options.together`` and there are several.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    prepare : callable
+        Captures and lowers the step of this rank.
+    options, reuse, must_match
+        See :func:`planner.session.step_planning.plan_step`.
+
+    Raises
+    ------
+    PlanMismatchError
+        If the ranks' steps differ, naming what.
+    PlannerError
+        If another rank fails, with its message.
+    """
+    if not (options.together and has_several_ranks()):
+        return plan_lowered(model, prepare(), options, reuse=reuse, must_match=must_match).plan
+    step, failure = _attempt(prepare)
+    ours = fingerprint_of(model, step) if step is not None else {}
+    _check_all(ours, failure)
+    assert step is not None
+    plan: Plan | None = None
+    if dist.get_rank() == 0:
+        lowered = step
+        plan, failure = _attempt(lambda: plan_lowered(model, lowered, options, reuse=reuse, must_match=must_match).plan)
+    message = [_said(failure) if failure else "", plan.to_json() if plan else ""]
+    _exchange(lambda: dist.broadcast_object_list(message, src=0))
+    if failure is not None:
+        raise failure
+    if message[0]:
+        raise PlannerError(f"rank 0, which plans for all, failed: {message[0]}")
+    if plan is None:
+        plan = Plan.from_json(message[1])
+        plan.schedule_for(step.lowered.graph)  # raises if this rank could not carry it out
+    return plan
+
+
+def _check_all(ours: dict[str, str | int], failure: Exception | None) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    _exchange(lambda: dist.all_gather_object(everyone, (_said(failure) if failure else "", ours)))
+    if failure is not None:
+        raise failure
+    for rank, (said, theirs) in enumerate(everyone):
+        if said:
+            raise PlannerError(f"rank {rank} failed while it captured the step: {said}")
+        first = everyone[0][1]
+        if theirs != first:
+            keys = [key for key in first if theirs.get(key) != first[key]]
+            differs = "; ".join(f"{key} is {theirs.get(key)!r} there and {first[key]!r} on rank 0" for key in keys)
+            raise PlanMismatchError(
+                f"rank {rank} has another step than rank 0: {differs}. All ranks must wrap the same model with inputs "
+                "of the same sizes"
+            )
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:  # told to the other ranks first, which would wait otherwise, and raised then
+        return None, error
+
+
+def _exchange(collective: Callable[[], None]) -> None:
+    try:
+        collective()
+    except RuntimeError as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise PlannerError(f"a rank went away while the ranks agreed on a plan: {first}") from error
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,211 @@
+"""Planning a pipeline from a model: capture one micro-batch, cut it, count what each device holds, plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from cost_models.measured import Profile
+from planner.capture.inputs import Inputs, LossFunction
+from planner.capture.joint import is_tangent
+from planner.capture.joint_capture import capture
+from planner.capture.lowering import LoweredGraph
+from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
+from planner.common.training import Training
+from planner.errors import UsageError
+from planner.ir.problem import Progress
+from planner.ir.static_memory import LossMemory, Surroundings
+from planner.measure import loss
+from planner.measure.resident import surroundings
+from planner.plans.parts import PlanOrigin
+from planner.plans.pipeline import make_pipeline_plan
+from planner.plans.pipeline_schedules import PipelineSchedule
+from planner.plans.pipeline_stages import Stage, cut
+from planner.plans.pipeline_types import PipelinePlan
+from planner.plans.planning import Size
+from planner.session.step import LoweredStep, Options, attention_for, cost, lower_step
+
+
+def plan_pipeline(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    budget: Size,
+    stages: int,
+    micro_batches: int,
+    schedule: str = "1f1b",
+    chunks: int = 1,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    device: str | None = None,
+    cost_model: str = "roofline",
+    profile: Profile | None = None,
+    optimizer: str = "none",
+    master_weights: bool = False,
+    gradient_accumulation: bool = False,
+    data_parallel: str = "none",
+    ranks: int = 1,
+    tensor_parallel: int = 1,
+    reserve: Size = 0,
+    name: str = "",
+    progress: Progress | None = None,
+) -> PipelinePlan:
+    """Plan every stage of a pipeline under a memory budget for each device; nothing is run.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Whole. Its layers are cut into stages whose forwards take about equally long.
+    example_inputs : tensor, tuple or dict
+        Those of one micro-batch.
+    budget : int, float or str
+        What each device may hold; ``"60%"`` is of the highest peak of a device without recompute.
+    stages : int
+        How many devices stand in a row.
+    micro_batches : int
+        Of one training step.
+    schedule : str
+        ``"1f1b"``, ``"gpipe"`` or ``"interleaved"``; see :mod:`planner.plans.pipeline_schedules`.
+    chunks : int
+        Groups of layers on each device, 2 or more for ``"interleaved"``.
+    time_limit_seconds : float
+        Roughly, for each device.
+    example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile
+        See :func:`planner.plan`.
+    optimizer, master_weights, gradient_accumulation, data_parallel, ranks, tensor_parallel, reserve, name, progress
+        See :func:`planner.plan`; ``data_parallel`` is ``"none"`` or ``"ddp"``.
+
+    Returns
+    -------
+    PipelinePlan
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong, or there are more stages than layers.
+    CaptureError
+        If the model cannot be captured as one graph.
+    InfeasibleBudgetError
+        If some stage has no plan, with the smallest budget that is known to be enough.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> made = planner.plan_pipeline(model, torch.randn(256, 64), budget="1GiB", stages=2, micro_batches=4,
+    ...                              loss_fn=lambda output: output.sum())
+    >>> [stage.micro_batches_in_flight for stage in made.stages]
+    [2, 1]
+    """
+    pipeline = PipelineSchedule(stages=stages, micro_batches=micro_batches, name=schedule, chunks=chunks)
+    training = Training(
+        optimizer=optimizer,
+        master_weights=master_weights,
+        gradient_accumulation=gradient_accumulation,
+        data_parallel=data_parallel,
+        ranks=ranks,
+        tensor_parallel=tensor_parallel,
+        reserve=reserve,
+    )
+    if data_parallel == "fsdp2":
+        raise UsageError("fsdp2 inside a pipeline is not planned: use data_parallel='ddp', or no pipeline")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    begun = time.perf_counter()
+    inputs = Inputs.of(example_inputs, example_kwargs)
+    options = Options(
+        budget=budget,
+        device=device,
+        cost_model=cost_model,
+        profile=profile,
+        training=Training(tensor_parallel=tensor_parallel),
+        loss=loss.memory_of(model, inputs, loss_fn, device) if loss_fn is not None else LossMemory(),
+        name=name,
+        progress=progress,
+    )
+    if progress is not None:
+        progress("capturing forward and backward")
+    joint = capture(model, inputs, attention=attention_for(model, options))
+    step = lower_step(model, joint, options)
+    costing = cost(model, step.lowered, step.spec, options)
+    parts = cut(step.lowered.graph, costing.costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
+    devices = [parts[index::stages] for index in range(stages)]
+    return make_pipeline_plan(
+        devices,
+        _surroundings(model, step, devices, training, micro_batches),
+        pipeline,
+        budget=budget,
+        solver=solver,
+        time_limit_seconds=time_limit_seconds,
+        deterministic=deterministic,
+        seed=seed,
+        origin=PlanOrigin(
+            capture_seconds=time.perf_counter() - begun,
+            cost_model=costing.cost_model,
+            device=step.spec.name,
+            torch_version=torch.__version__,
+            warnings=(*costing.warnings, *step.warnings),
+        ),
+        progress=progress,
+    )
+
+
+def _surroundings(
+    model: nn.Module, step: LoweredStep, devices: Sequence[Sequence[Stage]], training: Training, micro_batches: int
+) -> list[Surroundings]:
+    """Count for each device the parameters that its operations read, their optimizer state, and its inputs.
+
+    What no operation reads stays on the first device. The inputs of all micro-batches are there from
+    the beginning of the step.
+    """
+    reads = _resident_reads(step.lowered)
+    given = step.lowered.joint.inputs
+    read_by = [
+        {
+            storage_id(given[position])
+            for stage in chunks
+            for index in stage.operations
+            if index < len(reads)
+            for position in reads[index]
+        }
+        for chunks in devices
+    ]
+    read = set[int]().union(*read_by)
+    of_model = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = []
+    for device, own in enumerate(read_by):
+        part = nn.Module()
+        for number, parameter in enumerate(model.parameters()):
+            if storage_id(parameter) in own or (not device and storage_id(parameter) not in read):
+                part.register_parameter(f"parameter{number}", step.stand_ins.get(storage_id(parameter), parameter))
+        for number, buffer in enumerate(model.buffers()):
+            if storage_id(buffer) in own or (not device and storage_id(buffer) not in read):
+                part.register_buffer(f"buffer{number}", buffer)
+        inputs = [tensor for tensor in given if storage_id(tensor) in own - of_model]
+        around = surroundings(part, inputs, step.spec, training)
+        static_bytes = {**around.static_bytes, "inputs": around.static_bytes["inputs"] * micro_batches}
+        found.append(replace(around, static_bytes=static_bytes))
+    return found
+
+
+def _resident_reads(lowered: LoweredGraph) -> list[frozenset[int]]:
+    """Give for each operation which of the step's inputs it reads, directly or through views."""
+    placeholders = [node for node in lowered.joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    looks_at: dict[fx.Node, frozenset[int]] = {node: frozenset({at}) for at, node in enumerate(placeholders)}
+
+    def read(node: fx.Node) -> frozenset[int]:
+        return frozenset[int]().union(*(looks_at.get(source, frozenset()) for source in node.all_input_nodes))
+
+    for node in lowered.joint.graph.nodes:
+        if node in lowered.alias_nodes:
+            looks_at[node] = read(node)
+    return [read(node) if node is not None else frozenset() for node in lowered.operation_nodes]

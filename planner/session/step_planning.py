@@ -1,0 +1,208 @@
+"""Plan a captured step, in one piece or in slices: planning and running both come through here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import nn
+
+from planner.analysis.study import Study
+from planner.capture.joint import JointGraph
+from planner.capture.provenance import Places
+from planner.common.chunks import AUTO, COUNTS, SLICES, TOLERANCE, slices_of
+from planner.common.units import format_percent
+from planner.errors import UsageError
+from planner.findings.finding import Finding, Severity, collapsed
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.planning import make_problem
+from planner.session.step import (
+    LoweredStep,
+    Options,
+    PlannedStep,
+    lower_as_run,
+    lower_step,
+    plan_lowered,
+    plan_studied,
+    study_lowered,
+)
+from planner.transforms.chunk_region import Region, find_region
+from planner.transforms.chunk_rewrite import in_slices
+
+Candidate = tuple[LoweredStep, Study]
+"""A step, in one piece or in slices, lowered and costed."""
+
+Made = TypeVar("Made")
+
+
+def plan_step(
+    model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> PlannedStep:
+    """Plan a captured step.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    joint : JointGraph
+    options : Options
+    reuse : Plan, optional
+        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget; its step
+        is then in as many slices.
+    must_match : bool
+        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
+
+    Raises
+    ------
+    UsageError
+        If slices are asked for, and there is nothing to be sliced.
+    PlanMismatchError
+        If ``must_match`` and the plan does not match, with what differs.
+    InfeasibleBudgetError
+        If no plan fits.
+    """
+    whole = lower_as_run(model, joint, options)
+    if reuse is not None:
+        slices = slices_of(reuse.fingerprint)
+        region = find_region(whole.lowered) if slices > 1 else None
+        step = whole if region is None else _sliced(model, whole, region, slices, options)
+        return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
+    if options.chunk == 1:
+        return plan_lowered(model, whole, options)
+    study = study_lowered(model, whole, options)
+    options = _in_bytes(options, study)
+    if options.chunk == AUTO:
+        steps = candidates(model, whole, study, options)
+        return cheapest(steps, lambda found, why: _planned(found, why, options), lambda made: made.plan)
+    assert isinstance(options.chunk, int)
+    return plan_lowered(model, sliced(model, whole, options.chunk, options), options)
+
+
+def sliced(model: nn.Module, whole: LoweredStep, slices: int, options: Options) -> LoweredStep:
+    """Give a lowered step in slices.
+
+    Raises
+    ------
+    UsageError
+        If there is nothing to be sliced.
+    """
+    region = find_region(whole.lowered)
+    if region is None:
+        raise UsageError(
+            f"chunk={slices}: nothing that is large at the peak can be computed in slices. Its rows must be "
+            "independent of each other, and nobody may need it whole; leave chunk out"
+        )
+    return _sliced(model, whole, region, slices, options)
+
+
+def cheapest(
+    steps: Iterable[Candidate], plan: Callable[[Candidate, str], Made], plan_of: Callable[[Made], Plan]
+) -> Made:
+    """Plan in one piece, then in more and more slices as long as that makes a plan feasible, or cheaper.
+
+    Parameters
+    ----------
+    steps : iterable of Candidate
+        See :func:`candidates`.
+    plan : callable
+        Plans one of them, and is told why slices are wanted. Raises NoPlanFitsError.
+    plan_of : callable
+        Gives the plan of what that made.
+    """
+    best: Made | None = None
+    refused: NoPlanFitsError | None = None
+    why = ""
+    for step in steps:
+        try:
+            found = plan(step, why)
+        except NoPlanFitsError as error:
+            if refused is not None and error.minimum_feasible_peak_bytes >= refused.minimum_feasible_peak_bytes:
+                break
+            refused = error
+            why = why or f"in one piece {str(error).partition(';')[0]}"
+            continue
+        if best is not None and _seconds(plan_of(found)) >= _seconds(plan_of(best)):
+            break
+        best = found
+        if plan_of(best).added_seconds == 0:
+            break
+        why = why or f"in one piece the plan adds {format_percent(plan_of(best).overhead)} to the step"
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> Iterator[Candidate]:
+    """Give a step in one piece, and then in more and more slices, each made when it is asked for."""
+    yield whole, study
+    region = find_region(whole.lowered)
+    if region is not None:
+        for slices in COUNTS:
+            if slices <= region.rows:
+                if options.progress is not None:
+                    options.progress(f"planning in {slices} slices")
+                step = _sliced(model, whole, region, slices, options)
+                yield step, study_lowered(model, step, options)
+
+
+def _planned(found: Candidate, why: str, options: Options) -> PlannedStep:
+    step, study = found
+    warnings = (*study.origin.warnings, *_why(why, step))
+    return plan_studied(step, replace(study, origin=replace(study.origin, warnings=warnings)), options)
+
+
+def _in_bytes(options: Options, study: Study) -> Options:
+    """Give options whose budget is no percentage: one is of the step in one piece, however it is computed."""
+    problem = make_problem(
+        study.graph,
+        study.costs,
+        budget=options.budget,
+        activation_budget=options.activation_budget,
+        at_least_bytes=options.at_least_bytes,
+    )
+    budget_bytes = problem.budget_bytes + study.graph.total_static_bytes
+    return replace(options, budget=budget_bytes, activation_budget=None)
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.baseline_step_seconds + plan.added_seconds
+
+
+def _sliced(model: nn.Module, whole: LoweredStep, region: Region, slices: int, options: Options) -> LoweredStep:
+    """Lower a step with a region of it in slices."""
+    joint = whole.lowered.joint
+    step = lower_step(model, in_slices(joint, region, slices), options)
+    return replace(
+        step,
+        facts={**step.facts, SLICES: slices},
+        warnings=(*step.warnings, _note(joint, region, slices)),
+        capture_seconds=whole.capture_seconds,
+    )
+
+
+def _note(joint: JointGraph, region: Region, slices: int) -> Finding:
+    places = Places(joint.graph)
+    modules = collapsed([places[node].module or "the model" for node in region.splits])
+    size = -(-region.rows // slices)
+    last = region.rows % size
+    return Finding(
+        rule="in-slices",
+        severity=Severity.NOTE,
+        evidence=f"{len(region.splits)} operations of {modules} are computed for {size:,} of {region.rows:,} rows at a "
+        "time" + (f", and {last:,} at last" if last else ""),
+        cause="products and sums are added up in another order: loss and gradients are those of the step in one piece "
+        f"to within {TOLERANCE:g} of their length in float32, and as many roundings in other types",
+        fix="nothing: recompute changes no bit of the sliced step, and 'verify' holds it against the one in one piece",
+    )
+
+
+def _why(why: str, step: LoweredStep) -> Iterator[Finding]:
+    if why and SLICES in step.facts:
+        yield Finding(
+            rule="why-slices",
+            severity=Severity.NOTE,
+            evidence=why,
+            cause="recompute makes no single operation smaller; slices do",
+            fix="nothing: leave out chunk to plan in one piece",
+        )

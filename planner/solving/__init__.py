@@ -1,0 +1,1 @@
+"""What solvers are made of: the incumbent, bounds, the step-cut programme, local searches, the cache. Without torch."""

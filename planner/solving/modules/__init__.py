@@ -1,0 +1,1 @@
+"""The choice of modules to checkpoint, as an integer programme over their variants."""

@@ -1,0 +1,292 @@
+"""Which regions to checkpoint: the least recompute within a budget, or the lowest peak there is.
+
+An integer programme over the regions, with one row for each moment of the step that matters. Rows are
+added where a choice, simulated, breaks the budget; since any set of them relaxes the whole question,
+each optimum bounds from below what *choices of these regions* can do.
+
+Where regions send values to the host, one row keeps its budget, and two say how long computing waits at
+least: all is sent while the forward computes or waits, and all is fetched while the rest of the step does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from planner.common.limits import Clock
+from planner.errors import InfeasibleBudgetError
+from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of, sent_bytes
+from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import Evaluation
+from planner.solving.milp import Answer, Library
+from planner.solving.modules.peaks import Group, Need, Needs
+from planner.solving.step_cut import Model
+
+NAME = "checkpoints"
+
+_TURNS_PER_SECOND = 1000
+"""About how often HiGHS asks in a second whether to stop; counted where the same answer must come each time."""
+
+
+class Chooser:
+    """Chooses regions to checkpoint.
+
+    Parameters
+    ----------
+    problem : Problem
+    regions : sequence of Region
+    clock : Clock
+        When to stop improving.
+    progress : callable, optional
+    near_seconds : float
+        A choice that is so near to the best is not bettered.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        regions: Sequence[Region],
+        clock: Clock,
+        progress: Progress | None = None,
+        *,
+        near_seconds: float = 0.0,
+    ) -> None:
+        self.problem = problem
+        self.near_seconds = near_seconds
+        self.regions = regions
+        self.clock = clock
+        self._needs = Needs(problem.graph, problem.costs, regions)
+        self._seconds = [seconds_of(region, problem.costs) for region in regions]
+        self._sent_bytes = [sent_bytes(region, problem.graph) for region in regions]
+        self._sent_seconds = [problem.host.seconds(size) if problem.host else 0.0 for size in self._sent_bytes]
+        self._moments: dict[int, Need] = {}
+        """By operation of the base order; that of a region's recompute by minus its number, less one."""
+        self._refused: list[frozenset[int]] = []
+        self._tell = progress or (lambda _: None)
+        self._library: Library | None = None
+
+    def cheapest(self) -> Solution:
+        """Give the choice that keeps the budget with the least recompute.
+
+        Raises
+        ------
+        InfeasibleBudgetError
+            If none was found; with the lowest peak of all choices.
+        """
+        begun = time.perf_counter()
+        chosen, bound = self.choose()
+        evaluation = self._simulate(chosen)
+        if evaluation.peak_bytes > self.problem.budget_bytes:
+            raise self.infeasible(chosen, bound)
+        seconds = evaluation.recompute_seconds
+        return Solution(
+            solver=NAME,
+            schedule=self.schedule(chosen),
+            peak_bytes=evaluation.peak_bytes,
+            recompute_seconds=seconds,
+            lower_bound_seconds=min(seconds, bound),
+            solve_seconds=time.perf_counter() - begun,
+        )
+
+    def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
+        """Give the error that says what the lowest choice needs."""
+        evaluation = self._simulate(lowest)
+        return InfeasibleBudgetError(
+            "no choice of checkpointed modules keeps the budget",
+            minimum_feasible_peak_bytes=evaluation.peak_bytes + self.problem.graph.total_static_bytes,
+            operation=self._operation_at(evaluation, lowest),
+            lower_bound_seconds=bound,
+        )
+
+    def choose(
+        self, price: float = 0.0, free_bytes: int = 0, most_sent_bytes: int | None = None
+    ) -> tuple[frozenset[int], float]:
+        """Give the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds.
+
+        With a price, so much of all transfers counts as if computing waited for it; some of the budget may be left
+        free, and less may be sent than the host takes. The bound is then of the same.
+        """
+        budget_bytes = self.problem.budget_bytes - free_bytes
+        chosen: frozenset[int] = frozenset()
+        bound = 0.0
+        while True:
+            evaluation = self._simulate(chosen)
+            if evaluation.peak_bytes <= budget_bytes:
+                return chosen, bound
+            self._add_moments(evaluation, chosen, budget_bytes)
+            self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
+            model = self._model(budget_bytes, price, most_sent_bytes=most_sent_bytes)
+            answer = self._minimise(model)
+            bound = max(bound, answer.bound * self._unit_seconds)
+            if answer.columns is None:
+                return self.lowest(), bound
+            chosen = self._chosen(answer)
+
+    def lowest(self) -> frozenset[int]:
+        """Give the choice with the lowest peak that is found."""
+        best, chosen = frozenset[int](), frozenset[int]()
+        best_bytes = self.problem.baseline.peak_bytes
+        known = -1
+        while True:
+            evaluation = self._simulate(chosen)
+            if evaluation.peak_bytes < best_bytes:
+                best, best_bytes = chosen, evaluation.peak_bytes
+            self._add_moments(evaluation, chosen, evaluation.peak_bytes - 1)
+            if len(self._moments) == known:
+                return best  # the programme knew of every moment at which this peak stands
+            known = len(self._moments)
+            answer = self._minimise(self._model(None))
+            if answer.columns is None:
+                return best
+            chosen = self._chosen(answer)
+
+    def least_sent(self) -> frozenset[int]:
+        """Give the choice that keeps the budget with the least of the host's memory, or else the empty one."""
+        chosen: frozenset[int] = frozenset()
+        while (evaluation := self._simulate(chosen)).peak_bytes > self.problem.budget_bytes:
+            self._add_moments(evaluation, chosen, self.problem.budget_bytes)
+            answer = self._minimise(self._model(self.problem.budget_bytes, least_sent=True))
+            if answer.columns is None:
+                return frozenset()
+            chosen = self._chosen(answer)
+        return chosen
+
+    def schedule(self, chosen: frozenset[int]) -> Schedule:
+        """Give the schedule of a choice."""
+        return schedule_of(self.problem.graph, [self.regions[r] for r in sorted(chosen)])
+
+    def _simulate(self, chosen: frozenset[int]) -> Evaluation:
+        return self.problem.evaluate(self.schedule(chosen))
+
+    def _chosen(self, answer: Answer) -> frozenset[int]:
+        assert answer.columns is not None
+        return frozenset(r for r in range(len(self.regions)) if answer.columns[r] > 0.5)
+
+    def _minimise(self, model: Model) -> Answer:
+        if self._library is None:
+            self._library = Library(self._tell)
+        left = self.clock.left()
+        if left <= 0:
+            return Answer(None, 0.0)
+        gap = self.near_seconds / self._unit_seconds
+        if not self.clock.counts_work:
+            return self._library.minimise(model, seconds=left, gap=gap)
+        answer = self._library.minimise(model, turns=max(1, int(left * _TURNS_PER_SECOND)), gap=gap)
+        self.clock.work((1 + answer.turns) / _TURNS_PER_SECOND)
+        return answer
+
+    # Moments.
+
+    def _add_moments(self, evaluation: Evaluation, chosen: frozenset[int], above_bytes: int) -> None:
+        """Add the worst moment of the base order, and that of each recompute, that lies above so many bytes.
+
+        A choice at which all of them are known already is refused as it is: it slipped through a tolerance.
+        """
+        worst: tuple[int, int] | None = None
+        new: dict[int, Need] = {}
+        again = {index: r for r in chosen for index in self.regions[r].again}
+        ran: set[int] = set()
+        for index, size_bytes in zip(self.schedule(chosen).order, evaluation.timeline_bytes, strict=True):
+            if size_bytes > above_bytes:
+                if index not in ran:
+                    if index not in self._moments:
+                        worst = max(worst or (0, 0), (size_bytes, index))
+                elif index in again and -1 - again[index] not in self._moments:
+                    new[-1 - again[index]] = self._needs.within(again[index])
+            ran.add(index)
+        if worst is not None:
+            new[worst[1]] = self._needs.at(worst[1])
+        if not new:
+            self._refused.append(chosen)
+        self._moments.update(new)
+
+    def _operation_at(self, evaluation: Evaluation, chosen: frozenset[int]) -> str:
+        index = self.schedule(chosen).order[evaluation.peak_position]
+        return self.problem.graph.operations[index].name
+
+    # The programme.
+
+    @property
+    def _unit_seconds(self) -> float:
+        return max(sum(self._seconds) + sum(self._sent_seconds), 1e-12)
+
+    def _model(
+        self,
+        budget_bytes: int | None,
+        price: float = 0.0,
+        *,
+        least_sent: bool = False,
+        most_sent_bytes: int | None = None,
+    ) -> Model:
+        """Write the programme down: columns of regions first.
+
+        Without a budget the peak is to be lowered, for which there is a column; or what is sent, where that is asked.
+        """
+        model = Model()
+        unit = self.problem.baseline.peak_bytes
+        for number, seconds in enumerate(self._seconds):
+            cost = (seconds + 2 * price * self._sent_seconds[number]) / self._unit_seconds
+            if least_sent:
+                cost = self._sent_bytes[number] / unit
+            model.column(cost if budget_bytes is not None else 0.0, integer=True)
+        peak = model.column(1.0) if budget_bytes is None else -1
+        if any(self._sent_bytes) and not least_sent:
+            self._add_host(model, most_sent_bytes, counts=budget_bytes is not None)
+        for together in rivals(self.regions):
+            if len(together) > 1:
+                model.at_least(-1.0, *((number, -1.0) for number in together))
+        columns: dict[Group, int] = {}
+        for need in self._moments.values():
+            terms: dict[int, float] = {}
+            for group, size_bytes in need.group_bytes.items():
+                column = self._group_column(model, group, columns)
+                terms[column] = terms.get(column, 0.0) - size_bytes / unit
+            room = (budget_bytes or 0) - need.fixed_bytes
+            if budget_bytes is None:
+                terms[peak] = 1.0
+            if need.when is not None:  # without that region, the moment asks for nothing
+                most = max(0, sum(need.group_bytes.values()) - room)
+                terms[need.when] = terms.get(need.when, 0.0) - most / unit
+                room += most
+            model.at_least(-room / unit, *terms.items())
+        if budget_bytes is not None:
+            for refused in self._refused:
+                terms = {r: -1.0 if r in refused else 1.0 for r in range(len(self.regions))}
+                model.at_least(1.0 - len(refused), *terms.items())
+        return model
+
+    def _add_host(self, model: Model, most_sent_bytes: int | None, *, counts: bool) -> None:
+        """Keep the host's budget, and let computing wait for what cannot hide."""
+        host, graph = self.problem.host, self.problem.graph
+        assert host is not None
+        most = max(sum(self._sent_bytes), 1)
+        allowed_bytes = host.budget_bytes if most_sent_bytes is None else min(host.budget_bytes, most_sent_bytes)
+        model.at_least(-allowed_bytes / most, *((r, -size / most) for r, size in enumerate(self._sent_bytes)))
+        if not counts:
+            return
+        unit_seconds = self._unit_seconds
+        forward = sum(cost.seconds for cost in self.problem.costs[: graph.loss_index])
+        sent = [(r, -seconds / unit_seconds) for r, seconds in enumerate(self._sent_seconds) if seconds]
+        again = dict(sent)
+        for r, seconds in enumerate(self._seconds):
+            again[r] = again.get(r, 0.0) + seconds / unit_seconds
+        # It stays below one half of its column's range: what reads off a solution which columns are set takes it for
+        # none.
+        most_seconds = 4 * sum(self._sent_seconds) / unit_seconds
+        for room, terms in ((forward, sent), (self.problem.baseline.seconds - forward, list(again.items()))):
+            waits = model.column(most_seconds)
+            model.at_least(-room / unit_seconds, (waits, most_seconds), *terms)
+
+    @staticmethod
+    def _group_column(model: Model, group: Group, columns: dict[Group, int]) -> int:
+        freed_by, held_by = group
+        if freed_by is None and len(held_by) == 1:
+            return next(iter(held_by))
+        if group not in columns:
+            columns[group] = column = model.column()
+            for holder in held_by:
+                model.at_least(0.0, (column, 1.0), (holder, -1.0))
+            if freed_by is not None:
+                model.at_least(1.0, (column, 1.0), *((maker, 1.0) for maker in freed_by))
+        return columns[group]

@@ -1,0 +1,182 @@
+"""What each moment of a step needs, for any choice of regions that run again or that wait in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.ir.checkpoints import Region
+from planner.ir.graph import OperationCost, TrainingGraph
+
+Group = tuple[frozenset[int] | None, frozenset[int]]
+"""Values that share a fate: gone once one of the first regions is chosen (None: without that), kept if one of the
+second is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes at one moment of the step, for any choice of regions.
+
+    Parameters
+    ----------
+    fixed_bytes : int
+        There whatever is chosen.
+    group_bytes : mapping of Group to int
+        There depending on what is chosen.
+    when : int, optional
+        The moment exists only if this region is chosen.
+    """
+
+    fixed_bytes: int
+    group_bytes: Mapping[Group, int]
+    when: int | None = None
+
+    def bytes_with(self, chosen: Collection[int]) -> int:
+        """Give the bytes for one choice."""
+        held = 0
+        for (freed_by, held_by), size in self.group_bytes.items():
+            if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
+                held += size
+        return self.fixed_bytes + held
+
+
+def _released(step: int) -> int:
+    return 3 * step
+
+
+def _rerun(step: int) -> int:
+    return 3 * step + 1
+
+
+def _first_run(step: int) -> int:
+    return 3 * step + 2
+
+
+class Needs:
+    """Writes down what a moment of the step needs, for any choice of regions of which none is in another.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+    regions : sequence of Region
+
+    Notes
+    -----
+    Moments are numbered: before an operation of the base order has its first run, inputs of checkpoints
+    are let go, and then regions are run again.
+    """
+
+    def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], regions: Sequence[Region]) -> None:
+        self.graph = graph
+        self.costs = costs
+        self.regions = regions
+        self._makers: list[list[int]] = [[] for _ in graph.values]
+        """For each value, the regions that make it again."""
+        self._holders: list[list[tuple[int, int]]] = [[] for _ in graph.values]
+        """For each value, the regions that need it from outside, and until when."""
+        self._own: list[set[int]] = []
+        """For each region, the values that it makes again."""
+        self._passing: list[set[int]] = []
+        """For each region, the values from outside that nothing needs any more once it has run again."""
+        self._senders: list[list[tuple[int, int, int]]] = [[] for _ in graph.values]
+        """For each value, the regions that send it, and the moments from which and to which it is away."""
+        for number, region in enumerate(regions):
+            back = _rerun(region.before) if region.again else -1
+            for sent in region.sent:
+                to = back if back >= 0 and sent.returns == region.before else _released(sent.returns)
+                self._senders[sent.value].append((number, _released(sent.leaves), to))
+            made = {value for index in region.again for value in graph.operations[index].outputs}
+            self._own.append(made)
+            for value in made:
+                self._makers[value].append(number)
+            sent_values = {sent.value for sent in region.sent}
+            outside = {v for index in region.again for v in graph.operations[index].inputs} - made - sent_values
+            for value in outside:
+                self._holders[value].append((number, _rerun(region.before)))
+            held = set(graph.operations[region.hold].inputs) if region.hold is not None else set[int]()
+            for value in held:
+                self._holders[value].append((number, _released(region.until)))
+            self._passing.append(
+                {
+                    value
+                    for value in outside - held
+                    if not graph.values[value].retained and max(graph.readers[value]) < region.before
+                }
+            )
+
+    def at(self, step: int) -> Need:
+        """Give what is there while an operation of the base order has its first run."""
+        return self._need(_first_run(step), self.costs[step].workspace_bytes, None)
+
+    def within(self, number: int) -> Need:
+        """Give the most that is there while a region is run again.
+
+        What it is the last to need goes meanwhile, even if another region holds it: the need is then a lower bound.
+        """
+        graph, region = self.graph, self.regions[number]
+        end = len(region.again)
+        last: dict[int, int] = {}
+        for position, index in enumerate(region.again):
+            last.update(dict.fromkeys((*graph.operations[index].outputs, *graph.operations[index].inputs), position))
+        freed = [0] * (end + 1)
+        for value in self._passing[number]:
+            freed[last[value]] += graph.values[value].size_bytes
+        live = peak = sum(freed) + sum(graph.values[sent.value].size_bytes for sent in region.sent)
+        for position, index in enumerate(region.again):
+            for value in graph.operations[index].outputs:
+                live += graph.values[value].size_bytes
+                read_later = any(reader >= region.before for reader in graph.readers[value])
+                at = position if graph.values[value].retained else end if read_later else last[value]
+                freed[at] += graph.values[value].size_bytes
+            peak = max(peak, live + self.costs[index].workspace_bytes)
+            live -= freed[position]
+        return self._need(_rerun(region.before), peak, number)
+
+    def _need(self, moment: int, fixed_bytes: int, when: int | None) -> Need:
+        graph, regions = self.graph, self.regions
+        own = set[int]()
+        if when is not None:
+            own = self._own[when] | self._passing[when] | {sent.value for sent in regions[when].sent}
+        groups: dict[Group, int] = {}
+        for value, maker in enumerate(graph.producer):
+            size_bytes = graph.values[value].size_bytes
+            if _first_run(maker) > moment or not size_bytes:
+                continue
+            if graph.values[value].retained or _first_run(maker) == moment:
+                fixed_bytes += size_bytes
+                continue
+            if value in own:
+                continue
+            reader = next((r for r in graph.readers[value] if _first_run(r) >= moment), None)
+            freed_by = held_by = frozenset[int]()
+            if reader is not None:
+                freed_by = frozenset(
+                    r for r in self._makers[value] if moment < _rerun(regions[r].before) <= _first_run(reader)
+                ) | self._away(value, moment, when)
+                if not freed_by:
+                    fixed_bytes += size_bytes
+                    continue
+            held_by = frozenset(r for r, until in self._holders[value] if until >= moment)
+            if reader is not None or held_by:
+                group = (freed_by if reader is not None else None, held_by)
+                groups[group] = groups.get(group, 0) + size_bytes
+        for number, region in enumerate(regions):
+            if region.hold is None:
+                continue
+            state_bytes = graph.operations[region.hold].state_bytes
+            if state_bytes and _first_run(region.hold) <= moment <= _released(region.until):
+                group = (None, frozenset([number]))
+                groups[group] = groups.get(group, 0) + state_bytes
+        return Need(fixed_bytes, groups, when)
+
+    def _away(self, value: int, moment: int, when: int | None) -> frozenset[int]:
+        """Give the regions because of which a value is in the host's memory.
+
+        At the moment of a recompute, what comes back for that of another region may still be there.
+        """
+        return frozenset(
+            number
+            for number, since, to in self._senders[value]
+            if since <= moment < to or (moment == to and when is not None)
+        )

@@ -1,0 +1,155 @@
+"""Offloading as if it were recompute that costs next to nothing, so that solvers of recompute can plan it.
+
+A value that may be offloaded is taken as made by an operation of its own, right after the one that
+really makes it, which reads nothing that takes memory: making it again stands for fetching it. What
+a solver then runs again of these operations are offloads, what else it runs again is recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Offload, Schedule, piece_bytes
+
+
+class AsIf:
+    """A problem in which some values can be fetched, for solvers that know only recompute.
+
+    Parameters
+    ----------
+    problem : Problem
+        With a host.
+    chosen : collection of int
+        The values that can be fetched; they cannot be recomputed then.
+    spare_bytes : int
+        What is to be left free of the budget for values that are under way.
+    price : float
+        What a second of transfer costs, in seconds of computing: next to nothing if it hides, 1 if it does not.
+
+    Attributes
+    ----------
+    problem : Problem
+        The problem as it is posed to a solver, without a host.
+    real : Problem
+        The problem as it was given.
+    chosen : frozenset of int
+    """
+
+    def __init__(self, problem: Problem, chosen: Collection[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
+        assert problem.host is not None
+        self.real, self.host, self.chosen = problem, problem.host, frozenset(chosen)
+        graph = problem.graph
+        values = list(graph.values)
+        operations: list[Operation] = []
+        costs: list[OperationCost] = []
+        self.stands_for: list[int] = []
+        """For each operation of the problem as posed, the real one; for one that fetches, -1 less the value."""
+        for index, (operation, cost) in enumerate(zip(graph.operations, problem.costs, strict=True)):
+            moved = [u for u in operation.outputs if u in chosen]
+            tickets = tuple(range(len(values), len(values) + len(moved)))
+            values += [Value(name=f"ticket of {values[u].name}", size_bytes=0) for u in moved]
+            operations.append(
+                replace(operation, outputs=(*(u for u in operation.outputs if u not in chosen), *tickets))
+            )
+            held_bytes = sum(values[u].size_bytes for u in moved)
+            costs.append(replace(cost, workspace_bytes=cost.workspace_bytes + held_bytes))
+            self.stands_for.append(index)
+            for u, ticket in zip(moved, tickets, strict=True):
+                name = f"fetch of {values[u].name}"
+                operations.append(
+                    Operation(name=name, key=name, target="", inputs=(ticket,), outputs=(u,), phase=operation.phase)
+                )
+                costs.append(
+                    OperationCost(
+                        seconds=price * self.host.seconds(self.host.bytes_of(values[u])),
+                        workspace_bytes=piece_bytes(graph, values[u]) if self.host.rounds(values[u]) else 0,
+                    )
+                )
+                self.stands_for.append(-1 - u)
+        self.problem = Problem(
+            graph=TrainingGraph(
+                operations=tuple(operations),
+                values=tuple(values),
+                static_bytes=graph.static_bytes,
+                alignment_bytes=graph.alignment_bytes,
+                name=graph.name,
+            ),
+            costs=tuple(costs),
+            budget_bytes=problem.budget_bytes - spare_bytes,
+        )
+
+    def real_schedule(self, schedule: Schedule) -> Schedule:
+        """Write a schedule of the problem as posed as one of the real problem.
+
+        Values leave right after their last use before, and return right before their next.
+        """
+        steps = self._needed(schedule)
+        order = tuple(step for step in steps if step >= 0)
+        operations = self.real.graph.operations
+        fetched = {-1 - step for step in steps if step < 0}
+        last_use = dict.fromkeys(fetched, 0)
+        due: set[int] = set()
+        made: set[int] = set()
+        leaves: dict[int, int] = {}
+        returns: dict[int, list[int]] = {}
+        position = 0
+        for step in steps:
+            if step < 0:
+                due.add(-1 - step)
+                continue
+            for u in fetched.intersection(operations[step].inputs):
+                if u in due:
+                    due.remove(u)
+                    leaves.setdefault(u, last_use[u] + 1)
+                    returns.setdefault(u, []).append(position)
+                last_use[u] = position
+            for u in fetched.intersection(operations[step].outputs):
+                if u in made:  # what is made again stands in for a copy that could as well be gone
+                    leaves.setdefault(u, last_use[u] + 1)
+                made.add(u)
+                last_use[u] = position
+            position += 1
+        values = self.real.graph.values
+        return Schedule(
+            order,
+            tuple(Offload(u, leaves[u], tuple(returns[u]), self.host.rounds(values[u])) for u in sorted(returns)),
+        )
+
+    def _needed(self, schedule: Schedule) -> list[int]:
+        """Give the real operations in order, and -1 less the value for each fetching, of what somebody reads.
+
+        Right after the operation that makes a value, its first fetching stands for the value as it was made. Where
+        something runs again between the two, the value was not there meanwhile, and is fetched indeed.
+        """
+        graph = self.real.graph
+        wanted = [value.retained for value in graph.values]
+        first: set[int] = set()
+        begins = []
+        again = False
+        for index in schedule.order:
+            is_first = index not in first
+            first.add(index)
+            if self.stands_for[index] >= 0:
+                again = not is_first
+            begins.append(is_first and not (again and self.stands_for[index] < 0))
+        steps: list[int] = []
+        for index, begin in zip(reversed(schedule.order), reversed(begins), strict=True):
+            step = self.stands_for[index]
+            if step < 0:
+                if begin or not wanted[-1 - step]:
+                    continue
+                wanted[-1 - step] = False
+            else:
+                operation = graph.operations[step]
+                if not begin and not any(wanted[u] and not graph.values[u].retained for u in operation.outputs):
+                    continue
+                for u in operation.outputs:
+                    wanted[u] = False
+                for u in operation.inputs:
+                    wanted[u] = True
+            steps.append(step)
+        steps.reverse()
+        return steps

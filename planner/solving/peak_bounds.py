@@ -1,0 +1,142 @@
+"""The smallest peak: what no plan goes below, and what a plan was found for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from planner.common.limits import Clock
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulate import simulate
+from planner.solving.offload_reduction import AsIf
+from planner.solving.repair import lower_peak
+from planner.solving.segmentations import segmentations
+
+_SECONDS_PER_OPERATION, _SECONDS_PER_RUN = 1e-3, 3e-6
+"""How long to look for a low peak, and about what it takes to look at one schedule; counted as work, so that
+the answer is the same every time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MinimumPeak:
+    """Bounds on the peak of any plan, above what is resident before the step.
+
+    Parameters
+    ----------
+    proven_peak_bytes : int
+        No plan has a lower peak.
+    proven_operation : str
+        The operation that needs it.
+    found_peak_bytes : int
+        The lowest peak for which a plan was found.
+    found_operation : str
+        The operation at which that plan has its peak.
+    """
+
+    proven_peak_bytes: int
+    proven_operation: str
+    found_peak_bytes: int
+    found_operation: str
+
+
+def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
+    """Give a lower bound on the peak of any plan and the operation that binds.
+
+    While an operation has its first run, its inputs, outputs and workspace are there, with every
+    retained value made so far, and every value made before that is read later and cannot be made
+    again.
+
+    Notes
+    -----
+    O(values + inputs).
+    """
+    operations, values = graph.operations, graph.values
+    change = [0] * (len(operations) + 1)
+    throughout: list[tuple[int, int]] = []
+    for u, maker in enumerate(graph.producer):
+        last = graph.readers[u][-1] if graph.readers[u] else maker
+        if values[u].retained:
+            last = len(operations) - 1
+        elif operations[maker].recomputable:
+            last = maker - 1
+        throughout.append((maker, last))
+        if last >= maker:
+            change[maker] += values[u].size_bytes
+            change[last + 1] -= values[u].size_bytes
+    best = (0, 0)
+    standing = 0
+    for index, operation in enumerate(operations):
+        standing += change[index]
+        own = sum(
+            values[u].size_bytes
+            for u in {*operation.inputs, *operation.outputs}
+            if not throughout[u][0] <= index <= throughout[u][1]
+        )
+        total = standing + own + costs[index].workspace_bytes
+        if total > best[0]:
+            best = (total, index)
+    return best
+
+
+def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
+    """Bound the smallest possible peak from both sides.
+
+    Parameters
+    ----------
+    graph : TrainingGraph
+    costs : sequence of OperationCost
+        One for each operation.
+
+    Returns
+    -------
+    MinimumPeak
+
+    Notes
+    -----
+    The plan is the lowest segmentation, lowered by local search for about a millisecond an
+    operation.
+    """
+    proven, binding = proven_floor(graph, costs)
+    schedule = lowest_schedule(graph, costs, target_bytes=proven)
+    evaluation = simulate(graph, costs, schedule)
+    names = [operation.name for operation in graph.operations] or [""]
+    return MinimumPeak(
+        proven_peak_bytes=proven,
+        proven_operation=names[binding],
+        found_peak_bytes=evaluation.peak_bytes,
+        found_operation=names[schedule.order[evaluation.peak_position]] if schedule.order else "",
+    )
+
+
+def lowest_peak(problem: Problem) -> MinimumPeak:
+    """Bound the smallest possible peak of a problem's plans, those with offload among them if there is a host."""
+    if problem.host is None:
+        return minimum_peak(problem.graph, problem.costs)
+    posed = AsIf(problem, problem.host.movable(problem.graph)).problem
+    return replace(minimum_peak(posed.graph, posed.costs), proven_peak_bytes=proven_lowest(problem))
+
+
+def proven_lowest(problem: Problem) -> int:
+    """Give a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
+    if problem.host is not None:
+        exact = replace(problem, host=replace(problem.host, lossy=False))  # rounding takes room, and is no must
+        problem = AsIf(exact, problem.host.movable(problem.graph)).problem
+    return proven_floor(problem.graph, problem.costs)[0]
+
+
+def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:
+    """Give the schedule of the lowest peak that quick methods find, stopping at a target."""
+    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=target_bytes)
+    clock = Clock(_SECONDS_PER_OPERATION * len(graph.operations), counts_work=True)
+    lowest = (problem.baseline.peak_bytes, Schedule.keep_all(graph))
+    for schedule in segmentations(graph):
+        peak_bytes = simulate(graph, costs, schedule).peak_bytes
+        if peak_bytes < lowest[0]:
+            lowest = (peak_bytes, schedule)
+        clock.work(_SECONDS_PER_RUN * len(schedule.order))
+        if lowest[0] <= target_bytes or clock.left() < 0:
+            break
+    order, _ = lower_peak(problem, lowest[1].order, budget_bytes=target_bytes, clock=clock)
+    return Schedule(tuple(order))

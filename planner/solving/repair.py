@@ -1,0 +1,271 @@
+"""Local search on a schedule: drop what is idle at the peak, then take back what was not needed.
+
+It proves nothing and always ends. Solvers use it to bring a good schedule that breaks the budget
+somewhere under it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from planner.common.limits import Clock
+from planner.ir.problem import Problem
+
+_SECONDS_PER_RUN = 1e-5
+"""About what it takes to look at a schedule, for each of its runs."""
+
+
+def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
+    """Leave out the reruns whose results nobody reads."""
+    operations, values = problem.graph.operations, problem.graph.values
+    first: dict[int, int] = {}
+    for position, index in enumerate(order):
+        first.setdefault(index, position)
+    wanted = [False] * len(values)
+    kept: list[int] = []
+    for position in range(len(order) - 1, -1, -1):
+        index = order[position]
+        outputs = operations[index].outputs
+        if first[index] != position and not any(wanted[u] and not values[u].retained for u in outputs):
+            continue
+        kept.append(index)
+        for u in outputs:
+            wanted[u] = False
+        for u in operations[index].inputs:
+            wanted[u] = True
+    kept.reverse()
+    return kept
+
+
+class Layout:
+    """A schedule with the lifetimes of all copies and the bytes at each position.
+
+    The same rules as :func:`planner.ir.simulate.simulate`, laid out for asking questions about one
+    position; building one is O(runs x (inputs + outputs)).
+    """
+
+    def __init__(self, problem: Problem, order: Sequence[int]) -> None:
+        self.problem = problem
+        self.order = order
+        graph, costs = problem.graph, problem.costs
+        operations, values = graph.operations, graph.values
+        end = len(order) - 1
+        current = [-1] * len(values)
+        self.copies_of: list[list[int]] = [[] for _ in values]
+        self.value: list[int] = []
+        self.born: list[int] = []
+        self.died: list[int] = []
+        self.reads: list[list[int]] = []
+        change = [0] * (end + 2)
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        born, died, reads, value_of = self.born, self.died, self.reads, self.value
+        for position, index in enumerate(order):
+            operation = operations[index]
+            for u in operation.inputs:
+                reads[current[u]].append(position)
+            for u in operation.outputs:
+                if current[u] >= 0 and values[u].retained:
+                    change[position] += values[u].size_bytes
+                    change[position + 1] -= values[u].size_bytes
+                    continue
+                current[u] = len(born)
+                self.copies_of[u].append(len(born))
+                value_of.append(u)
+                born.append(position)
+                died.append(end if values[u].retained else position)
+                reads.append([])
+            if index in first:
+                last[index] = position
+            else:
+                first[index] = position
+        for copy, u in enumerate(value_of):
+            if reads[copy] and not values[u].retained:
+                died[copy] = reads[copy][-1]
+            size = values[u].size_bytes
+            change[born[copy]] += size
+            change[died[copy] + 1] -= size
+        for index, position in last.items():
+            change[first[index]] += operations[index].state_bytes
+            change[position + 1] -= operations[index].state_bytes
+        self.first = first
+        self.bytes: list[int] = []
+        live = 0
+        for position, index in enumerate(order):
+            live += change[position]
+            self.bytes.append(live + costs[index].workspace_bytes)
+        self.peak_bytes = max(self.bytes, default=0)
+
+    def copy_at(self, value: int, position: int) -> int:
+        """Give the newest copy of a value made before a position."""
+        copies = self.copies_of[value]
+        return copies[bisect_right(copies, position - 1, key=self.born.__getitem__) - 1]
+
+
+def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
+    """Plan to make a value again before ``target`` instead of holding it over ``peak``.
+
+    Returns
+    -------
+    tuple or None
+        What to run, in base order; the bytes that this frees at the peak; its seconds.
+    """
+    problem = layout.problem
+    operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
+    value = layout.value[copy]
+    density = problem.costs[producer[value]].seconds / max(values[value].size_bytes, 1)
+    freed = values[value].size_bytes
+    stack = [producer[value]]
+    chosen = {producer[value]}
+    seconds = 0.0
+    while stack:
+        index = stack.pop()
+        operation = operations[index]
+        if not operation.recomputable or len(chosen) > 200:
+            return None
+        seconds += problem.costs[index].seconds
+        if operation.state_bytes and layout.first[index] <= peak:
+            freed -= operation.state_bytes
+        for u in operation.inputs:
+            maker = producer[u]
+            if maker in chosen:
+                continue
+            old = layout.copy_at(u, target)
+            if layout.died[old] >= target or layout.died[old] > peak:
+                continue
+            size = values[u].size_bytes
+            if not operations[maker].recomputable or size * density <= problem.costs[maker].seconds * 0.5:
+                freed -= size
+                if freed <= 0:
+                    return None
+                continue
+            chosen.add(maker)
+            stack.append(maker)
+    return sorted(chosen), freed, seconds
+
+
+def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
+    """Give the copies live but unused at a position, each with the position of its next read."""
+    found = []
+    values = layout.problem.graph.values
+    for copy, born in enumerate(layout.born):
+        if born >= peak:
+            break
+        if layout.died[copy] <= peak:
+            continue
+        u = layout.value[copy]
+        if values[u].retained or not values[u].size_bytes:
+            continue
+        reads = layout.reads[copy]
+        place = bisect_right(reads, peak)
+        if place and reads[place - 1] == peak:
+            continue
+        found.append((copy, reads[place]))
+    return found
+
+
+def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> tuple[list[int], int]:
+    """Insert reruns, cheapest per byte freed first, until the peak is within the budget.
+
+    Parameters
+    ----------
+    problem : Problem
+        Its own budget is not used.
+    order : sequence of int
+        Where to start.
+    budget_bytes : int
+    clock : Clock
+        Says when to give up.
+
+    Returns
+    -------
+    order : list of int
+        The first within the budget, or the one of the lowest peak that was seen.
+    peak_bytes : int
+    """
+    order = list(order)
+    layout = Layout(problem, order)
+    best, best_peak = order, layout.peak_bytes
+    patience = 0
+    while layout.peak_bytes > budget_bytes and patience < 60 and clock.left() > 0:
+        clock.work(len(order) * _SECONDS_PER_RUN)
+        peak = layout.bytes.index(layout.peak_bytes)
+        over = layout.peak_bytes - budget_bytes
+        offers = []
+        for copy, target in _idle(layout, peak):
+            offer = _rerun(layout, copy, peak, target)
+            if offer is not None and offer[1] > 0:
+                runs, freed, seconds = offer
+                offers.append(((seconds + 1e-12) / min(freed, over), target, runs, freed))
+        if not offers:
+            break
+        offers.sort(key=lambda offer: offer[0])
+        insert: dict[int, set[int]] = {}
+        gained = 0
+        for _, target, runs, freed in offers[: 1 + len(offers) // 16]:
+            insert.setdefault(target, set()).update(runs)
+            gained += freed
+            if 2 * gained >= over:
+                break
+        order = [index for position, old in enumerate(order) for index in (*sorted(insert.get(position, ())), old)]
+        order = without_useless(problem, order)
+        layout = Layout(problem, order)
+        patience += 1
+        if layout.peak_bytes < best_peak:
+            best, best_peak, patience = order, layout.peak_bytes, 0
+    return best, best_peak
+
+
+def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> list[int]:
+    """Remove reruns, dearest first, as long as the peak stays within the budget.
+
+    Notes
+    -----
+    A rerun is looked at in O(gap since the copy before); each removal costs one :class:`Layout`.
+    """
+    order = list(order)
+    seconds = [cost.seconds for cost in problem.costs]
+    values = problem.graph.values
+    layout = Layout(problem, order)
+    refused: set[tuple[int, int]] = set()
+    while clock.left() > 0:
+        occurrence: dict[int, int] = {}
+        reruns = []
+        for position, index in enumerate(order):
+            count = occurrence[index] = occurrence.get(index, -1) + 1
+            if count and (index, count) not in refused:
+                reruns.append((seconds[index], position, count))
+        reruns.sort(key=lambda rerun: (-rerun[0], rerun[1]))
+        for cost, position, count in reruns:
+            if cost <= 0.0:
+                return order
+            index = order[position]
+            if _can_go(layout, position, index, budget_bytes, values):
+                clock.work(len(order) * _SECONDS_PER_RUN)
+                trial = order[:position] + order[position + 1 :]
+                trial = without_useless(problem, trial)
+                trial_layout = Layout(problem, trial)
+                if trial_layout.peak_bytes <= budget_bytes:
+                    order, layout = trial, trial_layout
+                    break
+            refused.add((index, count))
+        else:
+            return order
+    return order
+
+
+def _can_go(layout: Layout, position: int, index: int, budget_bytes: int, values: Sequence[object]) -> bool:
+    """Say whether the copies before a rerun could stay in its place, by their bytes alone."""
+    graph = layout.problem.graph
+    for u in graph.operations[index].outputs:
+        if graph.values[u].retained or not graph.values[u].size_bytes:
+            continue
+        copies = layout.copies_of[u]
+        place = bisect_right(copies, position, key=layout.born.__getitem__) - 1
+        if not layout.reads[copies[place]]:
+            continue
+        start = layout.died[copies[place - 1]] + 1
+        if start < position and max(layout.bytes[start:position]) + graph.values[u].size_bytes > budget_bytes:
+            return False
+    return True

@@ -1,0 +1,237 @@
+"""Solutions that were found before, kept on disk, so that planning the same step again takes no search.
+
+Only what a solver proposes is kept, under a digest of all that it was given: capturing needs the model's code, of
+which nobody can say cheaply whether it changed. What comes out of the cache is held against the simulator like any
+solver's claim, and a file that is damaged, or of something else, is as good as none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from planner.common import atomic
+from planner.common.json_reader import Node, parse
+from planner.common.limits import Effort
+from planner.errors import PlannerError, UsageError
+from planner.ir.problem import Problem, Solution, confirm
+from planner.ir.schedule import Offload, Schedule
+
+VARIABLE = "CHECKPOINT_PLANNER_CACHE"
+"""Names the folder to use in place of the usual one; ``off``: none."""
+
+LIMIT_BYTES = 256 << 20
+"""How large all solutions together may become; then those go that were used longest ago."""
+
+FROM_CACHE = " (from the cache)"
+"""What the name of a solver ends with if its solution was found before."""
+
+_LARGEST_ENTRY_BYTES = 16 << 20
+_ABANDONED_SECONDS = 3600.0
+_LIBRARIES = ("highspy", "numba", "pulp")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a cache holds."""
+
+    solutions: int
+    size_bytes: int
+
+
+def folder() -> Path | None:
+    """Give the folder in which solutions are kept, which need not exist; None if the cache is off."""
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen.lower() == "off":
+        return None
+    return (Path(chosen) if chosen else _usual_folder()) / "solutions"
+
+
+def turn_off() -> None:
+    """Use no cache in this process and those that it starts."""
+    os.environ[VARIABLE] = "off"
+
+
+def key_of(problem: Problem, solver: str, effort: Effort) -> str:
+    """Give a digest of everything that decides what a solver proposes."""
+    graph = problem.graph
+    digest = hashlib.sha256()
+    for part in (
+        _versions(),
+        (solver, effort.time_limit_seconds, effort.deterministic, effort.seed, problem.budget_bytes),
+        [(v.size_bytes, v.retained, v.roundable) for v in graph.values],
+        [(o.inputs, o.outputs, o.phase, o.module, o.recomputable, o.state_bytes, o.region) for o in graph.operations],
+        [(c.seconds, c.workspace_bytes) for c in problem.costs],
+        problem.host,
+    ):
+        digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def find(problem: Problem, key: str) -> Solution | None:
+    """Give the solution that was kept under a key, if it is whole and keeps its claim on this problem."""
+    place = folder()
+    if place is None:
+        return None
+    path = place / f"{key}.json"
+    begun = time.perf_counter()
+    try:
+        solution = _solution(problem, key, _read(path))
+        confirm(problem, solution)
+    except FileNotFoundError:
+        return None
+    except (OSError, PlannerError, UnicodeDecodeError):
+        _remove(path)
+        return None
+    with suppress(OSError):
+        os.utime(path)  # used last
+    return replace(solution, solver=solution.solver + FROM_CACHE, solve_seconds=time.perf_counter() - begun)
+
+
+def keep(key: str, solution: Solution) -> None:
+    """Keep a solution under a key; where that cannot be written, nothing is kept."""
+    place = folder()
+    if place is None:
+        return
+    content = {
+        "key": key,
+        "solver": solution.solver,
+        "recomputations": {str(index): again for index, again in solution.schedule.recomputations().items()},
+        "offloads": [[o.value, o.leaves, list(o.returns), o.lossy] for o in solution.schedule.offloads],
+        "peak_bytes": solution.peak_bytes,
+        "recompute_seconds": solution.recompute_seconds,
+        "lower_bound_seconds": solution.lower_bound_seconds,
+    }
+    path = place / f"{key}.json"
+    with suppress(OSError, UsageError):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink():
+            path.unlink()  # nothing elsewhere is ours to write
+        atomic.write_text(path, json.dumps({"digest": _digest(content), "solution": content}))
+        _make_room(place)
+
+
+def contents() -> Contents:
+    """Say how many solutions are kept, and how large they are together."""
+    sizes = [status.st_size for _, status in _files(folder())]
+    return Contents(solutions=len(sizes), size_bytes=sum(sizes))
+
+
+def clear() -> Contents:
+    """Remove all solutions, and say what was removed; other files in the folder are left alone."""
+    before = contents()
+    for path, _ in _files(folder()):
+        _remove(path)
+    return before
+
+
+def _usual_folder() -> Path:
+    home = Path.home()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "checkpoint-planner" / "Cache"
+    if sys.platform == "darwin":
+        return home / "Library" / "Caches" / "checkpoint-planner"
+    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (chosen if chosen.is_absolute() else home / ".cache") / "checkpoint-planner"
+
+
+@cache
+def _versions() -> str:
+    """Tell solvers apart by their own source, and by the libraries that they stand on."""
+    own = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].glob("solv*/**/*.py")):
+        own.update(path.read_bytes())
+    found = [own.hexdigest()]
+    for library in _LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{library} {metadata.version(library)}")
+    return " ".join(found)
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> str:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path} is no file of ours")
+    with open(path, "rb") as stream:
+        content = stream.read(_LARGEST_ENTRY_BYTES + 1)
+    if len(content) > _LARGEST_ENTRY_BYTES:
+        raise UsageError(f"{path} is over {_LARGEST_ENTRY_BYTES} bytes")
+    return content.decode()
+
+
+def _solution(problem: Problem, key: str, text: str) -> Solution:
+    root = Node(parse(text), "the solution")
+    node = root["solution"]
+    if root["digest"].text() != _digest(dict(node.value)) or node["key"].text() != key:
+        raise UsageError("not what was written")
+    before = {_index(problem, i): _indices(problem, again) for i, again in node["recomputations"].fields()}
+    return Solution(
+        solver=node["solver"].text(),
+        schedule=replace(
+            Schedule.with_recomputations(problem.graph, before),
+            offloads=tuple(_offload(problem, item) for item in node["offloads"].items()),
+        ),
+        peak_bytes=node["peak_bytes"].integer(),
+        recompute_seconds=node["recompute_seconds"].number(),
+        lower_bound_seconds=node["lower_bound_seconds"].number(),
+    )
+
+
+def _index(problem: Problem, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(problem.graph.operations)):
+        raise UsageError(f"there is no operation {text[:20]}")
+    return int(text)
+
+
+def _offload(problem: Problem, node: Node) -> Offload:
+    parts = list(node.items())
+    if len(parts) != 4 or parts[0].integer() >= len(problem.graph.values):
+        raise UsageError("that is no offload of this step")
+    value, leaves, returns, lossy = parts
+    return Offload(
+        value.integer(), leaves.integer(), tuple(item.integer() for item in returns.items()), lossy.boolean()
+    )
+
+
+def _indices(problem: Problem, node: Node) -> tuple[int, ...]:
+    return tuple(_index(problem, str(item.integer())) for item in node.items())
+
+
+def _files(place: Path | None) -> Iterator[tuple[Path, os.stat_result]]:
+    """Give the files of a cache, and those that a process left half-written when it was killed."""
+    if place is None or not place.is_dir():
+        return
+    for entry in os.scandir(place):
+        ours = entry.name.endswith(".json") or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
+        with suppress(OSError):
+            if ours and entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def _make_room(place: Path) -> None:
+    """Remove what was used longest ago beyond the limit, and what was never finished."""
+    by_use = sorted(_files(place), key=lambda file: file[1].st_mtime, reverse=True)
+    kept_bytes = 0
+    for path, status in by_use:
+        abandoned = path.suffix == ".tmp" and time.time() - status.st_mtime > _ABANDONED_SECONDS
+        kept_bytes += status.st_size
+        if abandoned or (kept_bytes > LIMIT_BYTES and path.suffix == ".json"):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

@@ -1,0 +1,158 @@
+"""When offloaded values leave and return: with time to hide the transfers, where the budget leaves room."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import replace
+
+from planner.ir.problem import Problem
+from planner.ir.schedule import Offload, Schedule, piece_bytes
+
+
+def widened(problem: Problem, schedule: Schedule) -> Schedule:
+    """Let values leave later and return earlier than they must, so that runs wait less.
+
+    Parameters
+    ----------
+    problem : Problem
+        With a host.
+    schedule : Schedule
+        Every value leaves right after its last use and returns right before its next.
+
+    Returns
+    -------
+    Schedule
+        Of the same order, and within the budget if the given one is. A value leaves when it is sent, or
+        before, where its place is needed: of all that wait for that, those that are sent first. It returns
+        as late as it may for no run to wait, or later, where there is no place for it. What is not sent
+        before it is needed again stays. Either what leaves or what returns is first to take what room there is,
+        whichever lets runs wait less.
+
+    Notes
+    -----
+    O(runs + positions in all windows).
+    """
+    leaving_first, returning_first = _Windows(problem, schedule), _Windows(problem, schedule)
+    leaving_first.leave()
+    leaving_first.come_back()
+    returning_first.leave(at_once=True)
+    returning_first.come_back()
+    returning_first.leave()
+    found = (Schedule(schedule.order, windows.offloads()) for windows in (leaving_first, returning_first))
+
+    def cost(wide: Schedule) -> tuple[bool, float]:
+        evaluation = problem.evaluate(wide)
+        return evaluation.peak_bytes > problem.budget_bytes, evaluation.stall_seconds
+
+    return min(found, key=cost)
+
+
+def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:
+    """Keep offloaded values on the device where there is room for them all the time that they are away."""
+    live = list(problem.evaluate(schedule).timeline_bytes)
+    kept: list[Offload] = []
+    for offload in sorted(schedule.offloads, key=lambda o: o.returns[0] - o.leaves):
+        size = problem.graph.values[offload.value].size_bytes
+        away = range(offload.leaves, offload.returns[0])
+        if len(offload.returns) > 1 or any(live[q] + size > problem.budget_bytes for q in away):
+            kept.append(offload)
+            continue
+        for q in away:
+            live[q] += size
+    return Schedule(schedule.order, tuple(sorted(kept, key=lambda o: o.value)))
+
+
+class _Windows:
+    """The offloads of one order, and the bytes at each position, while windows are being set."""
+
+    def __init__(self, problem: Problem, schedule: Schedule) -> None:
+        assert problem.host is not None
+        self.problem, self.host, self.order = problem, problem.host, schedule.order
+        self.live = list(problem.evaluate(schedule).timeline_bytes)
+        values = problem.graph.values
+        self.size = {o.value: values[o.value].size_bytes for o in schedule.offloads}
+        self.seconds = {o.value: self.host.seconds(o.host_bytes(values[o.value])) for o in schedule.offloads}
+        self.piece = {o.value: piece_bytes(problem.graph, values[o.value]) for o in schedule.offloads if o.lossy}
+        self.now = {offload.value: offload for offload in schedule.offloads}
+        self.uses: dict[int, list[int]] = {u: [] for u in self.now}
+        """For each offloaded value, where it is made or read."""
+        operations = problem.graph.operations
+        for position, index in enumerate(self.order):
+            for u in self.uses.keys() & {*operations[index].inputs, *operations[index].outputs}:
+                self.uses[u].append(position)
+        self.starts: list[float] = []
+        """When each run begins, if none waits for what is fetched."""
+
+    def offloads(self) -> tuple[Offload, ...]:
+        return tuple(self.now[u] for u in sorted(self.now))
+
+    def last_use(self, u: int, before: int) -> int:
+        """Give the last position before another at which a value is made or read."""
+        return self.uses[u][bisect_left(self.uses[u], before) - 1]
+
+    def leave(self, *, at_once: bool = False) -> None:
+        """Let values leave when they are sent, or when their place is needed, or at once."""
+        self.starts = []
+        operations, costs = self.problem.graph.operations, self.problem.costs
+        free: dict[int, list[int]] = {}
+        for u, offload in self.now.items():
+            free.setdefault(offload.leaves, []).append(u)
+        sent: dict[int, float] = {}
+        waiting: list[int] = []
+        now = sending_until = 0.0
+        for position, index in enumerate(self.order):
+            waiting += free.get(position, ())
+            for u in [u for u in waiting if position == self.now[u].returns[0] and self.may_stay(u)]:
+                waiting.remove(u)
+                self.stay(u, free)
+            waiting.sort(key=lambda u: (sent[u], u))
+            room = self.problem.budget_bytes - self.live[position] - sum(self.size[u] for u in waiting)
+            due = [u for u in waiting if position == self.now[u].returns[0] or u in operations[index].outputs]
+            while waiting and (at_once or room < 0 or due or sent[waiting[0]] <= now):
+                u = due.pop() if due else waiting[0]
+                waiting.remove(u)
+                room += self.size[u]
+                now = max(now, sent[u])
+                self.now[u] = replace(self.now[u], leaves=position)
+            self.live[position] = self.problem.budget_bytes - room
+            self.starts.append(now)
+            now += costs[index].seconds
+            for u in operations[index].outputs:
+                if u in self.now and u not in sent:
+                    sending_until = sent[u] = max(sending_until, now) + self.seconds[u]
+
+    def may_stay(self, u: int) -> bool:
+        """Whether a value can be kept after all: not if it is made again meanwhile."""
+        return self.order.count(self.problem.graph.producer[u]) == 1
+
+    def stay(self, u: int, free: dict[int, list[int]]) -> None:
+        """Keep a value on the device until its first return; it may leave after the uses that follow."""
+        offload = self.now.pop(u)
+        if len(offload.returns) > 1:
+            leaves = self.last_use(u, offload.returns[1]) + 1
+            self.now[u] = replace(offload, leaves=leaves, returns=offload.returns[1:])
+            free.setdefault(leaves, []).append(u)
+
+    def come_back(self) -> None:
+        """Let values return early enough for no run to wait, where there is room."""
+        coming = []
+        for u, offload in self.now.items():
+            before = [max(offload.leaves, self.last_use(u, back) + 1) for back in offload.returns]
+            coming += [(back, earliest, u) for back, earliest in zip(offload.returns, before, strict=True)]
+        coming.sort()
+        in_time: list[int] = []
+        latest = float("inf")
+        for back, earliest, u in reversed(coming):
+            latest = min(latest, self.starts[back]) - self.seconds[u]
+            in_time.append(max(earliest, bisect_right(self.starts, latest, 0, back) - 1))
+        returns: dict[int, list[int]] = {u: [] for u in self.now}
+        for (back, _, u), begin in zip(coming, reversed(in_time), strict=True):
+            at = back
+            while at > begin and self.live[at - 1] + self.size[u] <= self.problem.budget_bytes:
+                at -= 1
+                self.live[at] += self.size[u]
+            while at < back and self.live[at] + self.piece.get(u, 0) > self.problem.budget_bytes:
+                self.live[at] -= self.size[u]
+                at += 1
+            returns[u].append(at)
+        self.now = {u: replace(offload, returns=tuple(returns[u])) for u, offload in self.now.items()}

@@ -1,0 +1,360 @@
+"""How an operator passes rows that are independent of each other: one rule for each kind of operator.
+
+A number of rows is given, tokens or batch entries. A rule looks at shapes, and at what is known of a
+call's tensors, and says which of them hold the rows and what the call then gives for some of the rows
+alone; or nothing, where the operator mixes rows, draws random numbers, or is not known.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.joint import is_random, mutates, tensors_of
+from planner.capture.torch_internals import OpOverload
+
+aten = torch.ops.aten
+
+
+class Form(Enum):
+    """How a tensor stands to the rows."""
+
+    ROWS = "rows"
+    """Its leading dimensions hold them."""
+    COLUMNS = "columns"
+    """A matrix whose last dimension holds them."""
+    SUM = "sum"
+    """Some of the rows give a summand of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Which leading dimensions hold the rows.
+
+    Parameters
+    ----------
+    dims : int
+    each : int
+        How many consecutive entries of these dimensions, taken as one, belong to a row.
+    """
+
+    dims: int
+    each: int
+
+
+def lead_of(shape: Sequence[int], rows: int) -> Lead | None:
+    """Say how a shape holds so many rows in front, if it does.
+
+    Examples
+    --------
+    >>> lead_of((4, 16, 8), 64), lead_of((64, 8), 4), lead_of((8, 3), 64)
+    (Lead(dims=2, each=1), Lead(dims=1, each=16), None)
+    """
+    entries = 1
+    for dims, size in enumerate(shape, 1):
+        entries *= size
+        if entries and entries % rows == 0:
+            return Lead(dims, entries // rows)
+    return None
+
+
+def part_of_shape(shape: Sequence[int], lead: Lead, rows: int) -> list[int]:
+    """Give the shape of some of the rows: as many dimensions, the leading ones taken as one."""
+    return [1] * (lead.dims - 1) + [rows * lead.each, *shape[lead.dims :]]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one call is computed for some of the rows.
+
+    Parameters
+    ----------
+    takes : mapping of torch.fx.Node to Form
+        What it reads in parts; everything else it reads whole.
+    gives : tuple of Form
+        One for each of its outputs.
+    """
+
+    gives: tuple[Form, ...]
+    takes: Mapping[fx.Node, Form] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, with what is known of the tensors around it."""
+
+    node: fx.Node
+    rows: int
+    forms: Mapping[fx.Node, Form]
+
+    def argument(self, position: int, default: Any = None) -> Any:
+        """Give a positional argument."""
+        return self.node.args[position] if position < len(self.node.args) else default
+
+    def shape(self, node: fx.Node) -> torch.Size:
+        """Give the shape of a node's first tensor."""
+        return tensors_of(node)[0].shape
+
+    def lead(self, node: fx.Node) -> Lead | None:
+        """Say how a node's first tensor holds the rows."""
+        return lead_of(self.shape(node), self.rows)
+
+    def gives_rows(self, lead: Lead, takes: Iterable[fx.Node]) -> Split | None:
+        """Give the split of a call that passes rows on, if every output holds them in the same way."""
+        outputs = tensors_of(self.node)
+        if any(lead_of(tensor.shape, self.rows) != lead for tensor in outputs):
+            return None
+        return Split((Form.ROWS,) * len(outputs), dict.fromkeys(takes, Form.ROWS))
+
+
+Rule = Callable[[Call], Split | None]
+"""From a call to how it is computed for some of the rows; None where it cannot be."""
+
+
+def split_of(node: fx.Node, rows: int, forms: Mapping[fx.Node, Form]) -> Split | None:
+    """Say how a call is computed for some of the rows, if it can be."""
+    if not isinstance(node.target, OpOverload) or not tensors_of(node) or mutates(node) or is_random(node):
+        return None
+    rule = RULES.get(node.target)
+    if rule is None:
+        rule = _pointwise if torch.Tag.pointwise in node.target.tags else None
+    return rule(Call(node, rows, forms)) if rule else None
+
+
+def _pointwise(call: Call) -> Split | None:
+    shape = call.shape(call.node)
+    lead = lead_of(shape, call.rows)
+    if lead is None:
+        return None
+    takes = []
+    for source in call.node.all_input_nodes:
+        own = call.shape(source)
+        missing = len(shape) - len(own)
+        if not missing and own[: lead.dims] == shape[: lead.dims]:
+            takes.append(source)
+        elif any(size != 1 for size in own[: max(lead.dims - missing, 0)]):
+            return None  # the same for some rows and not for others
+    return call.gives_rows(lead, takes)
+
+
+def _view(call: Call) -> Split | None:
+    lead = lead_of(call.shape(call.node), call.rows)
+    source = call.argument(0)
+    return call.gives_rows(lead, [source]) if lead and call.lead(source) else None
+
+
+def _transposed(order: Callable[[Call, int], Sequence[int]]) -> Rule:
+    """Make the rule of an operator that orders dimensions anew: where each new one was before."""
+
+    def rule(call: Call) -> Split | None:
+        source = call.argument(0)
+        dims = len(call.shape(source))
+        places = [place % dims for place in order(call, dims)]
+        if places == [1, 0]:
+            if call.forms.get(source) is Form.ROWS or call.forms.get(call.node) is Form.COLUMNS:
+                return Split((Form.COLUMNS,), {source: Form.ROWS}) if _is_first(call.lead(source)) else None
+            if call.forms.get(source) is Form.COLUMNS or call.forms.get(call.node) is Form.ROWS:
+                return Split((Form.ROWS,), {source: Form.COLUMNS}) if _is_first(call.lead(call.node)) else None
+            return None
+        lead = call.lead(source)
+        if lead is None or places[: lead.dims] != [*range(lead.dims)]:
+            return None
+        return call.gives_rows(lead, [source])
+
+    return rule
+
+
+def _swapped(call: Call, dims: int) -> list[int]:
+    order = list(range(dims))
+    first, second = call.argument(1), call.argument(2)
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _is_first(lead: Lead | None) -> bool:
+    return lead is not None and lead.dims == 1
+
+
+def _product(call: Call) -> Split | None:
+    left, right = call.argument(0), call.argument(1)
+    if left is right:
+        return None
+    if Form.ROWS in (call.forms.get(call.node), call.forms.get(left)):
+        lead = call.lead(left)
+        return call.gives_rows(lead, [left]) if lead and _is_first(lead) else None
+    if call.forms.get(left) is Form.COLUMNS or call.forms.get(right) is Form.ROWS:
+        return Split((Form.SUM,), {left: Form.COLUMNS, right: Form.ROWS}) if _is_first(call.lead(right)) else None
+    return None
+
+
+def _product_with_bias(call: Call) -> Split | None:
+    bias, left, right = (call.argument(position) for position in range(3))
+    lead = call.lead(left)
+    if lead is None or not _is_first(lead) or len({bias, left, right}) < 3:
+        return None
+    shape = call.shape(bias)
+    if len(shape) == 2 and shape[0] != 1:
+        return call.gives_rows(lead, [bias, left]) if shape == call.shape(call.node) else None
+    return call.gives_rows(lead, [left])
+
+
+def _batched_product(call: Call) -> Split | None:
+    lead = call.lead(call.argument(0))
+    return call.gives_rows(lead, call.node.all_input_nodes) if lead and _is_first(lead) else None
+
+
+def _along(position: int, default: int | None = None, *, of: int | None = 0) -> Rule:
+    """Make the rule of an operator that mixes, takes apart or joins dimensions, which an argument names.
+
+    ``of`` is the argument whose dimensions are counted; None stands for the output.
+    """
+
+    def rule(call: Call) -> Split | None:
+        counted = call.node if of is None else call.argument(of)
+        lead = call.lead(call.node.all_input_nodes[0])
+        named = call.argument(position, default)
+        dims = len(call.shape(counted))
+        if lead is None or named is None:
+            return None
+        if any(dim % dims < lead.dims for dim in ([named] if isinstance(named, int) else named)):
+            return None
+        front = call.shape(call.node)[: lead.dims]
+        sources = call.node.all_input_nodes
+        if any(call.shape(source)[: lead.dims] != front for source in sources):
+            return None
+        return call.gives_rows(lead, sources)
+
+    return rule
+
+
+def _reduced(*, adds: bool) -> Rule:
+    """Make the rule of a sum, a mean, a maximum: over the rows only if what the rows give can be added up."""
+
+    def rule(call: Call) -> Split | None:
+        source = call.argument(0)
+        lead, count = call.lead(source), len(call.shape(source))
+        if lead is None:
+            return None
+        over = call.argument(1)
+        dims = {dim % count for dim in ([over] if isinstance(over, int) else over or range(count))}
+        if dims.isdisjoint(range(lead.dims)):
+            return call.gives_rows(lead, [source])
+        if not adds or not dims.issuperset(range(lead.dims)):
+            return None
+        if call.node.target in MEANS and not _is_wide_float(call.node):
+            return None
+        return Split((Form.SUM,), {source: Form.ROWS})
+
+    return rule
+
+
+def _is_wide_float(node: fx.Node) -> bool:
+    """Whether sums that are divided in the end neither overflow nor lose what their mean would keep."""
+    return tensors_of(node)[0].dtype in (torch.float32, torch.float64)
+
+
+def _norm(call: Call) -> Split | None:
+    source = call.argument(0)
+    lead = call.lead(source)
+    if lead is None or lead.dims > len(call.shape(source)) - len(call.argument(1)):
+        return None
+    return call.gives_rows(lead, [source])
+
+
+def _norm_backward(statistics: Sequence[int]) -> Rule:
+    def rule(call: Call) -> Split | None:
+        rows = [call.argument(position) for position in (0, 1, *statistics)]
+        lead = call.lead(rows[0])
+        if lead is None or lead.dims > len(call.shape(rows[0])) - len(call.argument(2)):
+            return None
+        given = call.node.meta["val"]
+        if not isinstance(given[0], torch.Tensor) or any(call.lead(source) != lead for source in rows):
+            return None
+        return Split((Form.ROWS, *(Form.SUM for _ in given[1:])), dict.fromkeys(rows, Form.ROWS))
+
+    return rule
+
+
+_MEAN, _SUM = 1, 2
+"""Reductions of a loss; 0 is none."""
+
+
+def _loss(call: Call) -> Split | None:
+    logarithms, target, reduction = call.argument(0), call.argument(1), call.argument(3)
+    if call.lead(logarithms) != Lead(1, 1) or reduction not in (_MEAN, _SUM) or not _is_wide_float(logarithms):
+        return None
+    elements = {user.args[1] for user in call.node.users if user.target is operator.getitem}
+    if reduction == _MEAN and elements != {0, 1}:
+        return None  # the mean is over the weights that the other element adds up to
+    return Split((Form.SUM, Form.SUM), {logarithms: Form.ROWS, target: Form.ROWS})
+
+
+def _loss_backward(call: Call) -> Split | None:
+    logarithms, target, reduction = call.argument(1), call.argument(2), call.argument(4)
+    if call.lead(logarithms) != Lead(1, 1) or reduction not in (_MEAN, _SUM):
+        return None
+    return Split((Form.ROWS,), {logarithms: Form.ROWS, target: Form.ROWS})
+
+
+def _made(call: Call) -> Split | None:
+    lead = call.lead(call.node)
+    return call.gives_rows(lead, []) if lead else None
+
+
+MEANS = {aten.mean.dim: aten.sum.dim_IntList, aten.mean.default: aten.sum.default}
+"""Means, and the sums that are added up in their place."""
+
+RULES: dict[Any, Rule] = {
+    aten._to_copy.default: _pointwise,
+    aten.clone.default: _pointwise,
+    aten.detach.default: _pointwise,
+    aten.alias.default: _pointwise,
+    aten.expand.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.t.default: _transposed(lambda _, dims: range(dims)[::-1]),
+    aten.transpose.int: _transposed(_swapped),
+    aten.permute.default: _transposed(lambda call, _: call.argument(1)),
+    aten.mm.default: _product,
+    aten.addmm.default: _product_with_bias,
+    aten.bmm.default: _batched_product,
+    aten._softmax.default: _along(1),
+    aten._safe_softmax.default: _along(1),
+    aten._log_softmax.default: _along(1),
+    aten._softmax_backward_data.default: _along(2),
+    aten._log_softmax_backward_data.default: _along(2),
+    aten.gather.default: _along(1),
+    aten.scatter_add.default: _along(1),
+    aten.slice.Tensor: _along(1, 0),
+    aten.split.Tensor: _along(2, 0),
+    aten.split_with_sizes.default: _along(2, 0),
+    aten.select.int: _along(1),
+    aten.squeeze.dim: _along(1),
+    aten.squeeze.dims: _along(1),
+    aten.unsqueeze.default: _along(1, of=None),
+    aten.slice_backward.default: _along(2, of=None),
+    aten.select_backward.default: _along(2, of=None),
+    aten.cat.default: _along(1, 0, of=None),
+    aten.sum.dim_IntList: _reduced(adds=True),
+    aten.sum.default: _reduced(adds=True),
+    aten.mean.dim: _reduced(adds=True),
+    aten.mean.default: _reduced(adds=True),
+    aten.amax.default: _reduced(adds=False),
+    aten.native_layer_norm.default: _norm,
+    aten._fused_rms_norm.default: _norm,
+    aten.native_layer_norm_backward.default: _norm_backward((3, 4)),
+    aten._fused_rms_norm_backward.default: _norm_backward((3,)),
+    aten.nll_loss_forward.default: _loss,
+    aten.nll_loss_backward.default: _loss_backward,
+    aten.full.default: _made,
+    aten.zeros.default: _made,
+    aten.new_zeros.default: _made,
+}

@@ -1,0 +1,184 @@
+"""The step of one device under tensor parallelism: the captured graph with the sizes that the device has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.capture.joint import JointGraph, is_tangent, tensors_of
+from planner.capture.provenance import Places
+from planner.capture.torch_internals import FakeTensor, storage_id
+from planner.common.units import format_bytes
+from planner.errors import UsageError
+from planner.findings.finding import Finding, Severity, collapsed
+from planner.transforms.shard_views import piece
+from planner.transforms.shards import Sharded, shape_of
+from planner.transforms.tensor_parallel import Sharding, find_sharding
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """What one of several devices computes and holds.
+
+    Parameters
+    ----------
+    joint : JointGraph
+        Its inputs are those of the whole step.
+    stand_ins : mapping of int to torch.nn.Parameter
+        By storage, the parameters of which the device has a part: tensors of its sizes, without data.
+    notes : tuple of Finding
+        What is to be said of it.
+    """
+
+    joint: JointGraph
+    stand_ins: Mapping[int, nn.Parameter] = field(default_factory=dict)
+    notes: tuple[Finding, ...] = ()
+
+    def here(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give what the device has of a parameter; anything else as it is."""
+        return self.stand_ins.get(storage_id(tensor), tensor)
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Give a module that holds what the device holds of a model's parameters and buffers."""
+        if not self.stand_ins:
+            return model
+        part = nn.Module()
+        for number, parameter in enumerate(model.parameters()):
+            part.register_parameter(f"parameter{number}", self.stand_ins.get(storage_id(parameter), parameter))
+        for number, buffer in enumerate(model.buffers()):
+            part.register_buffer(f"buffer{number}", buffer)
+        return part
+
+
+def local_step(joint: JointGraph, devices: int) -> LocalStep:
+    """Give the step of one of so many devices that share each layer.
+
+    Parameters
+    ----------
+    joint : JointGraph
+        Left as it is.
+    devices : int
+
+    Raises
+    ------
+    UsageError
+        If nothing can be spread over so many devices.
+    """
+    if devices == 1:
+        return LocalStep(joint)
+    found = find_sharding(joint, devices)
+    if not found.rows:
+        raise UsageError(
+            f"tensor_parallel={devices}: no product with a parameter can be spread over {devices} devices. Their "
+            "number must divide the heads and the width of hidden layers, and what stands between two products must "
+            "work on each part alone"
+        )
+    placeholders = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+    stand_ins = {}
+    for node, tensor in zip(placeholders, joint.inputs, strict=False):
+        if isinstance(state := found.states[node], Sharded):
+            local = torch.empty(_divided(tensor.shape, state, devices), dtype=tensor.dtype, device="meta")
+            stand_ins[storage_id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad)
+    graph = _Rewrite(joint, found).run()
+    return LocalStep(dataclasses.replace(joint, graph=graph), stand_ins, (_note(joint, found),))
+
+
+def _divided(shape: torch.Size, state: Sharded, devices: int) -> list[int]:
+    return [size // devices if dim == state.dim else size for dim, size in enumerate(shape)]
+
+
+class _Rewrite:
+    """Copies the graph, and runs what has other sizes now once more on fake tensors."""
+
+    def __init__(self, joint: JointGraph, found: Sharding) -> None:
+        self.joint = joint
+        self.found = found
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.changed: set[fx.Node] = set()
+
+    def run(self) -> fx.Graph:
+        graph = fx.Graph()
+        given = (tensor for node in self.joint.graph.find_nodes(op="placeholder") for tensor in tensors_of(node))
+        with next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor)):
+            for node in self.joint.graph.nodes:
+                copy = self.copies[node] = graph.node_copy(node, self.copies.__getitem__)
+                state = self.found.states.get(node)
+                if node.op == "placeholder" and isinstance(state, Sharded):
+                    (tensor,) = tensors_of(node)
+                    size = tensor.shape[state.dim] // self.found.devices
+                    copy.meta["val"] = tensor.detach().narrow(state.dim, 0, size).clone()
+                    self.changed.add(node)
+                elif node.op == "call_function" and not self.changed.isdisjoint(node.all_input_nodes):
+                    self._run_again(node, copy)
+        return graph
+
+    def _run_again(self, node: fx.Node, copy: fx.Node) -> None:
+        copy.args = self._local_arguments(node, copy)
+        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
+        copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+        self.changed.add(node)
+        states = self.found.states[node]
+        for before, after, state in zip(
+            tensors_of(node), tensors_of(copy), states if isinstance(states, list) else [states], strict=False
+        ):
+            size = _divided(before.shape, state, self.found.devices) if isinstance(state, Sharded) else before.shape
+            assert list(after.shape) == list(size), f"{node.name}: {list(after.shape)} where {list(size)} was expected"
+
+    def _local_arguments(self, node: fx.Node, copy: fx.Node) -> tuple[Any, ...]:
+        """Divide what an operator is told of the sharded dimension."""
+        args, devices = list(copy.args), self.found.devices
+        state, given = self.found.states[node], self._state_of(node.args[0])
+        if node.target in _TOLD_SHAPE and isinstance(state, Sharded):
+            args[1] = _divided(shape_of(node), state, devices)
+        if not isinstance(given, Sharded):
+            return tuple(args)
+        if node.target in (aten.slice.Tensor, aten.slice_backward.default):
+            at = 2 if node.target is aten.slice.Tensor else 3
+            whole = shape_of(node.args[0] if at == 2 else node)  # type: ignore[arg-type]
+            if (node.args[at - 1] if len(node.args) >= at else 0) % len(whole) == given.dim:  # type: ignore[operator]
+                begin, end, _ = piece(node, whole[given.dim], at)
+                args[at : at + 2] = [begin // devices, end // devices]
+        if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
+            dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape_of(node.args[0]))  # type: ignore[operator, arg-type]
+            if dim == given.dim:
+                sizes = node.args[1]
+                args[1] = sizes // devices if isinstance(sizes, int) else [size // devices for size in sizes]  # type: ignore[union-attr, operator]
+        return tuple(args)
+
+    def _state_of(self, argument: Any) -> Any:
+        return self.found.states.get(argument) if isinstance(argument, fx.Node) else None
+
+
+_TOLD_SHAPE = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.expand.default,
+        aten.slice_backward.default,
+        aten.select_backward.default,
+    }
+)
+"""Operators whose second argument is the shape of their output."""
+
+
+def _note(joint: JointGraph, found: Sharding) -> Finding:
+    places = Places(joint.graph)
+    left_whole = collapsed([places[node].module or "the model" for node in found.whole])
+    summed_bytes = sum(t.numel() * t.element_size() for node in found.summed for t in tensors_of(node))
+    return Finding(
+        rule="tensor-parallel",
+        severity=Severity.NOTE,
+        evidence=f"over {found.devices} devices: {len(found.columns)} products are column-parallel, {len(found.rows)} "
+        f"row-parallel, {len(found.whole)} whole on each device" + (f": {left_whole}" if left_whole else ""),
+        cause=f"an estimate for one device: nothing runs it. {len(found.summed)} sums over the devices, of "
+        f"{format_bytes(summed_bytes)} in all, take no time in it",
+        fix="nothing: keep some time back for communication",
+    )

@@ -1,0 +1,178 @@
+"""How a tensor that is spread over devices passes an operator: one rule for each kind of operator.
+
+A rule says how the output is spread, or raises :class:`planner.transforms.shards.Mixes` where the operator needs parts
+that other devices have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from planner.capture.joint import tensors_of
+from planner.transforms.shard_views import VIEW_RULES
+from planner.transforms.shards import Call, Partial, Rule, Sharded, State, merge, shape_of
+
+aten = torch.ops.aten
+
+
+def state_after(call: Call) -> Any:
+    """Give the state of a call's output, or a list of states where it has several.
+
+    Raises
+    ------
+    Mixes
+    """
+    if all(state is None for state in call.states.values()):
+        val = call.node.meta.get("val")
+        return [None] * len(val) if isinstance(val, (list, tuple)) else None
+    rule = RULES.get(call.node.target)
+    if rule is None:
+        rule = _attention if "scaled_dot_product" in str(call.node.target) else _by_tag
+    return rule(call)
+
+
+def _by_tag(call: Call) -> Any:
+    tags = getattr(call.node.target, "tags", ())
+    if torch.Tag.pointwise not in tags:
+        raise call.mixes()
+    return _pointwise(call)
+
+
+def _pointwise(call: Call) -> Any:
+    tensors = tensors_of(call.node)
+    merged = merge(call, tensors[0].dim())
+    val = call.node.meta["val"]
+    return [merged for _ in val] if isinstance(val, (list, tuple)) else merged
+
+
+def _reduced(adds: bool) -> Rule:
+    """Make the rule of a sum, a mean, a maximum; sums over what is divided are allowed in the backward."""
+
+    def rule(call: Call) -> State:
+        state = call[0]
+        assert isinstance(state, Sharded)
+        count = len(call.shape(0))
+        dims = {dim % count for dim in call.argument(1) or range(count)}
+        if state.dim in dims:
+            if adds and call.is_backward:
+                return Partial(state.origins)
+            raise call.mixes()
+        keeps = bool(call.argument(2, False))
+        return state if keeps else state.at(state.dim - sum(dim < state.dim for dim in dims))
+
+    return rule
+
+
+def _along(position: int) -> Rule:
+    """Make the rule of an operator that mixes one dimension, which an argument names."""
+
+    def rule(call: Call) -> State:
+        dims = len(shape_of(call.node))
+        state = merge(call, dims)
+        if call.argument(position) % dims == state.dim:
+            raise call.mixes()
+        return state
+
+    return rule
+
+
+def _norm(call: Call) -> list[State]:
+    state = call[0]
+    if not isinstance(state, Sharded) or state.dim >= len(call.shape(0)) - len(call.argument(1)):
+        raise call.mixes()
+    return [state for _ in call.node.meta["val"]]
+
+
+def _norm_backward(call: Call) -> list[State]:
+    if not isinstance(call[0], Sharded) or not isinstance(call[1], Sharded) or not call.is_backward:
+        raise call.mixes()
+    if (call[0].dim, call[0].blocks) != (call[1].dim, call[1].blocks):
+        raise call.mixes()
+    if call[0].dim >= len(call.shape(0)) - len(call.argument(2)):
+        raise call.mixes()
+    return [call[0], *(Partial(call[0].origins) for _ in call.node.meta["val"][1:])]
+
+
+def product(call: Call, left: int) -> State:
+    """Multiply matrices, the left one at a position among the arguments."""
+    rows, columns = call[left], call[left + 1]
+    match rows, columns:
+        case Sharded(dim=0), None:
+            return rows
+        case None, Sharded(dim=1):
+            return columns
+        case Sharded(dim=1), Sharded(dim=0) if rows.blocks == columns.blocks:
+            return Partial(rows.origins | columns.origins)
+    raise call.mixes()
+
+
+def _addmm(call: Call) -> State:
+    state = product(call, 1)
+    bias, dims = call[0], len(call.shape(0))
+    if isinstance(state, Partial):
+        fits = bias is None
+    else:
+        assert isinstance(state, Sharded)
+        dim = state.dim - 2 + dims
+        fits = (
+            (bias is None and (dim < 0 or call.shape(0)[dim] == 1))
+            or (isinstance(bias, Sharded) and (bias.dim, bias.blocks) == (dim, state.blocks))
+        )  # fmt: skip
+    if not fits:
+        raise call.mixes()
+    return state
+
+
+def _bmm(call: Call) -> State:
+    first, second = call[0], call[1]
+    if not (isinstance(first, Sharded) and isinstance(second, Sharded)):
+        raise call.mixes()
+    if first.dim or second.dim or first.blocks != second.blocks:
+        raise call.mixes()
+    return Sharded(0, first.blocks, first.origins | second.origins)
+
+
+def _attention(call: Call) -> list[State]:
+    """Heads are independent of each other: dimension 1 of all that has heads."""
+    heads = set()
+    for node, state in call.states.items():
+        shape = shape_of(node)
+        if isinstance(state, Sharded) and state.dim == 1 and len(state.blocks) == 1:
+            heads.add(shape[1])
+        elif state is not None or (len(shape) >= 3 and shape[1] > 1):
+            raise call.mixes()
+    origins = call.mixes().origins
+    outputs: list[State] = []
+    for tensor in call.node.meta["val"]:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
+            outputs.append(None)
+        elif tensor.shape[1] in heads:
+            outputs.append(Sharded(1, (tensor.shape[1],), origins))
+        else:
+            raise call.mixes()
+    return outputs
+
+
+RULES: dict[Any, Rule] = {
+    **VIEW_RULES,
+    aten.sum.dim_IntList: _reduced(adds=True),
+    aten.sum.default: _reduced(adds=True),
+    aten.mean.dim: _reduced(adds=False),
+    aten.amax.default: _reduced(adds=False),
+    aten._softmax.default: _along(1),
+    aten._safe_softmax.default: _along(1),
+    aten._log_softmax.default: _along(1),
+    aten._softmax_backward_data.default: _along(2),
+    aten._log_softmax_backward_data.default: _along(2),
+    aten.native_dropout.default: _pointwise,
+    aten.native_dropout_backward.default: _pointwise,
+    aten.native_layer_norm.default: _norm,
+    aten._fused_rms_norm.default: _norm,
+    aten.native_layer_norm_backward.default: _norm_backward,
+    aten._fused_rms_norm_backward.default: _norm_backward,
+    aten.mm.default: lambda call: product(call, 0),
+    aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+}

@@ -1,0 +1,249 @@
+"""Rules for operators that look at a tensor otherwise, take pieces of it, or put pieces together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.joint import tensors_of
+from planner.transforms.shards import Call, Rule, Sharded, State, shape_of
+
+aten = torch.ops.aten
+
+
+def _view(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded):
+        return state
+    before, after = call.shape(0), shape_of(call.node)
+    dims_in, dims_out = _group(before, after, state.dim)
+    outer = math.prod(before[dims_in.start : state.dim])
+    inner = math.prod(before[state.dim + 1 : dims_in.stop])
+    blocks = tuple(block * inner for block in state.blocks) * outer
+    for dim in dims_out:
+        times = math.prod(after[dims_out.start : dim])
+        unit = math.prod(after[dim + 1 : dims_out.stop])
+        period = blocks[: len(blocks) // times]
+        repeats = len(blocks) % times == 0 and blocks == period * times and sum(period) == after[dim] * unit
+        if repeats and all(block % (unit * call.devices) == 0 for block in period):
+            return Sharded(dim, tuple(block // unit for block in period), state.origins)
+    whole = sum(state.blocks)
+    parts = after[dims_out.start]
+    cuts = range(whole // parts, whole, whole // parts) if outer == inner == 1 and 1 < parts < whole else ()
+    raise call.mixes(cuts)
+
+
+def _group(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[range, range]:
+    """Give the dimensions before and after a view that hold the same elements, those around one dimension."""
+    at, to = 0, 0
+    while True:
+        begin, begin_to = at, to
+        left, right = before[at], after[to]
+        at, to = at + 1, to + 1
+        while left != right:
+            if left < right:
+                left *= before[at]
+                at += 1
+            else:
+                right *= after[to]
+                to += 1
+        if dim < at:
+            return range(begin, at), range(begin_to, to)
+
+
+def _same(call: Call) -> Any:
+    return call[0]
+
+
+def _moved(places: Callable[[Call, int], Sequence[int]]) -> Rule:
+    """Make the rule of an operator that orders dimensions anew: where each new one was before."""
+
+    def rule(call: Call) -> State:
+        state = call[0]
+        if not isinstance(state, Sharded):
+            return state
+        dims = len(call.shape(0))
+        order = [dim % dims for dim in places(call, dims)]
+        return state.at(order.index(state.dim))
+
+    return rule
+
+
+def _transposed(call: Call, dims: int) -> list[int]:
+    order = list(range(dims))
+    first, second = call.argument(1), call.argument(2)
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _unsqueeze(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded):
+        return state
+    dim = call.argument(1) % (len(call.shape(0)) + 1)
+    return state.at(state.dim + (dim <= state.dim))
+
+
+def _squeeze(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded):
+        return state
+    shape = call.shape(0)
+    given = call.argument(1)
+    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
+    gone = {dim for dim in dims if shape[dim] == 1}
+    return state.at(state.dim - sum(dim < state.dim for dim in gone))
+
+
+def _expand(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded):
+        return state
+    return state.at(state.dim + len(shape_of(call.node)) - len(call.shape(0)))
+
+
+def _part(call: Call, state: Sharded, pieces: Sequence[tuple[int, int]]) -> list[State]:
+    """Give the states of pieces of the sharded dimension, which must begin and end with blocks."""
+    ends = [0, *itertools.accumulate(state.blocks)]
+    if not all(begin in ends and end in ends for begin, end in pieces):
+        raise call.mixes(itertools.chain.from_iterable(pieces))
+    return [
+        Sharded(state.dim, state.blocks[ends.index(begin) : ends.index(end)], state.origins) for begin, end in pieces
+    ]
+
+
+def _slice(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded) or call.argument(1, 0) % len(call.shape(0)) != state.dim:
+        return state
+    begin, end, step = piece(call.node, call.shape(0)[state.dim], 2)
+    if step != 1:
+        raise call.mixes()
+    return _part(call, state, [(begin, end)])[0]
+
+
+def piece(node: fx.Node, length: int, position: int) -> tuple[int, int, int]:
+    """Read begin, end and step of a slice, whose arguments stand from a position on."""
+    given: list[Any] = [*node.args[position:]]
+    begin, end, step = given + [None, None, 1][len(given) :]
+    return slice(begin, end, step).indices(length)
+
+
+def _split(call: Call) -> list[State]:
+    state = call[0]
+    parts = tensors_of(call.node)
+    if not isinstance(state, Sharded):
+        raise call.mixes()
+    if call.argument(2, 0) % len(call.shape(0)) != state.dim:
+        return [state for _ in parts]
+    ends = list(itertools.accumulate(part.shape[state.dim] for part in parts))
+    return _part(call, state, list(zip([0, *ends[:-1]], ends, strict=True)))
+
+
+def _without(call: Call) -> Any:
+    """``select`` and ``unbind``: a dimension goes."""
+    state = call[0]
+    if not isinstance(state, Sharded):
+        raise call.mixes()
+    dim = call.argument(1, 0) % len(call.shape(0))
+    if dim == state.dim:
+        raise call.mixes()
+    moved = state.at(state.dim - (dim < state.dim))
+    val = call.node.meta["val"]
+    return [moved for _ in val] if isinstance(val, (list, tuple)) else moved
+
+
+def _select_backward(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded):
+        raise call.mixes()
+    dim = call.argument(2) % len(call.argument(1))
+    return state.at(state.dim + (dim <= state.dim))
+
+
+def _slice_backward(call: Call) -> State:
+    state = call[0]
+    if not isinstance(state, Sharded):
+        raise call.mixes()
+    sizes, dim = call.argument(1), call.argument(2) % len(call.argument(1))
+    if dim != state.dim:
+        return state
+    begin, end, step = piece(call.node, sizes[dim], 3)
+    if step != 1:
+        raise call.mixes()
+    blocks = tuple(block for block in (begin, *state.blocks, sizes[dim] - end) if block)
+    if any(block % call.devices for block in blocks):
+        raise call.mixes()
+    return Sharded(dim, blocks, state.origins)
+
+
+def _cat(call: Call) -> State:
+    states = [call.states.get(node) for node in call.argument(0)]
+    sharded = [state for state in states if isinstance(state, Sharded)]
+    dim = call.argument(1, 0) % len(shape_of(call.node))
+    if len(sharded) != len(states) or len({state.dim for state in sharded}) > 1:
+        raise call.mixes()
+    origins = frozenset[fx.Node]().union(*(state.origins for state in sharded))
+    if dim == sharded[0].dim:
+        return Sharded(dim, tuple(block for state in sharded for block in state.blocks), origins)
+    if len({state.blocks for state in sharded}) > 1:
+        raise call.mixes()
+    return Sharded(sharded[0].dim, sharded[0].blocks, origins)
+
+
+def _stack(call: Call) -> State:
+    states = [call.states.get(node) for node in call.argument(0)]
+    first = states[0]
+    if not isinstance(first, Sharded) or not all(
+        isinstance(state, Sharded) and (state.dim, state.blocks) == (first.dim, first.blocks) for state in states
+    ):
+        raise call.mixes()
+    return first.at(first.dim + (call.argument(1, 0) % len(shape_of(call.node)) <= first.dim))
+
+
+VIEW_RULES: dict[Any, Rule] = {
+    aten.view.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.reshape.default: _view,
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _same,
+    aten.t.default: _moved(lambda _, dims: range(dims)[::-1]),
+    aten.transpose.int: _moved(_transposed),
+    aten.permute.default: _moved(lambda call, _: call.argument(1)),
+    aten.unsqueeze.default: _unsqueeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.expand.default: _expand,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.select.int: _without,
+    aten.unbind.int: _without,
+    aten.select_backward.default: _select_backward,
+    aten.slice_backward.default: _slice_backward,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+}
+
+PASSES_SUMS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.alias.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+"""Views that may look at a summand; what else reads one needs the sum, but for additions of two."""

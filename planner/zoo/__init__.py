@@ -1,0 +1,329 @@
+"""Models to plan for: built from configurations, so nothing is downloaded, and the user's own.
+
+Every model of the zoo takes labels and returns its loss. Under a fake tensor mode, ambient or
+passed in, a model of any size costs no memory; it is built in its data type, since a model of
+fake tensors cannot be converted afterwards.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from importlib import import_module, util
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from planner.errors import PlannerError, UsageError
+from planner.zoo.catalogue import ZOO, Entry
+from planner.zoo.inputs import Sizes, image_inputs, token_inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from planner.capture.torch_internals import FakeTensorMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZooModel:
+    """A model and what to call it with.
+
+    Parameters
+    ----------
+    name : str
+        Name in the zoo, or the specification that it was loaded from.
+    model : torch.nn.Module
+        In training mode.
+    example_args : tuple
+        Positional arguments of one training step.
+    example_kwargs : dict
+        Keyword arguments of one training step.
+    loss_fn : callable, optional
+        From the model's output to the loss. Without it the output is the loss, or has one as
+        ``.loss``.
+    """
+
+    name: str
+    model: torch.nn.Module
+    example_args: tuple[Any, ...] = ()
+    example_kwargs: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+
+
+def names() -> tuple[str, ...]:
+    """Names of the zoo's models."""
+    return tuple(ZOO)
+
+
+def describe(name: str) -> str:
+    """Say in one line what a model is and which sizes it has by default.
+
+    Raises
+    ------
+    UsageError
+        If the zoo has no such model.
+
+    Examples
+    --------
+    >>> describe("llama-7b")
+    'LLaMA 7B (transformers), 6.7B parameters; batch 4, 2048 tokens, 32 layers, bfloat16'
+    """
+    entry = _entry(name)
+    sizes = entry.sizes
+    extent = f"{sizes.seq_len} {entry.length_name}" if sizes.seq_len else f"images of {sizes.image_size}"
+    return f"{entry.description}; batch {sizes.batch_size}, {extent}, {sizes.layers} {entry.layer_name}, {sizes.dtype}"
+
+
+def build(
+    name: str,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    image_size: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    fake_mode: FakeTensorMode | None = None,
+) -> ZooModel:
+    """Build a model of the zoo with random weights and random inputs.
+
+    Parameters
+    ----------
+    name : str
+        One of :func:`names`, in any case.
+    batch_size, seq_len, image_size, layers : int, optional
+        Sizes; by default those of :func:`describe`. Widths stay what they are.
+    dtype : str or torch.dtype, optional
+        Element type of parameters and inputs, for example ``"bfloat16"``.
+    seed : int
+        Seed of weights and inputs; the global random state is left as it was.
+    device : str
+        Where weights and inputs are made.
+    fake_mode : FakeTensorMode, optional
+        Build parameters, buffers and inputs as fake tensors of this mode. An ambient mode does as well.
+
+    Returns
+    -------
+    ZooModel
+
+    Raises
+    ------
+    UsageError
+        If there is no such model, it has no such size, or ``transformers`` is not installed.
+    """
+    import torch
+
+    entry = _entry(name)
+    wanted = {"batch_size": batch_size, "seq_len": seq_len, "image_size": image_size, "layers": layers}
+    sizes = _chosen(name, entry.sizes, wanted, _dtype_name(dtype or entry.sizes.dtype))
+    with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
+        model, classes = entry.make(sizes)
+        usual = token_inputs if sizes.seq_len else image_inputs
+        inputs = (entry.inputs or usual)(sizes, classes)
+    return ZooModel(name=name.lower(), model=model.train(), example_kwargs=inputs)
+
+
+def check_sizes(specification: str, sizes: Iterable[str]) -> None:
+    """Refuse sizes that cannot be chosen about a model.
+
+    Parameters
+    ----------
+    specification : str
+        A name of the zoo, or what :func:`load_user_model` takes.
+    sizes : iterable of str
+        ``"batch_size"``, ``"seq_len"``, ...
+
+    Raises
+    ------
+    UsageError
+        If the zoo's model has no such size, or the user's factory no parameter of that name.
+    """
+    if ":" not in specification:
+        entry = _entry(specification)
+        for size in sizes:
+            if getattr(entry.sizes, size) is None:
+                raise UsageError(f"model {specification!r} has no {size}: leave it out")
+        return
+    with _factory(specification) as factory:
+        _check_takes(specification, factory, sizes)
+
+
+def load_user_model(
+    specification: str, *, sizes: Mapping[str, int] | None = None, fake_mode: FakeTensorMode | None = None
+) -> ZooModel:
+    """Call a factory of the user's.
+
+    Parameters
+    ----------
+    specification : str
+        ``path/to/file.py:factory`` or ``package.module:factory``. The factory needs no argument and
+        returns ``(model, example_inputs)`` or ``(model, example_inputs, loss_fn)``; the example
+        inputs are a tensor, a tuple of arguments, or a dict of keyword arguments.
+    sizes : mapping of str to int, optional
+        What to call it with: it must take keywords of these names.
+    fake_mode : FakeTensorMode, optional
+        Call the factory under this mode.
+
+    Returns
+    -------
+    ZooModel
+
+    Raises
+    ------
+    UsageError
+        If there is no such file, module or factory, if it takes no such size, raises, or returns something else.
+    """
+    with _factory(specification) as factory, fake_mode or nullcontext():
+        _check_takes(specification, factory, sizes or {})
+        try:
+            made = factory(**(sizes or {}))
+        except PlannerError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise UsageError(
+                f"factory {specification!r} failed: {_one_line(error)}; call it alone to see where"
+            ) from error
+    return _from_factory(specification, made)
+
+
+@contextmanager
+def _factory(specification: str) -> Iterator[Callable[..., Any]]:
+    """Import a factory, and let it import what lies beside it."""
+    place, colon, attribute = specification.rpartition(":")
+    if not (colon and place and attribute.isidentifier()):
+        raise UsageError(f"cannot read model {specification!r}: {_FACTORY_HINT}")
+    path = Path(place) if place.endswith(".py") else None
+    with _importable(path.resolve().parent if path else Path.cwd()):
+        if path and not path.is_file():
+            raise UsageError(f"there is no file {place!r} for model {specification!r}: check the path")
+        try:
+            module = _module_of_file(path) if path else import_module(place)
+        except (Exception, SystemExit) as error:  # a script without a main guard may end itself
+            raise UsageError(
+                f"cannot import {place!r} for model {specification!r}: {_one_line(error)}; import it alone to see where"
+            ) from error
+        factory = getattr(module, attribute, None)
+        if not callable(factory):
+            known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            hint = _near(attribute, known) or _FACTORY_HINT
+            raise UsageError(f"{place!r} has no function {attribute!r}: {hint}")
+        yield factory
+
+
+def _check_takes(specification: str, factory: Callable[..., Any], sizes: Iterable[str]) -> None:
+    for size in sizes:
+        try:
+            inspect.signature(factory).bind_partial(**{size: 1})
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"factory {specification!r} takes no {size}: give it a parameter of that name, with a default"
+            ) from None
+
+
+_FACTORY_HINT = (
+    "write path/to/file.py:factory or package.module:factory, where factory() returns (model, example_inputs) "
+    "or (model, example_inputs, loss_fn)"
+)
+
+
+def _from_factory(specification: str, made: Any) -> ZooModel:
+    import torch
+
+    def refused(what: str) -> UsageError:
+        return UsageError(f"factory {specification!r} must return (model, example_inputs[, loss_fn]): {what}")
+
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        length = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
+        raise refused(f"it returned a {type(made).__name__}{length}")
+    model, inputs, loss_fn = made if len(made) == 3 else (*made, None)
+    if not isinstance(model, torch.nn.Module):
+        raise refused(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    if not (loss_fn is None or callable(loss_fn)):
+        raise refused(f"the loss function is a {type(loss_fn).__name__}, which cannot be called")
+    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
+        return ZooModel(name=specification, model=model, example_kwargs=dict(inputs), loss_fn=loss_fn)
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if not isinstance(inputs, (tuple, list)):
+        raise refused(f"the example inputs are a {type(inputs).__name__}, not a tensor, tuple or dict of names")
+    return ZooModel(name=specification, model=model, example_args=tuple(inputs), loss_fn=loss_fn)
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let imports find what lies in a folder, as Python does for a script."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # what was imported may have tidied up after itself
+            sys.path.remove(str(folder))
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    # A name of its own, for a file called json.py must not hide the real one.
+    name = f"_planner_model_{path.stem}"
+    spec = util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file always has a loader"
+    module = sys.modules[name] = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _building(dtype: torch.dtype, seed: int, device: str, fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Build in a data type, on a device, from a seed, and leave no trace of them."""
+    import torch
+
+    before = torch.get_default_dtype()
+    where = torch.device(device) if device != "cpu" else nullcontext()
+    with torch.random.fork_rng(devices=[]), fake_mode or nullcontext(), where:
+        torch.manual_seed(seed)
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _entry(name: str) -> Entry:
+    try:
+        return ZOO[name.lower()]
+    except KeyError:
+        hint = _near(name.lower(), ZOO) or f"known are {', '.join(ZOO)}"
+        raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory") from None
+
+
+def _chosen(name: str, default: Sizes, wanted: Mapping[str, int | None], dtype: str) -> Sizes:
+    given = {size: value for size, value in wanted.items() if value is not None}
+    for size, value in given.items():
+        if getattr(default, size) is None:
+            raise UsageError(f"model {name!r} has no {size}: leave it out")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{size} of model {name!r} must be a whole number above zero, not {value!r}")
+    return replace(default, dtype=dtype, **given)
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise UsageError(f"models cannot be built in {name!r}: choose one of {', '.join(_DTYPES)}")
+    return name
+
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
