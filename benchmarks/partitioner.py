@@ -32,7 +32,7 @@ from planner.capture.joint_capture import capture, fake_mode
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import storage_id
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.measure.costing import operation_costs
 from planner.plans.planning import NoPlanFitsError, make_plan
 from planner.session.min_cut import Partition, partition, read_schedule

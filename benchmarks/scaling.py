@@ -26,7 +26,7 @@ from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.measure.costing import operation_costs
 from planner.session.step import Options, lower_step
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import lifetimes, simulate
+from planner.ir.simulator import lifetimes, simulate
 from planner.solvers import solve
 
 MIB = 2**20

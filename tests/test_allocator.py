@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from planner.errors import ScheduleError, UsageError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.plans import allocator as rules
 from planner.plans.allocator import Allocator, Reserved, simulate_reserved
 

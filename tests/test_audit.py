@@ -22,10 +22,10 @@ from planner.analysis.study import Study
 from planner.errors import PlanFileError, PlanMismatchError, UsageError
 from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.ir.static_memory import Surroundings
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import every_nth_layer
-from planner.plans.parts import PlanOrigin
+from planner.plans.plan import PlanOrigin
 from planner.report import render_audit
 
 GRAPH, COSTS = transformer(4)
@@ -38,7 +38,7 @@ def study_of(graph: Any = GRAPH, costs: Any = COSTS, **around: Any) -> Study:
         graph=graph,
         costs=costs,
         origin=PlanOrigin(fingerprint=fingerprint),
-        surroundings=Surroundings(**around),
+        static_memory=StaticMemory(**around),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.ir.host import Host
 from planner.ir.problem import Problem
 from planner.plans.planning import Plan, make_plan
@@ -25,7 +25,7 @@ from planner.solving.solution_cache import FROM_CACHE
 from tests.example_graphs import transformer
 
 GRAPH, COSTS = transformer(4)
-EFFORT = Effort(time_limit_seconds=1.0)
+EFFORT = SolveLimits(time_limit_seconds=1.0)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from planner.ir.cut_points import chain_places
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.solvers import chain_dp
 from planner.solving.chain import Chain
 

@@ -18,7 +18,7 @@ from planner.common.chunks import TOLERANCE, check_chunk, slices_of
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.plan import Plan
 from planner.session.step import Options, lower_as_run
-from planner.transforms.chunk_region import Region, find_region, region_around
+from planner.transforms.chunk_region import ChunkRegion, find_region, region_around
 from planner.transforms.chunk_rules import Form
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 1500, 32, 2, 25
@@ -136,12 +136,12 @@ def smallest(model: nn.Module, inputs: Any, **asked: Any) -> int:
     return refused.value.minimum_feasible_peak_bytes
 
 
-def region_of(model: nn.Module, inputs: Any) -> Region | None:
+def region_of(model: nn.Module, inputs: Any) -> ChunkRegion | None:
     joint = capture(model, Inputs.of(inputs, None))
     return find_region(lower_as_run(model, joint, Options(budget="100%")).lowered)
 
 
-def targets(region: Region) -> set[str]:
+def targets(region: ChunkRegion) -> set[str]:
     return {str(node.target) for node in region.splits}
 
 

@@ -14,7 +14,8 @@ from torch import nn
 import planner
 from planner.diagnose.verification import bitwise_equal
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
-from planner.rewrite import graphs as rewrite
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.runtimes import graph as graph_runtime
 
 WIDTH = 64
 
@@ -488,8 +489,9 @@ def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
 
 def test_views_that_show_what_is_there_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     halves: list[Any] = []
-    split = rewrite.split
-    monkeypatch.setattr(rewrite, "split", lambda *given: halves.append(split(*given)) or halves[-1])
+    monkeypatch.setattr(
+        graph_runtime, "extract_fwd_bwd", lambda *given: halves.append(extract_fwd_bwd(*given)) or halves[-1]
+    )
 
     def step(model: nn.Module) -> list[torch.Tensor]:
         result = model(torch.ones(4, 8)).sum()

@@ -14,7 +14,7 @@ from test_report import example_plan
 from planner.errors import PlanFileError, UsageError
 from planner.ir.host import Host
 from planner.plans import memory_viz
-from planner.plans.details import AliveTensors
+from planner.plans.plan import AliveTensors
 from planner.plans.planning import Plan, make_plan
 from planner.plans.timeline import MOST_POINTS
 

@@ -22,8 +22,8 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.problem import Solution
 from planner.ir.schedule import recompute_lazily
-from planner.ir.simulate import lifetimes, simulate
-from planner.plans.parts import PlanOrigin
+from planner.ir.simulator import lifetimes, simulate
+from planner.plans.plan import PlanOrigin
 from planner.plans.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.report import render_difference
 

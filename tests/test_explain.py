@@ -24,7 +24,7 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.ir.simulate import lifetimes, simulate
+from planner.ir.simulator import lifetimes, simulate
 from planner.plans.planning import Plan, make_plan, make_problem, plan_from_solution
 from planner.plans.values import ValueRow, ValueTable, value_table
 from planner.report import render_explanation

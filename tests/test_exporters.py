@@ -34,11 +34,11 @@ from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.module_regions import module_region
-from planner.ir.simulate import simulate
-from planner.ir.static_memory import Surroundings
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import checkpointed_blocks
 from planner.plans.module_choices import modules_of
-from planner.plans.parts import PlanOrigin
+from planner.plans.plan import PlanOrigin
 from planner.zoo.modules import MiniGPT
 
 TARGETS = {"accelerate", "axolotl", "deepspeed", "fsdp", "huggingface", "jax", "keras", "lightning", "megatron",
@@ -49,7 +49,7 @@ NAMING = ("accelerate", "fsdp", "lightning")
 def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> Study:
     fingerprint = {"model": "toy.Toy", "assumes": "", "device": "cpu"}
     fingerprint |= {"parameters": len(graph.values), "graph": f"{len(graph.operations)}"}
-    return Study(graph=graph, costs=costs, origin=PlanOrigin(fingerprint=fingerprint), surroundings=Surroundings())
+    return Study(graph=graph, costs=costs, origin=PlanOrigin(fingerprint=fingerprint), static_memory=StaticMemory())
 
 
 def eager(study: Study) -> EagerStudy:
@@ -61,7 +61,7 @@ def eager(study: Study) -> EagerStudy:
     )
     regions = (module_region(study.graph, [module]) for module in modules)
     return EagerStudy(
-        graph=study.graph, costs=study.costs, surroundings=study.surroundings,
+        graph=study.graph, costs=study.costs, static_memory=study.static_memory,
         origin=dataclasses.replace(study.origin, runtime="modules"), regions=tuple(r for r in regions if r),
     )  # fmt: skip
 

@@ -21,11 +21,11 @@ from planner.ir.graph import TrainingGraph
 from planner.ir.host import Host, graph_for
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Offload, Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.plans.planning import make_plan, plan_from_solution
 from planner.report import render
 from planner.rewrite import host_copies
-from planner.solving.offload_reduction import AsIf
+from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
 from tests.offload_oracle import walk
@@ -62,12 +62,12 @@ def test_bytes_are_those_of_a_walk_through_the_step(seed: int, share: float, rat
     graph = roundable(graph, but=seed % 5)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, bytes_per_second=rate))
     problem = replace(problem, budget_bytes=int(share * problem.baseline.peak_bytes))
-    asked = AsIf(problem, problem.host.movable(problem.graph))
+    asked = OffloadReduction(problem, problem.host.movable(problem.graph))
     try:
         found = solvers.get("sqrt").solve(asked.problem, effort=solvers.Effort())
     except InfeasibleBudgetError:
         return
-    tight = asked.real_schedule(found.schedule)
+    tight = asked.invert(found.schedule)
     assert all(offload.lossy == graph.values[offload.value].roundable for offload in tight.offloads)
     wide = widened(problem, tight)
     for schedule in (tight, wide):
@@ -172,9 +172,9 @@ def test_copies_are_rounded_piece_by_piece_and_stay_finite(monkeypatch: pytest.M
     monkeypatch.setattr(host_copies, "PIECE_BYTES", 64)
     numbers = torch.randn(100, 7).t()
     numbers[0, :3] = torch.tensor([torch.finfo(torch.float32).min, torch.nan, torch.inf])
-    place = host_copies.send_rounded(numbers)
+    place = host_copies.offload_rounded(numbers)
     assert place.numel() == 2 * numbers.numel()
-    back = host_copies.arrived(host_copies.fetch(host_copies.sent(place, numbers)), place)
+    back = host_copies.wait_reload(host_copies.reload(host_copies.wait_offload(place, numbers)), place)
     assert back.stride() == numbers.stride() and back.dtype is torch.float32
     wanted = numbers.to(torch.bfloat16).float().clamp(*(torch.finfo(torch.bfloat16).max * s for s in (-1, 1)))
     assert torch.equal(back.nan_to_num(), wanted.nan_to_num()) and back[0, 1].isnan() and back[0, 0].isfinite()
@@ -240,7 +240,7 @@ def test_pieces_are_in_the_measured_peak(model: Callable[[], torch.nn.Module], s
             replace(problem, budget_bytes=found.peak_bytes),
             solution,
             origin=study.origin,
-            surroundings=study.surroundings,
+            static_memory=study.static_memory,
             compare=False,
         )
         assert sum(plan.anatomy.values()) == plan.peak_bytes

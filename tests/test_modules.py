@@ -22,12 +22,12 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
 from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossMemory
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser
@@ -199,7 +199,7 @@ def test_the_choice_is_the_best_of_all() -> None:
     cheaper = 0
     for budget in {lowest + (problem.baseline.peak_bytes - lowest) * part // 4 for part in range(5)}:
         posed = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=budget)
-        chooser = Chooser(posed, ways, Effort(time_limit_seconds=30).clock())
+        chooser = Chooser(posed, ways, SolveLimits(time_limit_seconds=30).clock())
         solution = chooser.cheapest()
         best = min(seconds for peak, seconds in outcome.values() if peak <= budget)
         assert solution.recompute_seconds == pytest.approx(best, rel=1e-6, abs=1e-12)

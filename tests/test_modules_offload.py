@@ -14,19 +14,19 @@ from torch import nn
 
 import planner
 from planner.analysis import eager_study
-from planner.analysis.trade_off.curve import Tracing
-from planner.analysis.trade_off.methods import WaySearch
+from planner.analysis.trade_off.curve import CurveSweep
+from planner.analysis.trade_off.methods import MethodSweep
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import installed_call
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.graph import OperationCost
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossMemory
 from planner.plans.module_choices import modules_of, ways_in
 from planner.plans.offload import OffloadedModule
@@ -195,7 +195,7 @@ def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
             budget_bytes=lowest + (highest - lowest) * part // 4,
             host=Host(bytes_per_second=rate, budget_bytes=host_bytes, least_bytes=64),
         )
-        clock = Effort(time_limit_seconds=5).clock()
+        clock = SolveLimits(time_limit_seconds=5).clock()
         solution = cheapest_with_offload(posed, regions, clock).solution
         assert posed.evaluate(solution.schedule).host_bytes <= host_bytes
         assert solution.peak_bytes <= posed.budget_bytes
@@ -234,11 +234,13 @@ def test_more_of_the_budget_buys_time_to_hide() -> None:
     problem, regions = problem_of(Transformer(4), X, 2e6)
     posed = replace(problem, budget_bytes=problem.baseline.peak_bytes * 6 // 10)
     found, again = (
-        cheapest_with_offload(posed, regions, Effort(time_limit_seconds=2, deterministic=True).clock())
+        cheapest_with_offload(posed, regions, SolveLimits(time_limit_seconds=2, deterministic=True).clock())
         for _ in range(2)
     )
     assert found.ways == again.ways and found.solution.schedule == again.solution.schedule
-    tight = [replace(way, sent=(way.sends.saved, way.sends.given)[bool(way.again)]) for way in found.ways if way.sent]
+    tight = [
+        replace(way, sent=(way.sends.saved, way.sends.given)[bool(way.recompute)]) for way in found.ways if way.sent
+    ]
     assert any(way.leaves_with or way.returns_with for way in found.ways)
     evaluation = posed.evaluate(schedule_of(posed.graph, [*(way for way in found.ways if not way.sent), *tight]))
     assert evaluation.stall_seconds > posed.evaluate(found.solution.schedule).stall_seconds
@@ -297,10 +299,10 @@ def test_a_curve_of_choices_of_modules() -> None:
 
 def test_other_ways_beside_such_a_curve() -> None:
     step = planner.study(Stack(), rows(), runtime="modules")
-    effort = Effort(time_limit_seconds=2.0)
-    tracing = Tracing(step, points=2, effort=effort, host=step.host("1GiB", 1024))
+    effort = SolveLimits(time_limit_seconds=2.0)
+    tracing = CurveSweep(step, points=2, effort=effort, host=step.host("1GiB", 1024))
     tracing.run()
-    ways = WaySearch(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
+    ways = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
     ways.run()
     every, second, chunked, alone = ways.ways
     layers = [region for region in step.regions if region.module.count(".") == 1]
@@ -311,7 +313,7 @@ def test_other_ways_beside_such_a_curve() -> None:
     assert len(alone.points) == 2 and not any(point.host_bytes for point in alone.points)
     for name in ("ilp", "pytorch"):
         with pytest.raises(UsageError, match="decides on a whole graph"):
-            WaySearch([name], tracing, effort=effort)
+            MethodSweep([name], tracing, effort=effort)
 
 
 def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:

@@ -29,7 +29,7 @@ from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Val
 from planner.ir.host import Host, host_of
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
-from planner.ir.simulate import Copy, FetchedCopy, lifetimes, simulate
+from planner.ir.simulator import Copy, FetchedCopy, lifetimes, simulate
 from planner.plans.device_file import load, save
 from planner.plans.offload import offloading_of, with_offloads
 from planner.plans.planning import NoPlanFitsError, make_plan
@@ -38,7 +38,7 @@ from planner.rewrite import host_copies
 from planner.solvers.mixed import ENOUGH
 from planner.solving.milp import Library
 from planner.solving.offload_bound import build
-from planner.solving.offload_reduction import AsIf
+from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
@@ -142,12 +142,12 @@ def test_without_a_host_nothing_can_be_offloaded():
 def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float):
     """Carry a mixed schedule out on a set of what is there, value by value."""
     problem = posed(share, replace(LINK, bytes_per_second=rate), seed)
-    asked = AsIf(problem, problem.host.movable(problem.graph))
+    asked = OffloadReduction(problem, problem.host.movable(problem.graph))
     try:
         found = solvers.get("sqrt").solve(asked.problem, effort=solvers.Effort())
     except InfeasibleBudgetError:
         return
-    tight = asked.real_schedule(found.schedule)
+    tight = asked.invert(found.schedule)
     for schedule in (tight, widened(problem, tight)):
         evaluation = problem.evaluate(schedule)
         assert list(evaluation.timeline_bytes) == walk(problem, schedule)

@@ -19,8 +19,8 @@ from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.ir.static_memory import Surroundings
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
 from planner.plans.pipeline import make_pipeline_plan
 from planner.plans.pipeline_schedules import PipelineSchedule, loads, most_in_flight, passes
 from planner.plans.pipeline_stages import IN_FLIGHT, Stage, balanced, cut
@@ -229,7 +229,7 @@ def plan_toy(pipeline: PipelineSchedule, budget: str, layers: int = 6) -> tuple[
     graph, costs = transformer(layers)
     parts = cut(graph, costs, pipeline.stages * pipeline.chunks)
     devices = [list(parts[index :: pipeline.stages]) for index in range(pipeline.stages)]
-    around = [Surroundings(static_bytes={"parameters": 1000 * (index + 1)}) for index in range(pipeline.stages)]
+    around = [StaticMemory(static_bytes={"parameters": 1000 * (index + 1)}) for index in range(pipeline.stages)]
     return make_pipeline_plan(devices, around, pipeline, budget=budget, time_limit_seconds=3), devices
 
 
@@ -263,7 +263,7 @@ def test_plans_of_small_graphs_are_optimal(seed: int):
     (stage,) = cut(graph, costs, 1)
     in_flight = 3
     pipeline = PipelineSchedule(stages=1, micro_batches=in_flight, name="gpipe")
-    whole = make_pipeline_plan([[stage]], [Surroundings()], pipeline, budget="100%").stages[0]
+    whole = make_pipeline_plan([[stage]], [StaticMemory()], pipeline, budget="100%").stages[0]
     feasible = 0
     for budget in range(whole.peak_bytes - 1, whole.peak_bytes // 2, -6):
         exact = None
@@ -273,7 +273,7 @@ def test_plans_of_small_graphs_are_optimal(seed: int):
             if found is not None and (exact is None or found[0] < exact):
                 exact = found[0]
         try:
-            plan = make_pipeline_plan([[stage]], [Surroundings()], pipeline, budget=budget, time_limit_seconds=5)
+            plan = make_pipeline_plan([[stage]], [StaticMemory()], pipeline, budget=budget, time_limit_seconds=5)
         except InfeasibleBudgetError as error:
             assert exact is None and error.minimum_feasible_peak_bytes > budget
             continue

@@ -27,10 +27,10 @@ from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.layers import collapse, find_layers
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.ir.simulate import simulate
-from planner.plans.anatomy import anatomy_of_peak, placement
+from planner.ir.simulator import simulate
 from planner.plans.baselines import every_nth_layer
-from planner.plans.parts import PlanOrigin
+from planner.plans.liveness import anatomy_of_peak, placement
+from planner.plans.plan import PlanOrigin
 from planner.plans.planning import NoPlanFitsError, Plan, Verification, make_plan, make_problem, plan_from_solution
 
 GRAPH, COSTS = transformer(4)

@@ -20,7 +20,7 @@ from planner.common.units import format_bytes
 from planner.ir.graph import Phase
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.plans.planning import (
     NoPlanFitsError,
     Plan,

@@ -16,7 +16,7 @@ import planner
 from planner.common.training import Training
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.measure.optimizers import optimizer_memory
-from planner.measure.resident import surroundings
+from planner.measure.resident import static_memory
 
 WIDTH, BLOCKS, BATCH = 64, 6, 512
 
@@ -40,7 +40,7 @@ WHOLE_BYTES = START_BYTES + BLOCKS * BLOCK_BYTES
 
 
 def around(training: Training, device: str = "a100-80", dtype: torch.dtype = torch.float32) -> Any:
-    return surroundings(Net(dtype), [torch.zeros(BATCH, WIDTH)], cost_models.device(device), training)
+    return static_memory(Net(dtype), [torch.zeros(BATCH, WIDTH)], cost_models.device(device), training)
 
 
 def test_what_is_there_without_an_optimizer() -> None:

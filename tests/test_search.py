@@ -15,15 +15,15 @@ import oracle
 import pytest
 
 from planner import solvers
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.solvers import search
 from planner.solvers.search import SOLVER, Annealing
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -56,12 +56,12 @@ def assert_agrees_with_the_simulator(annealing: Annealing) -> None:
 def improved(
     problem: Problem, incumbent: Schedule | None = None, *, seconds: float = 5.0, bound: float = 0.0, **options: Any
 ) -> Solution:
-    standing = Standing(problem)
+    incumbent = Incumbent(problem)
     if incumbent is not None:
-        assert standing.offer(incumbent, "incumbent")
-    standing.prove(bound)
-    SOLVER.improve(standing, effort=Effort(time_limit_seconds=seconds), **options)
-    solution = standing.solution()
+        assert incumbent.update(incumbent, "incumbent")
+    incumbent.raise_bound(bound)
+    SOLVER.improve(incumbent, effort=SolveLimits(time_limit_seconds=seconds), **options)
+    solution = incumbent.solution()
     confirm(problem, solution)
     return solution
 

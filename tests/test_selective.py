@@ -117,7 +117,7 @@ def region_of(*found: tuple[float, int, bool]) -> tuple[Region, TrainingGraph, t
         for n, (_, _, is_random) in enumerate(found)
     )
     everything = tuple(range(len(found)))
-    region = Region(module="m", hold=None, again=everything, before=0, until=0, keepable=keepable)
+    region = Region(module="m", hold=None, recompute=everything, recompute_before=0, release_at=0, keepable=keepable)
     return region, build.graph("", {}), tuple(build.costs)
 
 

@@ -14,7 +14,7 @@ from planner.errors import ClaimMismatchError, ScheduleError, UsageError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.ir.simulate import lifetimes, simulate
+from planner.ir.simulator import lifetimes, simulate
 
 seeds = st.integers(0, 10**6)
 

@@ -15,7 +15,7 @@ from planner.errors import InfeasibleBudgetError, SolverUnavailableError, UsageE
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.solving.peak_bounds import minimum_peak, proven_floor
 
 seeds = st.integers(0, 10**6)

@@ -17,7 +17,7 @@ import cli
 import cost_models
 from planner import strategies
 from planner.analysis.audit import audit_study
-from planner.analysis.strategy_comparison import Established, Standing, compare
+from planner.analysis.strategy_comparison import Established, Incumbent, compare
 from planner.analysis.study import Study
 from planner.analysis.trade_off import methods as ways
 from planner.errors import UsageError
@@ -25,13 +25,13 @@ from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import lifetimes, simulate
-from planner.ir.static_memory import Surroundings
+from planner.ir.simulator import lifetimes, simulate
+from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import every_nth_layer
-from planner.plans.parts import PlanOrigin
+from planner.plans.plan import PlanOrigin
 from planner.report import render_established
 from planner.report.established import answer
-from planner.strategies import Step, unsloth
+from planner.strategies import StrategyStep, unsloth
 from planner.strategies._divided import GATHER
 from planner.strategies.binary_search import peak_bytes, search
 
@@ -45,7 +45,7 @@ def study_of(graph: TrainingGraph = GRAPH, costs: tuple[OperationCost, ...] = CO
         graph=graph,
         costs=costs,
         origin=PlanOrigin(fingerprint={}),
-        surroundings=Surroundings(),
+        static_memory=StaticMemory(),
         device=cost_models.device("h100"),
     )
 
@@ -220,7 +220,7 @@ def test_fused_attention_runs_again_though_little_is_gained() -> None:
 
 def test_the_peak_is_not_monotone_in_the_number_and_the_search_fails() -> None:
     """Running the last block again needs its workspace when the gradient of the head is already there."""
-    step = Step(*chain(last_workspace=24, head_gradient=12))
+    step = StrategyStep(*chain(last_workspace=24, head_gradient=12))
     peaks = [peak_bytes(step, count) for count in range(5)]
     assert peaks[0] > peaks[1] > peaks[2] > peaks[3] < peaks[4]
     budget_bytes = peaks[3]
@@ -233,7 +233,7 @@ def test_the_peak_is_not_monotone_in_the_number_and_the_search_fails() -> None:
 
 
 def test_where_the_peak_is_monotone_the_search_finds_the_smallest_number() -> None:
-    step = Step(*transformer(6))
+    step = StrategyStep(*transformer(6))
     peaks = [peak_bytes(step, count) for count in range(7)]
     assert peaks == sorted(peaks, reverse=True)
     for budget_bytes in (*peaks, peaks[2] - 1, peaks[-1] - 1):
@@ -293,7 +293,7 @@ def test_jax_offloads_what_it_would_else_keep() -> None:
 def test_divided_inputs_are_shares_between_forward_and_backward(name: str) -> None:
     graph, costs = chain()
     chosen = strategies.get(name)
-    step = chosen.step_of(Step(graph, costs))
+    step = chosen.step_of(StrategyStep(graph, costs))
     schedule = chosen.schedule(step)
     gathers = [index for index, operation in enumerate(step.graph.operations) if operation.target == GATHER]
     assert [schedule.order.count(index) >= 2 for index in gathers] == [True] * 3
@@ -307,11 +307,11 @@ def test_divided_inputs_are_shares_between_forward_and_backward(name: str) -> No
     with pytest.raises(UsageError, match="divides values over several devices"):
         strategies.schedule(name, graph, costs)
     with pytest.raises(UsageError, match="two devices at least"):
-        strategies.get(f"{chosen.strategy.name}-1").step_of(Step(graph, costs))
+        strategies.get(f"{chosen.strategy.name}-1").step_of(StrategyStep(graph, costs))
 
 
 def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
-    study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), surroundings=Surroundings())
+    study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), static_memory=StaticMemory())
     found = compare(study, ["save-on-cpu", "every-2"], time_limit_seconds=0.5)
     assert [row.name for row in found.rows] == ["every-2"] and "link" in found.absent["save-on-cpu"]
 
@@ -371,14 +371,14 @@ ELSEWHERE = (
 
 
 def test_every_strategy_is_listed_here() -> None:
-    step = Step(GRAPH, COSTS)
+    step = StrategyStep(GRAPH, COSTS)
     assert {strategies.get(name).name_for(step) for name in strategies.known()} == {*MAY_KEEP, *ELSEWHERE}
     assert all(strategy.summary for strategy in strategies.known().values())
 
 
 @pytest.mark.parametrize("name", MAY_KEEP)
 def test_a_valid_schedule_that_keeps_at_most_what_it_says(name: str) -> None:
-    step = Step(GRAPH, COSTS)
+    step = StrategyStep(GRAPH, COSTS)
     schedule = strategies.schedule(name, GRAPH, COSTS)
     whole = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH))
     found = simulate(GRAPH, COSTS, schedule)
@@ -433,7 +433,7 @@ def test_what_does_not_apply_says_why() -> None:
 
 
 def test_names_with_numbers() -> None:
-    step = Step(GRAPH, COSTS)
+    step = StrategyStep(GRAPH, COSTS)
     assert strategies.get("megatron-block").name_for(step) == "megatron-block-2"
     assert strategies.get("megatron-block-3").name_for(step) == "megatron-block-3"
     assert strategies.get("every-layer").name_for(step) == "pytorch-checkpoint"
@@ -467,7 +467,7 @@ def _fixed(*rows: tuple[str, float, float, float, float]) -> Established:
         model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=9 * 2**30,
         baseline_step_seconds=0.5, absent={"megatron-selective": "toy has no attention in its blocks"},
         rows=tuple(
-            Standing(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
+            Incumbent(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
                      lower_bound_overhead=bound, solver="ilp")
             for name, size, pays, best, bound in rows
         ),

@@ -18,7 +18,7 @@ from planner.capture.joint import JointGraph, is_tangent
 from planner.capture.joint_capture import capture, fake_mode
 from planner.errors import UsageError
 from planner.transforms.local_graph import local_step
-from planner.transforms.shards import Sharded
+from planner.transforms.shards import Shard
 from planner.transforms.tensor_parallel import Sharding, find_sharding
 
 WIDTH, HIDDEN, HEADS, BATCH, LENGTH = 32, 64, 8, 2, 8
@@ -78,7 +78,7 @@ def names(joint: JointGraph, products: tuple[fx.Node, ...]) -> list[str]:
 
 def part_of(tensor: torch.Tensor, state: Any, devices: int, device: int) -> torch.Tensor:
     """Give a device's part of a tensor."""
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         return tensor
     parts = [block.chunk(devices, state.dim)[device] for block in tensor.split(list(state.blocks), state.dim)]
     return torch.cat(parts, state.dim)
@@ -265,7 +265,7 @@ def test_bytes_between_the_products_are_halved() -> None:
         state = found.states.get(node)
         before, after = node.meta.get("val"), copy.meta.get("val")
         if isinstance(before, torch.Tensor):
-            assert before.numel() == (2 if isinstance(state, Sharded) else 1) * after.numel()
+            assert before.numel() == (2 if isinstance(state, Shard) else 1) * after.numel()
     by_module = {(row.module, row.operation): row.output_bytes for row in
                  planner.plan(Transformer(layers=1), torch.randn(BATCH, LENGTH, WIDTH), budget="1GiB",
                               tensor_parallel=2).operations if row.phase == "forward"}  # fmt: skip

@@ -25,42 +25,42 @@ import cli
 from planner.analysis.study import Study
 from planner.analysis.trade_off.accelerators import DeviceSearch
 from planner.analysis.trade_off.answers import Answers, csv_text
-from planner.analysis.trade_off.curve import MORE_BYTES, Tracing, coarse_to_fine
-from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, WaySearch
+from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
+from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
 from planner.analysis.trade_off.sizes import SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
-from planner.common.limits import Clock, Effort
+from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.ir.static_memory import Surroundings
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import every_nth_layer
-from planner.plans.parts import PlanOrigin
+from planner.plans.plan import PlanOrigin
 from planner.report import curve_picture, render_what_if, terminal_plot
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 
 GOLDEN = Path(__file__).parent / "golden"
-QUICK = Effort(time_limit_seconds=2.0, deterministic=True)
+QUICK = SolveLimits(time_limit_seconds=2.0, deterministic=True)
 
 
-def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **surroundings: Any) -> Study:
+def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:
     """Give what a capture would."""
     origin = PlanOrigin(device="toy-device", cost_model="roofline", torch_version="2.13.0")
-    return Study(graph=graph, costs=costs, origin=origin, surroundings=Surroundings(**surroundings))
+    return Study(graph=graph, costs=costs, origin=origin, static_memory=StaticMemory(**static_memory))
 
 
-def traced(study: Study, **options: Any) -> Tracing:
+def traced(study: Study, **options: Any) -> CurveSweep:
     """Trace a curve to its end."""
-    tracing = Tracing(study, effort=QUICK, **options)
+    tracing = CurveSweep(study, effort=QUICK, **options)
     tracing.run()
     return tracing
 
 
 @pytest.fixture(scope="module")
-def toy() -> Tracing:
+def toy() -> CurveSweep:
     """Trace the curve of a small transformer, with a budget that is asked about."""
     return traced(study_of(*transformer(4)), points=7, asked="70%")
 
@@ -78,7 +78,7 @@ def assert_monotone(points: tuple[TradeOffPoint, ...]) -> None:
 # The curve.
 
 
-def test_the_curve_goes_from_the_smallest_peak_to_none_needed(toy: Tracing) -> None:
+def test_the_curve_goes_from_the_smallest_peak_to_none_needed(toy: CurveSweep) -> None:
     curve = toy.curve()
     assert len(curve.points) == 7 and curve.is_complete
     assert curve.points[0].budget_bytes == curve.minimum_feasible_peak_bytes
@@ -91,7 +91,7 @@ def test_the_curve_goes_from_the_smallest_peak_to_none_needed(toy: Tracing) -> N
     assert_monotone((*curve.points, curve.asked_more))
 
 
-def test_every_point_is_what_its_plan_simulates_to(toy: Tracing) -> None:
+def test_every_point_is_what_its_plan_simulates_to(toy: CurveSweep) -> None:
     graph, costs = toy.study.graph, toy.study.costs
     step_seconds = sum(cost.seconds for cost in costs)
     for point in toy.curve().points:
@@ -125,22 +125,22 @@ def test_bounds_hold_against_brute_force(seed: int) -> None:
                 assert point.overhead * step_seconds == pytest.approx(best[0])
 
 
-def test_counting_work_gives_the_same_curve_every_time(toy: Tracing) -> None:
+def test_counting_work_gives_the_same_curve_every_time(toy: CurveSweep) -> None:
     assert traced(toy.study, points=7, asked="70%").curve() == toy.curve()
 
 
-def test_a_wrong_proof_is_not_hidden(toy: Tracing, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracing = Tracing(toy.study, points=2, effort=QUICK)
+def test_a_wrong_proof_is_not_hidden(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracing = CurveSweep(toy.study, points=2, effort=QUICK)
 
-    def wrong(self: Study, standing: Standing, **_: Any) -> None:
-        raise standing.infeasible(proven=True)
+    def wrong(self: Study, incumbent: Incumbent, **_: Any) -> None:
+        raise incumbent.infeasible(proven=True)
 
     monkeypatch.setattr(Study, "improve", wrong)
     with pytest.raises(ClaimMismatchError, match="no plan keeps"):
         tracing.run()
 
 
-def test_budgets_below_the_floor_are_there_without_a_plan(toy: Tracing) -> None:
+def test_budgets_below_the_floor_are_there_without_a_plan(toy: CurveSweep) -> None:
     tracing = traced(toy.study, budgets="20%,100%,110%", asked="10%")
     below, at, above = tracing.curve().points
     assert below == TradeOffPoint(budget_bytes=below.budget_bytes) and below.status == "infeasible"
@@ -151,7 +151,7 @@ def test_budgets_below_the_floor_are_there_without_a_plan(toy: Tracing) -> None:
 
 def test_the_optimizers_step_must_fit_too() -> None:
     graph, costs = transformer(3)
-    plain = Tracing(study_of(graph, costs))
+    plain = CurveSweep(study_of(graph, costs))
     needed = plain.top_bytes - 2**20 - plain.optimizer_bytes
     tracing = traced(study_of(graph, costs, optimizer_step_bytes=needed), points=4)
     curve = tracing.curve()
@@ -175,9 +175,9 @@ def test_points_are_solved_from_coarse_to_fine() -> None:
     assert list(coarse_to_fine(())) == []
 
 
-def test_neighbours_give_a_plan_and_a_bound(toy: Tracing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_give_a_plan_and_a_bound(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the ends solved, and solvers that find nothing more, the middle still has both."""
-    tracing = Tracing(toy.study, points=3, effort=QUICK)
+    tracing = CurveSweep(toy.study, points=3, effort=QUICK)
     low, middle, high = tracing.budgets
     tracing._solve(low, 0.2, Clock(1.0), None)
     tracing._solve(high, 0.2, Clock(1.0), None)
@@ -208,9 +208,9 @@ def test_the_knee(overheads: tuple[float | None, ...], knee: int | None) -> None
 HOST = Host(bytes_per_second=2e9, budget_bytes=2**30)
 
 
-def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: Tracing) -> None:
+def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSweep) -> None:
     tracing = traced(toy.study, points=5, host=HOST)
-    search = WaySearch([RECOMPUTE_ALONE], tracing, effort=QUICK)
+    search = MethodSweep([RECOMPUTE_ALONE], tracing, effort=QUICK)
     search.run()
     (alone,) = search.ways
     curve = tracing.curve()
@@ -238,7 +238,7 @@ def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: Tracing)
     assert "LOSSY" in text.splitlines()[0] and "may wait in the host's memory" in " ".join(text.split())
 
 
-def test_a_solver_that_only_recomputes_traces_no_curve_with_offload(toy: Tracing) -> None:
+def test_a_solver_that_only_recomputes_traces_no_curve_with_offload(toy: CurveSweep) -> None:
     with pytest.raises(UsageError, match="'ilp' does not offload"):
         traced(toy.study, points=2, host=HOST, solver="ilp")
 
@@ -246,7 +246,7 @@ def test_a_solver_that_only_recomputes_traces_no_curve_with_offload(toy: Tracing
 # What is written.
 
 
-def test_csv_and_json_agree(toy: Tracing) -> None:
+def test_csv_and_json_agree(toy: CurveSweep) -> None:
     curve = toy.curve()
     report = json.loads(json.dumps(Answers(curve=curve).report(), allow_nan=False))
     rows = list(csv.DictReader(io.StringIO(csv_text(curve))))
@@ -338,7 +338,7 @@ def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int,
     """Look for the largest size."""
     search = SizeSearch(
         parse_sizes(text, what="batch sizes"), study_at, budget_bytes=budget_bytes, name="batch size",
-        unit="samples", step=step, effort=Effort(time_limit_seconds=0.2, deterministic=True),
+        unit="samples", step=step, effort=SolveLimits(time_limit_seconds=0.2, deterministic=True),
     )  # fmt: skip
     search.run()
     return search
@@ -383,7 +383,7 @@ def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
 
 def test_devices_fit_or_not() -> None:
     study = study_of(*transformer(3, unit_bytes=2**27))
-    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, effort=Effort(time_limit_seconds=1.0))
+    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, effort=SolveLimits(time_limit_seconds=1.0))
     search.run()
     for row in search.rows:
         report = row.report()
@@ -395,8 +395,8 @@ def test_devices_fit_or_not() -> None:
         DeviceSearch(["h10"], lambda name: study, effort=QUICK)
 
 
-def test_other_ways_are_on_the_same_axes(toy: Tracing) -> None:
-    search = WaySearch(["auto", "sqrt", "every-layer", "every-2"], toy, effort=QUICK)
+def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
+    search = MethodSweep(["auto", "sqrt", "every-layer", "every-2"], toy, effort=QUICK)
     search.run()
     ways = {way.name: way.points for way in search.ways}
     curve = toy.curve()
@@ -408,10 +408,10 @@ def test_other_ways_are_on_the_same_axes(toy: Tracing) -> None:
     (every,), (second,) = ways["every-layer"], ways["every-2"]
     assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
     with pytest.raises(UsageError, match="did you mean every-layer"):
-        WaySearch(["every-layers"], toy, effort=QUICK)
+        MethodSweep(["every-layers"], toy, effort=QUICK)
 
 
-def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: Tracing) -> None:
+def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
     graph = toy.study.graph
     every = every_nth_layer(graph, 1)
     assert every is not None
@@ -422,7 +422,7 @@ def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: Tracing) -> None:
         yield every
         raise PlannerError("that is all")
 
-    search = WaySearch(["pytorch"], toy, effort=QUICK, pytorch=decided)
+    search = MethodSweep(["pytorch"], toy, effort=QUICK, pytorch=decided)
     search.run()
     (way,) = search.ways
     step_seconds = sum(cost.seconds for cost in toy.study.costs)
@@ -554,9 +554,9 @@ def test_an_interrupt_keeps_what_is_done(
     """The signal itself arrives while the fourth of eight points is solved, perhaps where a library loses it."""
     study = study_of(*transformer(3))
     monkeypatch.setattr("planner.commands.what_if._Asking.study", lambda self, **_: study)
-    solve, done = Tracing._solve, []
+    solve, done = CurveSweep._solve, []
 
-    def counted(self: Tracing, *args: Any) -> None:
+    def counted(self: CurveSweep, *args: Any) -> None:
         done.append(None)
         if len(done) == 4:
             with nullcontext() if lost is None else suppress(KeyboardInterrupt):
@@ -565,7 +565,7 @@ def test_an_interrupt_keeps_what_is_done(
                 raise TypeError("incompatible function arguments")
         solve(self, *args)
 
-    monkeypatch.setattr(Tracing, "_solve", counted)
+    monkeypatch.setattr(CurveSweep, "_solve", counted)
     place = tmp_path / "curve.json"
     asked = ["what-if", "minigpt", "--points", "8", "--time-limit", "4", "--budget", "80%", "--devices", "h100"]
     assert cli.main([*asked, "--json", str(place)]) == 130

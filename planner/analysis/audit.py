@@ -15,11 +15,10 @@ from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation, simulate
-from planner.plans.parts import SCHEMA
-from planner.plans.plan import NoPlanFitsError, Plan
+from planner.ir.simulator import Evaluation, simulate
+from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
 from planner.plans.planning import Size
-from planner.plans.reservation import optimizer_peak_bytes
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
@@ -190,7 +189,7 @@ class _SetUp:
     @property
     def peak_bytes(self) -> int:
         graph = self.study.graph
-        after_bytes = optimizer_peak_bytes(graph, self.study.surroundings)
+        after_bytes = optimizer_peak_bytes(graph, self.study.static_memory)
         return max(self.found.peak_bytes + graph.total_static_bytes, after_bytes)
 
     def as_plan(self, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:

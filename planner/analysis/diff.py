@@ -10,8 +10,7 @@ from typing import Any
 from planner.common.chunks import slices_of
 from planner.errors import UsageError
 from planner.ir.layers import layer_among
-from planner.plans.parts import SCHEMA, LayerPlacement
-from planner.plans.plan import Plan
+from planner.plans.plan import SCHEMA, LayerPlacement, Plan
 from planner.plans.values import ValueRow
 
 _SHARED_AT_LEAST = 0.5

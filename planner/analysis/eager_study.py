@@ -10,20 +10,19 @@ from planner import strategies
 from planner.analysis.compatibility import check_solver, offloading_runtime
 from planner.analysis.study import Study
 from planner.common import timings
-from planner.common.limits import Clock, Effort
+from planner.common.limits import Clock, SolveLimits
 from planner.errors import UsageError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.host import LEAST_BYTES, Host
 from planner.ir.layers import find_layers
 from planner.ir.problem import Problem, Progress
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.plans.module_choices import with_kept, with_modules
-from planner.plans.parts import BaselineRow
-from planner.plans.plan import Plan
+from planner.plans.plan import BaselineRow, Plan
 from planner.plans.planning import Size, make_plan, make_problem
 from planner.plans.step_details import step_details
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.modules.ilp import Chooser
 from planner.solving.modules.offload import Found, cheapest_with_offload, offloading_ways
 from planner.solving.modules.variants import cheapest, ways_of
@@ -92,7 +91,7 @@ class EagerStudy(Study):
         offloading_runtime("modules", offload=offload, lossy=offload_lossy)
         host = self.host(host_budget, offload_at_least) if offload else None
         step = self.for_host(host)
-        effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+        effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
         if strategy is not None:
             made = self.as_plan(
                 self.strategy(strategy),
@@ -117,7 +116,7 @@ class EagerStudy(Study):
             activation_budget=activation_budget,
             at_least_bytes=at_least_bytes,
             origin=step.origin,
-            surroundings=step.surroundings,
+            static_memory=step.static_memory,
             host=host,
             progress=progress,
             compare=False,
@@ -139,14 +138,16 @@ class EagerStudy(Study):
             return Found(cheapest(problem, self.regions, clock, progress), ())
         return cheapest_with_offload(problem, self.regions, clock, progress)
 
-    def improve(self, standing: Standing, *, solver: str, effort: Effort, progress: Progress | None = None) -> None:
-        """Better a standing; see :meth:`Study.improve`."""
+    def improve(
+        self, incumbent: Incumbent, *, solver: str, effort: SolveLimits, progress: Progress | None = None
+    ) -> None:
+        """Better an incumbent; see :meth:`Study.improve`."""
         check_solver("modules", solver)
-        solution = self.choose(standing.problem, effort.clock(), progress).solution
-        standing.offer(solution.schedule, solution.solver)
-        standing.prove(solution.lower_bound_seconds)
+        solution = self.choose(incumbent.problem, effort.clock(), progress).solution
+        incumbent.update(solution.schedule, solution.solver)
+        incumbent.raise_bound(solution.lower_bound_seconds)
 
-    def lowest(self, problem: Problem, *, effort: Effort) -> Schedule:
+    def lowest(self, problem: Problem, *, effort: SolveLimits) -> Schedule:
         """Give the choice of modules with the lowest peak that is found."""
         chooser = self._chooser(problem, Clock(_LOWEST_SECONDS, counts_work=effort.deterministic))
         return chooser.schedule(chooser.lowest())

@@ -8,23 +8,23 @@ from typing import Any
 
 from planner import solvers, strategies
 from planner.analysis.study import Study
-from planner.analysis.trade_off.curve import Tracing
-from planner.common.limits import Effort
+from planner.analysis.trade_off.curve import CurveSweep
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.plans.parts import SCHEMA
-from planner.plans.reservation import optimizer_peak_bytes
+from planner.ir.simulator import simulate
+from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.plan import SCHEMA
 from planner.solvers.auto import AutoSolver
-from planner.solving.incumbent import Standing as BestKnown
+from planner.solving.incumbent import Incumbent as BestKnown
 
 NEAR = 0.03
 """Within so much of the step a way counts as near the best plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Incumbent:
     """One strategy on a step.
 
     Parameters
@@ -78,7 +78,7 @@ class Established:
         What the step is of.
     baseline_peak_bytes, baseline_step_seconds : int, float
         The step without recompute.
-    rows : tuple of Standing
+    rows : tuple of Incumbent
         From the smallest peak to the largest.
     absent : dict of str to str
         Why a strategy does not apply, by its name.
@@ -90,7 +90,7 @@ class Established:
     torch: str
     baseline_peak_bytes: int
     baseline_step_seconds: float
-    rows: tuple[Standing, ...]
+    rows: tuple[Incumbent, ...]
     absent: dict[str, str]
 
     def report(self) -> dict[str, Any]:
@@ -120,11 +120,11 @@ class _Simulated:
     def is_of_one_device(self) -> bool:
         return self.strategy.step is None
 
-    def standing(self, seconds: float, best_seconds: float | None, bound_seconds: float | None, by: str) -> Standing:
+    def incumbent(self, seconds: float, best_seconds: float | None, bound_seconds: float | None, by: str) -> Incumbent:
         """Set it beside the best plan that is known, which may be itself."""
         best = None if best_seconds is None else min(best_seconds, self.added_seconds)
         bound = None if bound_seconds is None or best is None else min(bound_seconds, best)
-        return Standing(
+        return Incumbent(
             name=self.name,
             summary=self.strategy.summary,
             peak_bytes=self.peak_bytes,
@@ -170,7 +170,7 @@ def compare(
             "strategies are set beside each other on a whole graph: study the step for the runtime 'graph'"
         )
     chosen = [strategies.get(name) for name in names or strategies.known()]
-    step = strategies.Step(study.graph, study.costs, study.unlimited_host())
+    step = strategies.StrategyStep(study.graph, study.costs, study.unlimited_host())
     found: dict[str, _Simulated] = {}
     absent: dict[str, str] = {}
     for one in chosen:
@@ -184,12 +184,12 @@ def compare(
     offloading = [one for one in ways if one.is_of_one_device and one.host_bytes]
     others = [one for one in ways if one.is_of_one_device and not one.host_bytes]
     share_seconds = time_limit_seconds / max(len(offloading) + len(others), 1)
-    each = Effort(time_limit_seconds=share_seconds, deterministic=deterministic, seed=seed)
+    each = SolveLimits(time_limit_seconds=share_seconds, deterministic=deterministic, seed=seed)
     seconds = baseline.seconds or 1.0
     rows = [
         *_beside_the_best(study, others, solver, each, progress),
         *(_beside_the_best_offloading(study, one, others, solver, each, progress) for one in offloading),
-        *(one.standing(seconds, None, None, one.name) for one in ways if not one.is_of_one_device),
+        *(one.incumbent(seconds, None, None, one.name) for one in ways if not one.is_of_one_device),
     ]
     return Established(
         model=study.graph.name,
@@ -203,7 +203,7 @@ def compare(
     )
 
 
-def _simulated(study: Study, step: strategies.Step, chosen: strategies.Chosen) -> _Simulated:
+def _simulated(study: Study, step: strategies.StrategyStep, chosen: strategies.Chosen) -> _Simulated:
     own = chosen.step_of(step)
     schedule = chosen.schedule(own)
     evaluation = simulate(own.graph, own.costs, schedule, own.host)
@@ -213,7 +213,7 @@ def _simulated(study: Study, step: strategies.Step, chosen: strategies.Chosen) -
         schedule=schedule,
         peak_bytes=max(
             evaluation.peak_bytes + study.graph.total_static_bytes,
-            optimizer_peak_bytes(study.graph, study.surroundings),
+            optimizer_peak_bytes(study.graph, study.static_memory),
         ),
         added_seconds=evaluation.added_seconds,
         host_bytes=evaluation.host_bytes,
@@ -221,13 +221,13 @@ def _simulated(study: Study, step: strategies.Step, chosen: strategies.Chosen) -
 
 
 def _beside_the_best(
-    study: Study, found: list[_Simulated], solver: str, each: Effort, progress: Progress | None
-) -> Iterator[Standing]:
+    study: Study, found: list[_Simulated], solver: str, each: SolveLimits, progress: Progress | None
+) -> Iterator[Incumbent]:
     if not found:
         return
     effort = replace(each, time_limit_seconds=each.time_limit_seconds * len(found))
     budgets = ",".join(str(peak) for peak in sorted({one.peak_bytes for one in found}))
-    tracing = Tracing(study, budgets=budgets, solver=solver, effort=effort)
+    tracing = CurveSweep(study, budgets=budgets, solver=solver, effort=effort)
     tracing.run(progress=progress)
     points = {point.budget_bytes: point for point in tracing.curve().points}
     seconds = tracing.baseline.seconds or 1.0
@@ -237,25 +237,25 @@ def _beside_the_best(
         point = points[one.peak_bytes]
         if point.overhead is not None and point.overhead * seconds < best_seconds:
             best_seconds, by = point.overhead * seconds, point.solver
-        yield one.standing(seconds, best_seconds, tracing.bound_seconds(one.peak_bytes), by)
+        yield one.incumbent(seconds, best_seconds, tracing.bound_seconds(one.peak_bytes), by)
 
 
 def _beside_the_best_offloading(
-    study: Study, one: _Simulated, others: list[_Simulated], solver: str, effort: Effort, progress: Progress | None
-) -> Standing:
+    study: Study, one: _Simulated, others: list[_Simulated], solver: str, effort: SolveLimits, progress: Progress | None
+) -> Incumbent:
     """Look for a plan that may offload as much as a strategy does."""
     host = study.host(one.host_bytes, at_least=1)
     problem = replace(study.problem(one.peak_bytes), host=host)
-    standing = BestKnown(problem)
+    incumbent = BestKnown(problem)
     for way in (one, *(other for other in others if other.peak_bytes <= one.peak_bytes)):
-        standing.offer(way.schedule, way.name)
+        incumbent.update(way.schedule, way.name)
     try:
         able = solver if solvers.get(solver).offloads else AutoSolver.name
-        study.improve(standing, solver=able, effort=effort, progress=progress)
+        study.improve(incumbent, solver=able, effort=effort, progress=progress)
     except InfeasibleBudgetError as error:
-        standing.prove(error.lower_bound_seconds)
+        incumbent.raise_bound(error.lower_bound_seconds)
     seconds = problem.baseline.seconds or 1.0
-    return one.standing(seconds, standing.recompute_seconds, standing.lower_bound_seconds, standing.solver)
+    return one.incumbent(seconds, incumbent.recompute_seconds, incumbent.lower_bound_seconds, incumbent.solver)
 
 
 def _cheapest_within(found: list[_Simulated], one: _Simulated) -> _Simulated:

@@ -7,23 +7,21 @@ from dataclasses import dataclass, replace
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import LEAST_BYTES, Host, host_of
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.ir.static_memory import Surroundings
-from planner.plans.parts import PlanOrigin
-from planner.plans.plan import Plan
-from planner.plans.planning import Size, make_plan, make_problem, plan_from_solution
-from planner.plans.reservation import optimizer_peak_bytes
-from planner.plans.warnings import GAP
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.planning import GAP, Size, make_plan, make_problem, plan_from_solution
 from planner.solvers.auto import AutoSolver
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule
 
 
@@ -39,7 +37,7 @@ class Study:
         One for each operation.
     origin : PlanOrigin
         Where both come from.
-    surroundings : Surroundings
+    static_memory : StaticMemory
         The optimizer's own step, and how the device hands out memory.
     device : DeviceSpec, optional
         Figures of the device: its link to the host's memory is what offload needs.
@@ -48,7 +46,7 @@ class Study:
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     origin: PlanOrigin
-    surroundings: Surroundings
+    static_memory: StaticMemory
     device: DeviceSpec | None = None
 
     def problem(self, budget: Size = "100%") -> Problem:
@@ -95,7 +93,7 @@ class Study:
         """Plan the step; see :func:`planner.plan` for what is not told to :func:`planner.plans.planning.make_plan`."""
         if offload_lossy and not offload:
             raise UsageError("offload_lossy rounds what is offloaded: give offload too")
-        effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+        effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
         if strategy is not None:
             return self.as_plan(
                 self.strategy(strategy),
@@ -117,7 +115,7 @@ class Study:
             deterministic=deterministic,
             seed=seed,
             origin=self.origin,
-            surroundings=self.surroundings,
+            static_memory=self.static_memory,
             host=self.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None,
             compare=compare,
             progress=progress,
@@ -131,7 +129,7 @@ class Study:
         budget: Size | None = None,
         activation_budget: Size | None = None,
         lower_bound_seconds: float = 0.0,
-        bound_by: Effort | None = None,
+        bound_by: SolveLimits | None = None,
         compare: bool = False,
         progress: Progress | None = None,
     ) -> Plan:
@@ -145,7 +143,7 @@ class Study:
         budget, activation_budget : int, float or str, optional
         lower_bound_seconds : float
             Proven for the budget.
-        bound_by : Effort, optional
+        bound_by : SolveLimits, optional
             How hard to look for a better bound.
         compare, progress
             See :func:`planner.plans.planning.make_plan`.
@@ -157,7 +155,7 @@ class Study:
         """
         found = simulate(self.graph, self.costs, schedule, self.unlimited_host())
         static_bytes = self.graph.total_static_bytes
-        needed_bytes = max(found.peak_bytes + static_bytes, optimizer_peak_bytes(self.graph, self.surroundings))
+        needed_bytes = max(found.peak_bytes + static_bytes, optimizer_peak_bytes(self.graph, self.static_memory))
         if budget is None and activation_budget is None:
             budget = needed_bytes
         problem = make_problem(self.graph, self.costs, budget=budget, activation_budget=activation_budget)
@@ -173,11 +171,11 @@ class Study:
         host = self.host(found.host_bytes, self.least_offloaded(schedule), lossy=rounds) if found.host_bytes else None
         problem = replace(problem, host=host)
         if bound_by is not None:
-            standing = Standing(problem)
-            standing.offer(schedule, name)
+            incumbent = Incumbent(problem)
+            incumbent.update(schedule, name)
             with suppress(InfeasibleBudgetError):  # nothing better was found in time
-                self.improve(standing, solver=AutoSolver.name, effort=bound_by, progress=progress)
-            lower_bound_seconds = max(lower_bound_seconds, standing.lower_bound_seconds)
+                self.improve(incumbent, solver=AutoSolver.name, effort=bound_by, progress=progress)
+            lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)
         solution = Solution(
             solver=name,
             schedule=schedule,
@@ -186,7 +184,7 @@ class Study:
             lower_bound_seconds=min(lower_bound_seconds, found.added_seconds),
         )
         made = plan_from_solution(
-            problem, solution, origin=self.origin, surroundings=self.surroundings, compare=compare
+            problem, solution, origin=self.origin, static_memory=self.static_memory, compare=compare
         )
         # That it pays more than it must is what was to be seen, and no solver's time changes it.
         return replace(made, warnings=tuple(one for one in made.warnings if one.rule != GAP))
@@ -202,8 +200,10 @@ class Study:
         """Give the step as it is where values may wait in a host's memory, or may not."""
         return self
 
-    def improve(self, standing: Standing, *, solver: str, effort: Effort, progress: Progress | None = None) -> None:
-        """Better a standing of this step.
+    def improve(
+        self, incumbent: Incumbent, *, solver: str, effort: SolveLimits, progress: Progress | None = None
+    ) -> None:
+        """Better an incumbent of this step.
 
         Raises
         ------
@@ -211,22 +211,22 @@ class Study:
             If there is no plan, or none was found.
         """
         if solver == AutoSolver.name:
-            AutoSolver().improve(standing, effort=effort, progress=progress)
+            AutoSolver().improve(incumbent, effort=effort, progress=progress)
             return
         if effort.told is not None:
             effort.told(effort.time_limit_seconds)  # what it really takes nobody says
         solution = solvers.solve(
-            standing.problem,
+            incumbent.problem,
             solver,
             time_limit_seconds=effort.time_limit_seconds,
             deterministic=effort.deterministic,
             seed=effort.seed,
             progress=progress,
         )
-        standing.offer(solution.schedule, solution.solver)
-        standing.prove(solution.lower_bound_seconds)
+        incumbent.update(solution.schedule, solution.solver)
+        incumbent.raise_bound(solution.lower_bound_seconds)
 
-    def lowest(self, problem: Problem, *, effort: Effort) -> Schedule:
+    def lowest(self, problem: Problem, *, effort: SolveLimits) -> Schedule:
         """Give the plan of the lowest peak that quick methods find, down to the problem's budget."""
         schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
         if problem.host is not None:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from planner.analysis.study import Study
     from planner.analysis.trade_off.accelerators import DeviceSearch
     from planner.analysis.trade_off.answers import Answers
-    from planner.analysis.trade_off.curve import Tracing
-    from planner.analysis.trade_off.methods import WaySearch
+    from planner.analysis.trade_off.curve import CurveSweep
+    from planner.analysis.trade_off.methods import MethodSweep
     from planner.analysis.trade_off.sizes import SizeSearch
     from planner.ir.schedule import Schedule
 
@@ -163,26 +163,26 @@ class _Asking:
     """All that is asked about a model, one after the other."""
 
     def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
-        from planner.common.limits import Effort
+        from planner.common.limits import SolveLimits
 
         self.args = args
         self.bar = bar
-        self.effort = Effort(time_limit_seconds=args.time_limit, deterministic=args.deterministic, seed=args.seed)
+        self.effort = SolveLimits(time_limit_seconds=args.time_limit, deterministic=args.deterministic, seed=args.seed)
         self.row_effort = dataclasses.replace(self.effort, time_limit_seconds=_ROW_SHARE * args.time_limit)
         self.samples = 1
-        self.tracing: Tracing | None = None
+        self.tracing: CurveSweep | None = None
         self.sizes: dict[str, SizeSearch] = {}
         self.devices: DeviceSearch | None = None
-        self.ways: WaySearch | None = None
+        self.ways: MethodSweep | None = None
 
     def run(self) -> bool:
         """Ask, and say whether that was interrupted; before anything is done that is an error."""
-        from planner.analysis.trade_off.curve import Tracing
+        from planner.analysis.trade_off.curve import CurveSweep
 
         args = self.args
         study = self.study()
         self.bar("looking for the smallest peak")
-        self.tracing = Tracing(
+        self.tracing = CurveSweep(
             study,
             points=args.points,
             budgets=args.budgets,
@@ -215,7 +215,7 @@ class _Asking:
     def further(self) -> Iterator[Callable[[], None]]:
         """Give the searches along the other axes."""
         from planner.analysis.trade_off.accelerators import DeviceSearch
-        from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, WaySearch
+        from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
         from planner.analysis.trade_off.sizes import SizeSearch
 
         args, tracing = self.args, self.tracing
@@ -249,7 +249,7 @@ class _Asking:
             )
             yield partial(self.devices.run, progress=self.bar)
         if ways := [*([RECOMPUTE_ALONE] if args.offload else []), *_names(args, "solvers")]:
-            self.ways = WaySearch(ways, tracing, effort=self.effort, pytorch=self.partitioned)
+            self.ways = MethodSweep(ways, tracing, effort=self.effort, pytorch=self.partitioned)
             yield partial(self.ways.run, progress=self.bar, count=self.bar.count)
 
     def study_at(self, option: str, value: Any) -> Study:

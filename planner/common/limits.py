@@ -11,7 +11,7 @@ from planner.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class SolveLimits:
     """What a solve may take.
 
     Parameters

@@ -17,7 +17,7 @@ from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings import checkpoint_rules, model_rules, step_rules
 from planner.findings.finding import Diagnosis
 from planner.findings.rules import examine
-from planner.findings.subject import Step, Subject
+from planner.findings.subject import CapturedStep, Subject
 from planner.ir.problem import Problem, Progress
 from planner.ir.schedule import Schedule
 from planner.measure import loss
@@ -109,7 +109,7 @@ def check(
     return Diagnosis(model=name or type(model).__name__, findings=examine(subject, RULES), captured=step is not None)
 
 
-def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunction | None) -> Step:
+def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunction | None) -> CapturedStep:
     """Capture a step, with the schedule that recomputes nothing."""
     joint = capture(model, inputs, attention=attention_for(model, options))
     if loss_fn is not None:
@@ -118,4 +118,4 @@ def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunct
     graph, costs = lowered.lowered.graph, cost(model, lowered.lowered, lowered.spec, options).costs
     unbounded = Problem(graph=graph, costs=costs, budget_bytes=0)
     problem = Problem(graph=graph, costs=costs, budget_bytes=unbounded.baseline.peak_bytes)
-    return Step(problem=problem, schedule=Schedule.keep_all(graph), evaluation=unbounded.baseline)
+    return CapturedStep(problem=problem, schedule=Schedule.keep_all(graph), evaluation=unbounded.baseline)

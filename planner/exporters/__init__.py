@@ -18,12 +18,12 @@ from planner.common.registry import defined, unknown
 from planner.common.units import format_bytes
 from planner.errors import UsageError
 from planner.exporters._export import Export, Figures, Label, Placement
-from planner.exporters._step import CannotExpressError, Step
+from planner.exporters._step import CannotExpressError, ExportStep
 from planner.exporters._text import comment, figures
 from planner.findings.finding import collapsed
-from planner.plans.match import check_match, check_same_step
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
+from planner.plans.reuse import check_match, check_same_step
 
 
 @runtime_checkable
@@ -57,7 +57,7 @@ class Exporter(Protocol):
         """Whether just these modules can be named."""
         ...
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         """Choose what is to run again.
 
         Raises
@@ -172,7 +172,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
             f"study=planner.study(model, inputs, runtime={runtime_for(to)!r}), on the command line the model and its "
             "sizes"
         )
-    step = Step(plan, study, to_the_end=exporter.to_the_end)
+    step = ExportStep(plan, study, to_the_end=exporter.to_the_end)
     try:
         placement = exporter.place(step)
     except CannotExpressError as error:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from planner.analysis.eager_study import EagerStudy
 from planner.analysis.study import Study
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import PlannerError
 from planner.exporters._export import Figures, Placement
 from planner.ir.checkpoints import BOOKKEEPING, Region, schedule_of
@@ -16,7 +16,7 @@ from planner.ir.layers import find_layers
 from planner.ir.module_regions import forward_of, module_region
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.plans.plan import Plan
 from planner.solving.modules.ilp import Chooser
 
@@ -28,7 +28,7 @@ class CannotExpressError(PlannerError):
     """The framework has no words for a plan that keeps the budget; the message says what would work."""
 
 
-class Step:
+class ExportStep:
     """A step and a plan for it, asked for ways to checkpoint whole modules.
 
     Parameters
@@ -124,7 +124,7 @@ class Step:
         """
         sound = [module for module in candidates if self._is_sound(module)]
         regions = [region for module in sound if (region := self._region((module,), Placement())) is not None]
-        clock = Effort(time_limit_seconds=_SECONDS, deterministic=True).clock()
+        clock = SolveLimits(time_limit_seconds=_SECONDS, deterministic=True).clock()
         more_bytes = max((self._rest_of(module)[1] for module in sound), default=0)
         problem = replace(self.problem, budget_bytes=self.problem.budget_bytes - more_bytes)
         chosen, _ = Chooser(problem, regions, clock).choose()
@@ -186,7 +186,7 @@ class Step:
         if self._recorded is None or not self.to_the_end or module not in self._recorded:
             return 0.0, 0
         operations, values = self.graph.operations, self.graph.values
-        again = set(self._recorded[module].again)
+        again = set(self._recorded[module].recompute)
         rest = [
             index
             for index in forward_of(self.graph, [module])

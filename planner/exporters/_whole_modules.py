@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 
 
 class WholeModules:
@@ -19,6 +19,6 @@ class WholeModules:
         """Take any modules."""
         return True
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         """Choose among all modules."""
         return step.best_modules(step.modules)

@@ -9,7 +9,7 @@ axolotl-ai-cloud/axolotl, and https://docs.axolotl.ai/docs/config-reference.html
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.plans.plan import Plan
 
 
@@ -24,7 +24,7 @@ class _Axolotl:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return False
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         return step.best_of(
             Placement(groups=tuple((layer,) for layer in step.row[::n]), settings={"every_n_layers": n})
             for n in range(1, len(step.row) + 1)

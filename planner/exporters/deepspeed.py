@@ -10,7 +10,7 @@ deepspeedai/DeepSpeed, and https://deepspeed.readthedocs.io/en/latest/activation
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.exporters._text import names, without_cache
 from planner.plans.plan import Plan
 
@@ -26,7 +26,7 @@ class _DeepSpeed:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return True
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         return step.best_modules(step.modules)
 
     def write(self, placement: Placement, plan: Plan) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.exporters._text import names
 from planner.plans.plan import Plan
 
@@ -29,7 +29,7 @@ class _HuggingFace:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return all(module.rpartition(".")[2].isdigit() for module in modules)
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         chosen = step.best_modules(step.blocks)
         return Placement(groups=chosen.groups, settings=_as_trainer_options(step, chosen.modules))
 
@@ -62,7 +62,7 @@ def checkpoint_layers(model):
 """
 
 
-def _as_trainer_options(step: Step, modules: tuple[str, ...]) -> dict[str, object]:
+def _as_trainer_options(step: ExportStep, modules: tuple[str, ...]) -> dict[str, object]:
     """Give the Trainer's own options, if they choose the same layers: every n-th, from the first on."""
     for n in range(1, len(step.blocks) + 1):
         if step.blocks[::n] == modules:

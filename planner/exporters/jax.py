@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.exporters._text import comment, names, numbers
 from planner.ir.graph import Operation, Phase
 from planner.ir.module_regions import forward_of
@@ -36,7 +36,7 @@ class _JAX:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return False
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         row = step.row
         best = step.best_of([step.best_modules(row), *_keeping(step)])
         positions = [index for index, block in enumerate(row) if block in best.modules]
@@ -67,7 +67,7 @@ def planned_block(number, block_fn):
 class _Saves:
     """Whether an operation makes the output of one of some modules, named by their path within a block."""
 
-    def __init__(self, step: Step, modules: tuple[str, ...]) -> None:
+    def __init__(self, step: ExportStep, modules: tuple[str, ...]) -> None:
         last: dict[str, str] = {}
         for operation in step.graph.operations:
             if operation.phase is Phase.FORWARD:
@@ -79,7 +79,7 @@ class _Saves:
         return operation.name in self._made
 
 
-def _keeping(step: Step) -> Iterator[Placement]:
+def _keeping(step: ExportStep) -> Iterator[Placement]:
     """Give the placements that run every block again and keep what modules in them make, the dearest first."""
     groups = tuple((block,) for block in step.row)
     saved: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ def _keeping(step: Step) -> Iterator[Placement]:
             yield placement
 
 
-def _dearest(step: Step) -> list[str]:
+def _dearest(step: ExportStep) -> list[str]:
     """Give the modules within blocks, by their paths there, in the order of their forward's time."""
     seconds: dict[str, float] = {}
     for block in step.row:

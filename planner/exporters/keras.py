@@ -8,7 +8,7 @@ https://keras.io/api/utils/rematerialization_utils/.
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.exporters._text import names
 from planner.plans.plan import Plan
 
@@ -27,7 +27,7 @@ class _Keras:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return False
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         return step.best_modules(step.blocks)
 
     def write(self, placement: Placement, plan: Plan) -> str:

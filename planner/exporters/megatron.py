@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.exporters._text import comment
 from planner.plans.plan import Plan
 
@@ -35,7 +35,7 @@ class _Megatron:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return False
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         return step.best_of(_placements(step))
 
     def write(self, placement: Placement, plan: Plan) -> str:
@@ -44,7 +44,7 @@ class _Megatron:
         return f"{hint}RECOMPUTE_ARGS=(\n{options})\n"
 
 
-def _placements(step: Step) -> Iterator[Placement]:
+def _placements(step: ExportStep) -> Iterator[Placement]:
     row = step.row
     for count in range(1, len(row) + 1):
         yield Placement(

@@ -10,7 +10,7 @@ pytorch/torchtitan.
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.exporters._text import numbers
 from planner.plans.plan import Plan
 
@@ -29,7 +29,7 @@ class _TorchTitan:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return False
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         chosen = step.best_modules(step.row)
         positions = [index for index, block in enumerate(step.row) if block in chosen.modules]
         return Placement(groups=chosen.groups, settings={"numbers": positions, "all": len(positions) == len(step.row)})

@@ -9,7 +9,7 @@ in unslothai/unsloth, and https://docs.unsloth.ai.
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import Step
+from planner.exporters._step import ExportStep
 from planner.plans.plan import Plan
 
 
@@ -24,7 +24,7 @@ class _Unsloth:
     def takes(self, modules: tuple[str, ...]) -> bool:
         return False
 
-    def place(self, step: Step) -> Placement:
+    def place(self, step: ExportStep) -> Placement:
         return step.best_of(_skipping(step.row, count) for count in range(len(step.row)))
 
     def write(self, placement: Placement, plan: Plan) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from planner.common.units import format_bytes, format_percent
 from planner.findings.finding import Severity, collapsed
 from planner.findings.rules import Rule
-from planner.findings.subject import Step, Subject
+from planner.findings.subject import CapturedStep, Subject
 from planner.ir.graph import Operation, Phase, TrainingGraph
-from planner.ir.simulate import lifetimes
+from planner.ir.simulator import lifetimes
 
 _DOMINATING_STATIC = 0.8
 _DOMINATING_OPTIMIZER = 0.4
@@ -116,13 +116,13 @@ def _around_loss(graph: TrainingGraph) -> set[int]:
     }
 
 
-def _alive_at_peak(step: Step) -> list[int]:
+def _alive_at_peak(step: CapturedStep) -> list[int]:
     peak = step.evaluation.peak_position
     copies = lifetimes(step.problem.graph, step.schedule)
     return [copy.value for copy in copies if copy.born <= peak <= copy.died]
 
 
-def _whole_bytes(step: Step) -> int:
+def _whole_bytes(step: CapturedStep) -> int:
     return max(step.problem.budget_bytes + step.problem.graph.total_static_bytes, 1)
 
 

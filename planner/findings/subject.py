@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation
+from planner.ir.simulator import Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class CheckpointCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class CapturedStep:
     """A captured step, and a schedule of it: that of a plan, or the one without recompute."""
 
     problem: Problem
@@ -118,7 +118,7 @@ class Subject:
         What the model gives to a loss outside it; 0 if it returns its loss.
     counts_loss : bool
         Whether that loss is counted.
-    step : Step, optional
+    step : CapturedStep, optional
     """
 
     modules: tuple[ModuleFacts, ...] = ()
@@ -129,4 +129,4 @@ class Subject:
     not_captured: str = ""
     outside_bytes: int = 0
     counts_loss: bool = False
-    step: Step | None = None
+    step: CapturedStep | None = None

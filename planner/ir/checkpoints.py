@@ -114,17 +114,17 @@ class Region:
         Path of the module.
     hold : int, optional
         Its operation of that name; None if it holds nothing but what its second run reads.
-    again : tuple of int
+    recompute : tuple of int
         What is run again: ``scratch``, the operations of the region up to the last one that saves
         anything, and ``stop``.
-    before : int
+    recompute_before : int
         Operation of the backward right before which that happens.
-    until : int
+    release_at : int
         Operation of the backward before which its inputs are let go.
     keepable : tuple of Keepable
         Operations of it that need not run again.
     kept : tuple of Keepable
-        Those that do not: their stand-ins are in ``again``.
+        Those that do not: their stand-ins are in ``recompute``.
     sends : Sends, optional
         What it could send to the host's memory, if anything may go there.
     sent : tuple of Sent
@@ -136,9 +136,9 @@ class Region:
 
     module: str
     hold: int | None
-    again: tuple[int, ...]
-    before: int
-    until: int
+    recompute: tuple[int, ...]
+    recompute_before: int
+    release_at: int
     keepable: tuple[Keepable, ...] = ()
     kept: tuple[Keepable, ...] = ()
     sends: Sends | None = None
@@ -153,10 +153,10 @@ def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
     chosen = list(regions)
     for region in chosen:
         if region.hold is not None:
-            before.setdefault(region.until, []).append(region.hold)
+            before.setdefault(region.release_at, []).append(region.hold)
     held = {index: len(again) for index, again in before.items()}
     for region in chosen:  # what is let go is gone before anything is run again
-        before.setdefault(region.before, []).extend(region.again)
+        before.setdefault(region.recompute_before, []).extend(region.recompute)
     schedule = Schedule.with_recomputations(graph, before)
     if not any(region.sent for region in chosen):
         return schedule
@@ -164,10 +164,10 @@ def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
     offloads = []
     ahead: dict[int, int] = {}
     for region in chosen:
-        run_before = ahead.get(region.before, 0)
-        ahead[region.before] = run_before + len(region.again)
+        run_before = ahead.get(region.recompute_before, 0)
+        ahead[region.recompute_before] = run_before + len(region.recompute)
         for sent in region.sent:
-            own = run_before if region.again and sent.returns == region.before else 0
+            own = run_before if region.recompute and sent.returns == region.recompute_before else 0
             returns = begins[sent.returns] + held.get(sent.returns, 0) + own
             offloads.append(Offload(sent.value, begins[sent.leaves], (returns,)))
     return Schedule(schedule.order, tuple(sorted(offloads, key=lambda offload: offload.value)))
@@ -177,15 +177,15 @@ def begins_of(graph: TrainingGraph, regions: Iterable[Region]) -> list[int]:
     """Give for each operation the position in the schedule of these regions where what comes before its run begins."""
     more = [0] * len(graph.operations)
     for region in regions:
-        more[region.before] += len(region.again)
+        more[region.recompute_before] += len(region.recompute)
         if region.hold is not None:
-            more[region.until] += 1
+            more[region.release_at] += 1
     return [index + before for index, before in enumerate(accumulate(more[:-1], initial=0))]
 
 
 def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
     """Give what one recompute of a region takes."""
-    return sum(costs[index].seconds for index in region.again)
+    return sum(costs[index].seconds for index in region.recompute)
 
 
 def sent_bytes(region: Region, graph: TrainingGraph) -> int:

@@ -85,7 +85,7 @@ def region_of(
     if to_the_end:
         again |= {i for i in inside if operations[i].recomputable and not _only_held(operations[i], held)}
     before = min(needs.values())
-    return Region(module=module, hold=None, again=tuple(sorted(again)), before=before, until=before)
+    return Region(module=module, hold=None, recompute=tuple(sorted(again)), recompute_before=before, release_at=before)
 
 
 def _needed(graph: TrainingGraph, inside: Collection[int], held: Collection[int], needs: Iterable[int]) -> set[int]:

@@ -10,7 +10,7 @@ from planner.errors import ClaimMismatchError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation, simulate
+from planner.ir.simulator import Evaluation, simulate
 
 Progress = Callable[[str], None]
 """Called by a solver with a short line on how it stands."""

@@ -36,7 +36,7 @@ class LossMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class StaticMemory:
     """What is resident beside the model, and what the optimizer's own step needs.
 
     Parameters

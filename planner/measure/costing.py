@@ -49,7 +49,7 @@ def cost_step(
     cost_model: str,
     here: torch.device | None,
     inputs: tuple[tuple[int, ...], ...],
-    effort: workspace.Effort,
+    effort: workspace.TrialLimits,
     profile: Profile | None = None,
     time_limit_seconds: float = SECONDS_TO_MEASURE,
     progress: Progress | None = None,
@@ -67,7 +67,7 @@ def cost_step(
         That device, if it is here and can be asked.
     inputs : tuple of tuple of int
         Shapes of what the step is called with.
-    effort : workspace.Effort
+    effort : workspace.TrialLimits
         What may be spent on finding out hidden workspace.
     profile : Profile, optional
         Costs that were recorded before; makes the cost model ``"measured"``.

@@ -11,13 +11,13 @@ from cost_models.devices import DeviceSpec
 from planner.capture.inputs import static_bytes
 from planner.common.training import Training
 from planner.common.units import parse_size
-from planner.ir.static_memory import Surroundings
+from planner.ir.static_memory import StaticMemory
 from planner.measure.optimizers import optimizer_memory
 
 
-def surroundings(
+def static_memory(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, training: Training
-) -> Surroundings:
+) -> StaticMemory:
     """Count everything that is resident while a model trains, and the optimizer's temporaries.
 
     Parameters
@@ -31,7 +31,7 @@ def surroundings(
 
     Returns
     -------
-    Surroundings
+    StaticMemory
         With ``parameters``, ``buffers`` and ``inputs`` in its ``static_bytes`` too.
 
     Notes
@@ -66,7 +66,7 @@ def surroundings(
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
     others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve")
-    return Surroundings(
+    return StaticMemory(
         static_bytes=resident,
         optimizer_step_bytes=_share(memory.step_bytes, shards),
         gradient_shards=shards,

@@ -28,7 +28,7 @@ from planner.ir.graph import OperationCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class TrialLimits:
     """What may be spent; the clock plays no part, so that a busy machine sees as much as an idle one.
 
     Parameters
@@ -43,14 +43,14 @@ class Effort:
     operation_bytes: float
 
 
-TO_RUN = Effort(seconds=math.inf, operation_bytes=math.inf)
+TO_RUN = TrialLimits(seconds=math.inf, operation_bytes=math.inf)
 """For a model that is about to run here: each of its operations takes and holds no more than the step does."""
 
-TO_PLAN = Effort(seconds=2.0, operation_bytes=256 << 20)
+TO_PLAN = TrialLimits(seconds=2.0, operation_bytes=256 << 20)
 """For a model on fake tensors, which may be far larger than this machine."""
 
 
-def effort_for(model: nn.Module) -> Effort:
+def effort_for(model: nn.Module) -> TrialLimits:
     """Say what trying kernels may take: those of a model that is about to run here may take what it takes."""
     return TO_PLAN if is_fake(model) else TO_RUN
 
@@ -62,7 +62,7 @@ _known: dict[Hashable, int] = {}
 
 
 def measure(
-    lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device, effort: Effort
+    lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device, effort: TrialLimits
 ) -> dict[int, int | None]:
     """See how much workspace operations need.
 
@@ -73,7 +73,7 @@ def measure(
         With the seconds of one run, which decide what is too long to be tried.
     device : torch.device
         Where to run: the device that the plan is for.
-    effort : Effort
+    effort : TrialLimits
 
     Returns
     -------
@@ -98,7 +98,7 @@ def measure(
     return {index: _known.get(signature) for index, signature in signatures.items()}
 
 
-def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Effort) -> list[int]:
+def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int]:
     """See how much workspace single calls need; 0 where a call cannot be tried, or is too large to be."""
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
     where = (device.type, torch.get_num_threads())
@@ -125,7 +125,7 @@ def _moved_bytes(node: fx.Node) -> int:
 
 
 def _affordable(
-    lowered: LoweredGraph, costs: tuple[OperationCost, ...], operations: list[int], effort: Effort
+    lowered: LoweredGraph, costs: tuple[OperationCost, ...], operations: list[int], effort: TrialLimits
 ) -> Iterator[int]:
     spent_seconds = 0.0
     for index in sorted(operations, key=lambda index: costs[index].seconds):

@@ -1,6 +1,6 @@
-"""What PyTorch's CUDA caching allocator reserves for a planned step, on paper.
+"""What PyTorch's CUDA caching allocator reserves for a planned step, on paper, and the optimizer's own peak.
 
-``planner.ir.simulate`` counts the bytes that a step uses. The device must hold more: the allocator
+``planner.ir.simulator`` counts the bytes that a step uses. The device must hold more: the allocator
 takes memory in segments, hands out pieces of them, and keeps what comes back.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of
@@ -11,13 +11,18 @@ largest block to split, no rounding to powers of two, no garbage collection.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from planner.common.units import format_bytes
 from planner.errors import UsageError
+from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import lifetimes
+from planner.ir.simulator import lifetimes
+from planner.ir.static_memory import StaticMemory
+from planner.plans.plan import ReservedMemory
 
 # In brackets, what the real allocator calls it.
 MIN_BLOCK_BYTES = 512  # requests are rounded up to this, and no smaller block is split off (kMinBlockSize)
@@ -296,3 +301,43 @@ def _segment_bytes(rounded_bytes: int) -> int:
 
 def _round_up(size_bytes: int, unit_bytes: int) -> int:
     return -(-size_bytes // unit_bytes) * unit_bytes
+
+
+OPTIMIZER_STEP = "the optimizer's step"
+
+
+def optimizer_peak_bytes(graph: TrainingGraph, static_memory: StaticMemory) -> int:
+    """Give what the device holds while the optimizer steps: gradients and outputs, and its temporaries.
+
+    Gradients that are accumulated into are resident already, so those of the step are gone by then.
+    """
+    kinds = ("output",) if "gradients" in graph.static_bytes else ("output", "gradient")
+    left_bytes = sum(value.size_bytes for value in graph.values if value.retained and value.kind in kinds)
+    return graph.total_static_bytes + left_bytes + static_memory.optimizer_step_bytes
+
+
+def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: StaticMemory) -> ReservedMemory | None:
+    """Predict what CUDA's caching allocator takes from the device; None where there is none."""
+    if not static_memory.has_caching_allocator:
+        return None
+    found = simulate_reserved(problem.graph, problem.costs, schedule, resident_bytes=static_memory.tensor_bytes)
+    return ReservedMemory(allocated_bytes=found.block_bytes, reserved_bytes=found.reserved_bytes)
+
+
+def reserve_warnings(
+    problem: Problem, static_memory: StaticMemory, reserved: ReservedMemory | None
+) -> Iterator[Finding]:
+    """Warn where fragmentation would eat what the budget leaves free."""
+    static_bytes = problem.graph.static_bytes
+    available_bytes = problem.budget_bytes + problem.graph.total_static_bytes - static_bytes.get("reserve", 0)
+    if reserved is None or reserved.reserved_bytes <= available_bytes:
+        return
+    yield Finding(
+        rule="fragmentation",
+        evidence=f"CUDA's allocator would reserve {format_bytes(reserved.reserved_bytes)} for this plan, more than the "
+        f"{format_bytes(available_bytes)} that it may have",
+        cause="holes between segments are lost to the budget",
+        fix="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with a reserve of "
+        f"{format_bytes(reserved.reserved_bytes - available_bytes + static_bytes.get('reserve', 0))}, if the budget is "
+        "all that the card has",
+    )

@@ -14,7 +14,7 @@ from planner.ir.layers import Layers, find_layers, forward_of_blocks
 from planner.ir.module_regions import region_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.plans.parts import BaselineRow
+from planner.plans.plan import BaselineRow
 
 _SECONDS_EACH = 2.0
 """For a simple solver; counted as work, so that the same report comes out every time."""

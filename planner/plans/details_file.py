@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.common.json_reader import Node
 from planner.errors import PlanFileError
-from planner.plans.details import AliveTensors, MoreMemory, StepDetails, Timeline, TimelinePoint
+from planner.plans.plan import AliveTensors, MoreMemory, StepDetails, Timeline, TimelinePoint
 
 if TYPE_CHECKING:
     from planner.plans.plan import Plan

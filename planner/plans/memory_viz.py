@@ -15,8 +15,7 @@ from typing import Any
 
 from planner.common.atomic import write_bytes
 from planner.errors import UsageError
-from planner.plans.details import Allocation
-from planner.plans.plan import Plan
+from planner.plans.plan import Allocation, Plan
 
 _BASE = 2**32
 """Where memory begins: no address is 0."""

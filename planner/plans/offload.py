@@ -8,7 +8,7 @@ from planner.errors import PlanMismatchError
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
-from planner.ir.simulate import Evaluation
+from planner.ir.simulator import Evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

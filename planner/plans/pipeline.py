@@ -15,20 +15,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation, simulate
-from planner.ir.static_memory import Surroundings
-from planner.plans.parts import SCHEMA, PlanOrigin
+from planner.ir.simulator import Evaluation, simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight
 from planner.plans.pipeline_stages import Stage
 from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
-from planner.plans.plan import Plan
+from planner.plans.plan import SCHEMA, Plan, PlanOrigin
 from planner.plans.planning import Size, plan_from_solution
-from planner.plans.reservation import optimizer_peak_bytes
 from planner.solvers import get
 from planner.solving.peak_bounds import lowest_schedule
 from planner.solving.segmentations import segmentations
@@ -42,7 +41,7 @@ _CLOSED = 1e-4
 
 def make_pipeline_plan(
     devices: Sequence[Sequence[Stage]],
-    surroundings: Sequence[Surroundings],
+    static_memory: Sequence[StaticMemory],
     schedule: PipelineSchedule,
     *,
     budget: Size,
@@ -59,7 +58,7 @@ def make_pipeline_plan(
     ----------
     devices : sequence of sequences of Stage
         For each device its chunks.
-    surroundings : sequence of Surroundings
+    static_memory : sequence of StaticMemory
         For each device what is resident there.
     schedule : PipelineSchedule
     budget : int, float or str
@@ -75,10 +74,10 @@ def make_pipeline_plan(
         If a stage has no plan, with the smallest budget that is known to be enough for all.
     """
     get(solver)
-    effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+    effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     made = [
         _Device(index, chunks, around, loads(schedule, index))
-        for index, (chunks, around) in enumerate(zip(devices, surroundings, strict=True))
+        for index, (chunks, around) in enumerate(zip(devices, static_memory, strict=True))
     ]
     budget_bytes = parse_size(budget, whole_bytes=max(device.keep_all.peak_bytes for device in made))
     origin = origin or PlanOrigin()
@@ -151,7 +150,7 @@ class _Held:
 class _Device:
     """One device: its chunks, what is resident, and the loads under which its passes run."""
 
-    def __init__(self, index: int, chunks: Sequence[Stage], around: Surroundings, loads: Sequence[Load]) -> None:
+    def __init__(self, index: int, chunks: Sequence[Stage], around: StaticMemory, loads: Sequence[Load]) -> None:
         self.index, self.chunks, self.around, self.loads = index, tuple(chunks), around, tuple(loads)
         self.static_bytes = sum(around.static_bytes.values())
         # Where gradients of earlier steps are resident, those of earlier micro-batches are in them.
@@ -222,14 +221,14 @@ class _Device:
             tuple(found.recompute_seconds for found in plain),
         )
 
-    def solve(self, budget_bytes: int, solver: str, effort: Effort) -> tuple[_Held, tuple[float, ...]] | None:
+    def solve(self, budget_bytes: int, solver: str, effort: SolveLimits) -> tuple[_Held, tuple[float, ...]] | None:
         """Give the cheapest schedules found within a budget and lower bounds for each chunk; None if there are none."""
         if self.keep_all.peak_bytes <= budget_bytes:
             return self.keep_all, (0.0,) * len(self.chunks)
         if self.optimizer_peak_bytes > budget_bytes or self.static_bytes >= budget_bytes:
             return None
         begun = time.perf_counter()
-        found = _Search(self, budget_bytes - self.static_bytes, solver, effort).run()
+        found = _SplitSearch(self, budget_bytes - self.static_bytes, solver, effort).run()
         self.solve_seconds = time.perf_counter() - begun
         return found
 
@@ -251,7 +250,7 @@ class _Device:
                 lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
                 solve_seconds=self.solve_seconds,
             )
-            plan = plan_from_solution(problem, solution, origin=origin, surroundings=around, compare=False)
+            plan = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=False)
             made.append(
                 replace(
                     plan,
@@ -268,10 +267,10 @@ def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
     return found.timeline_bytes[schedule.order.index(stage.wait)]
 
 
-class _Search:
+class _SplitSearch:
     """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
 
-    def __init__(self, device: _Device, budget_bytes: int, solver: str, effort: Effort) -> None:
+    def __init__(self, device: _Device, budget_bytes: int, solver: str, effort: SolveLimits) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
         self.whole_bytes = max(*self.full, 1)

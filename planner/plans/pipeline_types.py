@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.errors import InfeasibleBudgetError
-from planner.plans.parts import SCHEMA
 from planner.plans.pipeline_schedules import PipelineSchedule
-from planner.plans.plan import Plan
+from planner.plans.plan import SCHEMA, Plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,12 @@
-"""A plan, as plain data.
+"""A plan and its parts, as plain data.
 
-``planner.plans.planning`` makes them, ``planner.plans.plan_file`` turns them into JSON and back,
-``planner.report`` shows them. Whole-device bytes everywhere: what is resident is included.
+``planner.plans.planning`` makes them, ``planner.plans.plan_file`` turns them into JSON and back, ``planner.report``
+shows them. Whole-device bytes everywhere: what is resident is included.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,341 @@ from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
 from planner.ir.schedule import Schedule
-from planner.plans.details import StepDetails
 from planner.plans.offload import Offloading, with_offloads
-from planner.plans.parts import (
-    BaselineRow,
-    LayerPlacement,
-    OperationRow,
-    PeakLocation,
-    ReservedMemory,
-    Verification,
-)
 from planner.plans.values import ValueTable
+
+SCHEMA = 1
+"""Version of the JSON that reports and plan files share."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeakLocation:
+    """Where in the step the peak stands.
+
+    Parameters
+    ----------
+    operation : str
+        The operator, for example ``"aten.mm.default"``.
+    module : str
+        Path of the module that it comes from, ``""`` for the model itself.
+    source : str
+        ``file:line`` of the user's code, ``""`` if unknown.
+    phase : str
+        ``"forward"``, ``"loss"`` or ``"backward"``; ``"recompute"`` for a run after the first.
+    """
+
+    operation: str
+    module: str = ""
+    source: str = ""
+    phase: str = ""
+
+    def __str__(self) -> str:
+        place = self.operation or "the end of the step"
+        if self.module:
+            place += f" in {self.module}"
+        if self.source:
+            place += f" ({self.source})"
+        return place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlacement:
+    """What a plan does with one layer.
+
+    Parameters
+    ----------
+    module : str
+        Path of the layer, ``""`` for what the model itself does.
+    block : bool
+        Whether it is one of a numbered row of blocks.
+    saved_bytes : int
+        Activations that it makes in the forward and that are held until the backward.
+    freed_bytes : int
+        Activations that the step without recompute holds until the backward, and the plan does not.
+    recomputed : int
+        Runs beyond the first of its operations.
+    added_seconds : float
+        Time of these runs.
+    forward_seconds : float
+        Time of its forward: what recomputing all of it would add.
+    targets : dict of str to int
+        These runs by operator.
+    offloaded_bytes : int
+        Activations that it makes in the forward and that wait in the host's memory for the backward.
+    """
+
+    module: str
+    block: bool
+    saved_bytes: int
+    freed_bytes: int
+    recomputed: int
+    added_seconds: float
+    forward_seconds: float
+    targets: dict[str, int] = field(default_factory=dict)
+    offloaded_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineRow:
+    """One way to spend memory or time, beside the plan.
+
+    Parameters
+    ----------
+    name : str
+        ``"none"``, ``"every layer"``, ...
+    peak_bytes : int, optional
+        Simulated peak, ``None`` if there is no such schedule.
+    overhead : float, optional
+        Recompute time over step time without recompute.
+    seconds : float
+        Time to find it.
+    fits : bool
+        Whether the peak keeps the budget.
+    reason : str
+        Why there is no such schedule.
+    """
+
+    name: str
+    peak_bytes: int | None = None
+    overhead: float | None = None
+    seconds: float = 0.0
+    fits: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservedMemory:
+    """What CUDA's caching allocator is predicted to report.
+
+    Parameters
+    ----------
+    allocated_bytes : int
+        Peak of ``torch.cuda.memory_allocated``: blocks are counted whole, so it is a little above the tensors.
+    reserved_bytes : int
+        Peak of ``torch.cuda.memory_reserved``: segments, with the holes in them.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What real steps with and without the plan showed.
+
+    Parameters
+    ----------
+    peak_bytes, baseline_peak_bytes : int
+        Measured peaks with and without the plan.
+    overhead : float
+        Measured step time with the plan over that without it, less one.
+    loss_equal, gradients_bitwise_equal, buffers_equal : bool
+        Whether the two agree to the last bit.
+    differences : tuple of str
+        One line for each thing that differs by more than the tolerance.
+    steps : int
+        Steps that were run each way.
+    tolerance : float
+        What the runtime allows; 0 means equal to the last bit.
+    from_one_piece : float
+        How far loss and gradients are from those of the step in one piece, if the plan's is in slices: the largest
+        difference as a share of the length, see :func:`planner.diagnose.verification.distance`.
+    rounding_error : float, optional
+        How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the
+        largest difference as a share of the length, and ``tolerance`` what is allowed of it, in any type.
+    """
+
+    peak_bytes: int
+    baseline_peak_bytes: int
+    overhead: float
+    loss_equal: bool
+    gradients_bitwise_equal: bool
+    buffers_equal: bool
+    differences: tuple[str, ...] = ()
+    steps: int = 1
+    tolerance: float = 0.0
+    from_one_piece: float = 0.0
+    rounding_error: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether loss, gradients and buffers all agree to the last bit."""
+        return self.loss_equal and self.gradients_bitwise_equal and self.buffers_equal
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they agree as closely as the runtime promises."""
+        return not self.differences and (self.exact or self.tolerance > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperationRow:
+    """What one operation of the step costs, and how often the plan runs it."""
+
+    operation: str
+    module: str
+    phase: str
+    flops: int
+    moved_bytes: int
+    seconds: float
+    workspace_bytes: int
+    output_bytes: int
+    runs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOrigin:
+    """Where the graph and the costs of a plan come from; it says so in the report.
+
+    Parameters
+    ----------
+    fingerprint : dict of str to str or int
+        What the plan is made for: model class, shapes, dtypes, versions, hash of the graph.
+    capture_seconds : float
+    cost_model, device, torch_version : str
+    warnings : tuple of Finding
+        On the costs.
+    """
+
+    fingerprint: Mapping[str, str | int] = field(default_factory=dict)
+    capture_seconds: float = 0.0
+    cost_model: str = "roofline"
+    device: str = "cpu"
+    torch_version: str = ""
+    runtime: str = "graph"
+    warnings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelinePoint:
+    """The highest of a few consecutive runs of operations; mostly of one.
+
+    Parameters
+    ----------
+    seconds : float
+        When the first of them begins.
+    size_bytes : int
+        What the whole device holds during the highest.
+    operation, module, phase : str
+        What runs then; the phase is ``"recompute"`` for a run after the first.
+    """
+
+    seconds: float
+    size_bytes: int
+    operation: str
+    module: str
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """What the device holds over the step.
+
+    Parameters
+    ----------
+    step_seconds : float
+        When the step ends.
+    backward_seconds : float
+        When the backward begins.
+    points : tuple of TimelinePoint
+        In the order of time. The highest is the peak, exactly.
+    """
+
+    step_seconds: float
+    backward_seconds: float
+    points: tuple[TimelinePoint, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest point."""
+        return max((point.size_bytes for point in self.points), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliveTensors:
+    """Tensors of one make that are there at the peak.
+
+    Parameters
+    ----------
+    count, size_bytes : int
+        How many, and how much they hold together.
+    kind : str
+        As the anatomy of the peak calls them; ``""`` for all that are too small for a row of their own.
+    operation, module, source : str
+        What made them. Modules that differ only in numbers are one: ``"transformer.h.0-11.attn"``.
+    """
+
+    count: int
+    size_bytes: int
+    kind: str
+    operation: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoreMemory:
+    """What a larger budget would buy.
+
+    Parameters
+    ----------
+    budget_bytes : int
+        For the whole device.
+    overhead : float
+        Of the cheapest plan that was found for it in little time.
+    """
+
+    budget_bytes: int
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocation:
+    """Memory that the planned step takes and gives back.
+
+    Parameters
+    ----------
+    size_bytes : int
+    born, died : int
+        Positions of the first and the last run during which it is there.
+    kind, operation, module, source : str
+        What it is, and what made it.
+    """
+
+    size_bytes: int
+    born: int
+    died: int
+    kind: str
+    operation: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDetails:
+    """The step over time, and what fills its peak.
+
+    Parameters
+    ----------
+    before, after : Timeline
+        Without recompute, and as planned.
+    alive : tuple of AliveTensors
+        What the step has made that is there at the peak, the largest first.
+    one_more_gib : MoreMemory, optional
+        What a budget larger by a GiB would buy.
+    modules : tuple of LayerPlacement
+        What happens to every module. Not part of a plan file, nor of comparisons.
+    allocations : tuple of Allocation
+        All memory of the planned step. Not part of a plan file, nor of comparisons.
+    """
+
+    before: Timeline
+    after: Timeline
+    alive: tuple[AliveTensors, ...]
+    one_more_gib: MoreMemory | None = None
+    modules: tuple[LayerPlacement, ...] = field(default=(), compare=False, repr=False)
+    allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
+
 
 __all__ = ["NoPlanFitsError", "Plan", "Verification"]
 

@@ -18,15 +18,15 @@ from planner.errors import PlanFileError
 from planner.findings.finding import Finding, Severity
 from planner.plans.details_file import details_data, hold_to_plan, read_details
 from planner.plans.offload import OffloadedModule, OffloadedValue, Offloading, Place
-from planner.plans.parts import (
+from planner.plans.plan import (
     SCHEMA,
     BaselineRow,
     LayerPlacement,
     PeakLocation,
+    Plan,
     ReservedMemory,
     Verification,
 )
-from planner.plans.plan import Plan
 from planner.plans.values import ValueRow, ValueTable
 
 _LARGEST_FILE_BYTES = 256 * 2**20

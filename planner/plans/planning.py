@@ -1,39 +1,146 @@
-"""From a graph, its costs and a budget to a plan."""
+"""From a costed graph and a budget to a plan, or to the error that says what would do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from planner.common import timings
-from planner.common.limits import Effort
-from planner.common.units import format_bytes, parse_size
+from planner.common.limits import SolveLimits
+from planner.common.units import format_bytes, format_percent, parse_size
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
+from planner.findings.finding import Finding
+from planner.findings.rules import examine
+from planner.findings.step_rules import BOTTLENECKS
+from planner.findings.subject import CapturedStep, Subject
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
 from planner.ir.layers import find_layers
 from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import Surroundings
-from planner.plans.anatomy import anatomy_of_peak, locate_operation, locate_peak, placement
+from planner.ir.simulator import Evaluation
+from planner.ir.static_memory import StaticMemory
+from planner.plans.allocator import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.plans.baselines import baseline_rows
-from planner.plans.infeasible import infeasible_message, infeasible_report
+from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.offload import offloading_of
-from planner.plans.parts import (
+from planner.plans.plan import (
+    SCHEMA,
     BaselineRow,
     LayerPlacement,
+    NoPlanFitsError,
     OperationRow,
     PeakLocation,
+    Plan,
     PlanOrigin,
     Verification,
 )
-from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.reservation import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.plans.step_details import one_more_gib, step_details
 from planner.plans.values import value_table
-from planner.plans.warnings import plan_warnings
 from planner.solvers import solve
 from planner.solving import solution_cache
 from planner.solving.peak_bounds import lowest_peak
+
+
+def infeasible_report(
+    problem: Problem,
+    *,
+    minimum_feasible_peak_bytes: int,
+    proven_minimum_peak_bytes: int,
+    where: PeakLocation,
+    origin: PlanOrigin,
+) -> dict[str, Any]:
+    """Give the report on a budget that no plan keeps.
+
+    Parameters
+    ----------
+    problem : Problem
+    minimum_feasible_peak_bytes : int
+        Smallest peak on the whole device for which a plan is known.
+    proven_minimum_peak_bytes : int
+        No plan at all has a lower one.
+    where : PeakLocation
+        The operation at which the smallest peak stands.
+    origin : PlanOrigin
+    """
+    static_bytes = problem.graph.total_static_bytes
+    return {
+        "schema": SCHEMA,
+        "model": problem.graph.name,
+        "torch": origin.torch_version,
+        "status": "infeasible",
+        "budget_bytes": problem.budget_bytes + static_bytes,
+        "activation_budget_bytes": problem.budget_bytes,
+        "static_bytes": dict(problem.graph.static_bytes),
+        "baseline": {
+            "peak_bytes": problem.baseline.peak_bytes + static_bytes,
+            "step_seconds": problem.baseline.seconds,
+        },
+        "minimum_feasible_peak_bytes": minimum_feasible_peak_bytes,
+        "proven_minimum_peak_bytes": proven_minimum_peak_bytes,
+        "peak_at": asdict(where),
+        "capture_seconds": origin.capture_seconds,
+        "cost_model": origin.cost_model,
+        "device": origin.device,
+    }
+
+
+def infeasible_message(report: dict[str, Any]) -> str:
+    """Say what does not fit and what would; whether that is proven or only all that was found shows in the verb."""
+    budget, smallest_bytes = format_bytes(report["budget_bytes"]), report["minimum_feasible_peak_bytes"]
+    smallest = f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
+    if report["budget_bytes"] < report["proven_minimum_peak_bytes"]:
+        return f"no plan fits {budget}: the smallest feasible budget is {smallest}"
+    return f"no plan was found that fits {budget}: the smallest budget known to be feasible is {smallest}"
+
+
+GAP = "gap-to-bound"
+_WORTH_MORE_SEARCH = 0.02
+
+
+def plan_warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> tuple[Finding, ...]:
+    """Look for what limits a plan.
+
+    Parameters
+    ----------
+    problem : Problem
+    evaluation : Evaluation
+        Simulation of the solution's schedule.
+    solution : Solution
+    """
+    rounded = tuple(_rounded(problem, solution))
+    if evaluation.added_seconds <= 0:
+        return rounded
+    step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
+    return (*rounded, *examine(Subject(step=step), BOTTLENECKS), *_unproven(problem, evaluation, solution))
+
+
+def _rounded(problem: Problem, solution: Solution) -> Iterator[Finding]:
+    offloads = solution.schedule.offloads
+    lossy = [offload for offload in offloads if offload.lossy]
+    if lossy:
+        size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
+        yield Finding(
+            rule="lossy-offload",
+            evidence=f"{len(lossy)} of the {len(offloads)} values that wait on the host, {format_bytes(size_bytes)}, "
+            "are rounded there to bfloat16",
+            cause="they come back off by up to a 256th part, and so does what is recomputed from them: gradients are "
+            "not bit-equal to those of the step without recompute",
+            fix="let 'verify' measure how far off they are; leave out --offload-lossy (offload_lossy) for equal bits",
+        )
+
+
+def _unproven(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:
+    gap = (evaluation.added_seconds - solution.lower_bound_seconds) / max(problem.baseline.seconds, 1e-12)
+    if gap >= _WORTH_MORE_SEARCH and solution.lower_bound_seconds > 0:
+        yield Finding(
+            rule=GAP,
+            evidence=f"the plan pays {format_percent(gap)} of the step more than the proven lower bound",
+            cause="a cheaper plan may exist",
+            fix="give the solver more time",
+        )
+
 
 __all__ = [
     "BaselineRow",
@@ -66,7 +173,7 @@ def make_plan(
     deterministic: bool = False,
     seed: int = 0,
     origin: PlanOrigin | None = None,
-    surroundings: Surroundings | None = None,
+    static_memory: StaticMemory | None = None,
     host: Host | None = None,
     progress: Progress | None = None,
     compare: bool = True,
@@ -91,10 +198,10 @@ def make_plan(
     time_limit_seconds : float
         Roughly when the solver stops improving.
     deterministic, seed
-        See :class:`planner.common.limits.Effort`.
+        See :class:`planner.common.limits.SolveLimits`.
     origin : PlanOrigin, optional
         What the graph and its costs come from.
-    surroundings : Surroundings, optional
+    static_memory : StaticMemory, optional
         The optimizer's step, which must fit too, and how the device hands out memory.
     host : Host, optional
         Where values may be offloaded to; without it none is.
@@ -120,12 +227,12 @@ def make_plan(
         graph, costs, budget=budget, activation_budget=activation_budget, at_least_bytes=at_least_bytes, host=host
     )
     origin = origin or PlanOrigin()
-    surroundings = surroundings or Surroundings()
-    after_bytes = optimizer_peak_bytes(graph, surroundings)
+    static_memory = static_memory or StaticMemory()
+    after_bytes = optimizer_peak_bytes(graph, static_memory)
     try:
         if problem.budget_bytes <= 0:
             raise _nothing_left(problem)
-        if surroundings.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
+        if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise _optimizer_does_not_fit(problem, after_bytes)
         solution = (
             propose(problem)
@@ -133,16 +240,16 @@ def make_plan(
             else _solved(
                 problem,
                 solver,
-                Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed),
+                SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed),
                 progress,
             )
         )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, solver, origin) from error
-    return plan_from_solution(problem, solution, origin=origin, surroundings=surroundings, compare=compare)
+    return plan_from_solution(problem, solution, origin=origin, static_memory=static_memory, compare=compare)
 
 
-def _solved(problem: Problem, solver: str, effort: Effort, progress: Progress | None) -> Solution:
+def _solved(problem: Problem, solver: str, effort: SolveLimits, progress: Progress | None) -> Solution:
     """Give the solution that was found before, or search for one and keep it."""
     with timings.stage("solving"):
         key = solution_cache.key_of(problem, solver, effort)
@@ -194,7 +301,7 @@ def plan_from_solution(
     solution: Solution,
     *,
     origin: PlanOrigin | None = None,
-    surroundings: Surroundings | None = None,
+    static_memory: StaticMemory | None = None,
     compare: bool = True,
 ) -> Plan:
     """Write out a solution as a plan.
@@ -205,7 +312,7 @@ def plan_from_solution(
     solution : Solution
         Its claim is held against the simulator once more.
     origin : PlanOrigin, optional
-    surroundings : Surroundings, optional
+    static_memory : StaticMemory, optional
     compare : bool
         Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
         and the details of the step and of its values.
@@ -215,7 +322,7 @@ def plan_from_solution(
     ClaimMismatchError
         If the solution is not what it claims to be.
     """
-    origin, surroundings = origin or PlanOrigin(), surroundings or Surroundings()
+    origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
     graph, costs, schedule = problem.graph, problem.costs, solution.schedule
     with timings.stage("simulation"):
         evaluation = confirm(problem, solution)
@@ -223,7 +330,7 @@ def plan_from_solution(
     layers = find_layers(graph)
     anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
     minimum_peak_bytes = evaluation.peak_bytes
-    reserved = reserved_by_cuda(problem, schedule, surroundings)
+    reserved = reserved_by_cuda(problem, schedule, static_memory)
     details = None
     baselines: tuple[BaselineRow, ...] = ()
     if compare:
@@ -244,9 +351,9 @@ def plan_from_solution(
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
-        minimum_feasible_peak_bytes=max(minimum_peak_bytes + static_bytes, optimizer_peak_bytes(graph, surroundings)),
-        optimizer_step_bytes=surroundings.optimizer_step_bytes,
-        optimizer_peak_bytes=optimizer_peak_bytes(graph, surroundings),
+        minimum_feasible_peak_bytes=max(minimum_peak_bytes + static_bytes, optimizer_peak_bytes(graph, static_memory)),
+        optimizer_step_bytes=static_memory.optimizer_step_bytes,
+        optimizer_peak_bytes=optimizer_peak_bytes(graph, static_memory),
         reserved=reserved,
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
@@ -264,7 +371,7 @@ def plan_from_solution(
         },
         warnings=(
             *plan_warnings(problem, evaluation, solution),
-            *reserve_warnings(problem, surroundings, reserved),
+            *reserve_warnings(problem, static_memory, reserved),
             *origin.warnings,
         ),
         details=details,

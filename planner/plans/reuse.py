@@ -1,4 +1,4 @@
-"""Carrying a plan over to a step that it was not made for: other input sizes, or the same step captured again."""
+"""Reuse of a plan: whether it is of this step, and whether its decisions fit another one."""
 
 from __future__ import annotations
 
@@ -6,15 +6,64 @@ from dataclasses import replace
 
 from planner.errors import PlanMismatchError, ScheduleError
 from planner.ir.problem import Problem, Solution
-from planner.ir.static_memory import OF_THE_MODEL, SHARDS, Surroundings
-from planner.plans.parts import PlanOrigin
-from planner.plans.plan import Plan
+from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
+from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import plan_from_solution
-from planner.plans.reservation import optimizer_peak_bytes
+
+OF_THE_GRAPH = ("assumes", "operations", "graph")
+"""Keys of a fingerprint that say how a step was captured; the others say what of, and where."""
+
+
+def check_match(plan: Plan, origin: PlanOrigin) -> None:
+    """Refuse a plan of another graph.
+
+    Raises
+    ------
+    PlanMismatchError
+        Naming what differs.
+    """
+    theirs, ours = plan.fingerprint, origin.fingerprint
+    if theirs.get("graph") == ours["graph"]:
+        return
+    keys = [key for key in ours if theirs.get(key) != ours[key]]
+    if not assumes_the_same(plan, origin):  # a batch that needs a mask, say, has a graph of its own
+        keys = [key for key in keys if key not in OF_THE_GRAPH]
+        if not keys:
+            return
+    _refuse(plan, origin, keys)
+
+
+def check_same_step(plan: Plan, origin: PlanOrigin) -> None:
+    """Refuse a plan of another model, other sizes or another device, however its graph was captured.
+
+    Raises
+    ------
+    PlanMismatchError
+        Naming what differs.
+    """
+    theirs, ours = plan.fingerprint, origin.fingerprint
+    keys = [key for key in ours if key not in OF_THE_GRAPH and theirs.get(key) != ours[key]]
+    if keys:
+        _refuse(plan, origin, keys)
+
+
+def _refuse(plan: Plan, origin: PlanOrigin, keys: list[str]) -> None:
+    differs = [
+        f"{key} is {plan.fingerprint.get(key)!r} in the plan and {origin.fingerprint[key]!r} here" for key in keys
+    ]
+    raise PlanMismatchError(
+        f"the plan was made for something else: {'; '.join(differs)}. Plan again, or pass replan=True"
+    )
+
+
+def assumes_the_same(plan: Plan, origin: PlanOrigin) -> bool:
+    """Whether a plan and a step are captured under the same assumptions on inputs."""
+    return plan.fingerprint.get("assumes", "") == origin.fingerprint["assumes"]
 
 
 def take_over(
-    problem: Problem, plan: Plan, *, origin: PlanOrigin, around: Surroundings, compare: bool, asked_for: bool
+    problem: Problem, plan: Plan, *, origin: PlanOrigin, around: StaticMemory, compare: bool, asked_for: bool
 ) -> Plan | None:
     """Carry a plan over to a step whose operations have the same keys, if it keeps the budgets there.
 
@@ -28,7 +77,7 @@ def take_over(
     plan : Plan
     origin : PlanOrigin
         Of that step.
-    around : Surroundings
+    around : StaticMemory
         What is resident around that step.
     compare : bool
         Whether to simulate the baselines for the report.
@@ -62,7 +111,7 @@ def take_over(
         recompute_seconds=evaluation.added_seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same_graph else 0.0,
     )
-    taken = plan_from_solution(problem, solution, origin=origin, surroundings=around, compare=compare)
+    taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
         taken = replace(
             taken,
@@ -77,8 +126,8 @@ def take_over(
     return taken
 
 
-def as_planned(around: Surroundings, plan: Plan) -> Surroundings:
-    """Give surroundings as a plan has them; what is there because of the model itself stays as it is."""
+def as_planned(around: StaticMemory, plan: Plan) -> StaticMemory:
+    """Give static_memory as a plan has them; what is there because of the model itself stays as it is."""
     of_model = {kind: size_bytes for kind, size_bytes in around.static_bytes.items() if kind in OF_THE_MODEL}
     beside = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind not in OF_THE_MODEL}
     shards = int(plan.fingerprint.get(SHARDS, 1))

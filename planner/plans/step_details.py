@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.layers import Layers
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation
-from planner.plans.anatomy import placement
-from planner.plans.details import MoreMemory, StepDetails
-from planner.plans.liveness import RANDOM_STATE, WORKSPACE, allocations_of, tensors_at
+from planner.ir.simulator import Evaluation
+from planner.plans.liveness import RANDOM_STATE, WORKSPACE, allocations_of, placement, tensors_at
+from planner.plans.plan import MoreMemory, StepDetails
 from planner.plans.timeline import timeline_of
 from planner.solvers import solve
 from planner.solvers.auto import AutoSolver
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.transfer_windows import widened, without_unneeded
 
 _GIB = 2**30
@@ -82,8 +81,8 @@ def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) 
 def _found_seconds(problem: Problem, schedule: Schedule) -> float:
     if problem.host is None:
         return solve(problem, "ilp", time_limit_seconds=_SECONDS_FOR_MORE, deterministic=True).recompute_seconds
-    standing = Standing(problem)
-    standing.offer(without_unneeded(problem, widened(problem, schedule)), "")
-    effort = Effort(time_limit_seconds=_SECONDS_FOR_MORE_WITH_OFFLOAD, deterministic=True)
-    AutoSolver().improve(standing, effort=effort)
-    return standing.recompute_seconds
+    incumbent = Incumbent(problem)
+    incumbent.update(without_unneeded(problem, widened(problem, schedule)), "")
+    effort = SolveLimits(time_limit_seconds=_SECONDS_FOR_MORE_WITH_OFFLOAD, deterministic=True)
+    AutoSolver().improve(incumbent, effort=effort)
+    return incumbent.recompute_seconds

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation
-from planner.plans.details import Timeline, TimelinePoint
+from planner.ir.simulator import Evaluation
+from planner.plans.plan import Timeline, TimelinePoint
 
 MOST_POINTS = 240
 """Of longer steps neighbouring runs share a point, which is as high as the highest of them."""

@@ -6,8 +6,7 @@ from rich.console import Group
 from rich.text import Text
 
 from planner.common.units import format_seconds
-from planner.plans.parts import BaselineRow
-from planner.plans.plan import Plan
+from planner.plans.plan import BaselineRow, Plan
 from planner.report.style import cells, in_unit_of, signed_percent, table
 
 

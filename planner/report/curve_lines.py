@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.analysis.trade_off.methods import Way, is_strategy
+from planner.analysis.trade_off.methods import Method, is_strategy
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 
 _CURVE, _BOUND = "hd", "."
@@ -35,7 +35,7 @@ class Line:
     is_curve: bool = True
 
 
-def lines(curve: TradeOffCurve, ways: Sequence[Way] = ()) -> Iterator[Line]:
+def lines(curve: TradeOffCurve, ways: Sequence[Method] = ()) -> Iterator[Line]:
     """Give what is drawn, what is to be seen on top last: bound, overhead, other ways, the knee, the user's budget."""
     yield _line("lower bound", [(point, point.lower_bound_overhead) for point in curve.points], _BOUND)
     yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)

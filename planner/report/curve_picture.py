@@ -6,7 +6,7 @@ import io
 from importlib.util import find_spec
 from pathlib import Path
 
-from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.methods import Method
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.common.atomic import check_writable, write_bytes
 from planner.errors import UsageError
@@ -30,7 +30,7 @@ def check(path: str) -> None:
         raise UsageError("pictures are drawn with matplotlib: pip install checkpoint-planner[plot]")
 
 
-def write(path: str, curve: TradeOffCurve, ways: tuple[Way, ...] = ()) -> None:
+def write(path: str, curve: TradeOffCurve, ways: tuple[Method, ...] = ()) -> None:
     """Draw the curve into a file; its ending says of what kind."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure

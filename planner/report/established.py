@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from planner.analysis.strategy_comparison import NEAR, Established, Standing
+from planner.analysis.strategy_comparison import NEAR, Established, Incumbent
 from planner.common.units import format_bytes, format_seconds
 from planner.report.style import at_least_percent, cells, in_unit_of, signed_percent, table
 from planner.report.verdict import print_verdict
@@ -38,11 +38,11 @@ def answer(established: Established) -> str:
     return how_many if len(near) == len(rows) else f"{how_many}; the farthest is {_pays(farthest)}"
 
 
-def _excess(row: Standing) -> float:
+def _excess(row: Incumbent) -> float:
     return row.excess or 0.0
 
 
-def _pays(row: Standing) -> str:
+def _pays(row: Incumbent) -> str:
     return f"{row.name}, {signed_percent(row.overhead)} where {_or_dash(row.best_overhead)} would do"
 
 

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
-from planner.plans.parts import LayerPlacement
-from planner.plans.plan import Plan
+from planner.plans.plan import LayerPlacement, Plan
 from planner.report.style import in_unit_of
 
 NUMBERS = ("saved", "freed", "again", "added", "freed/ms")

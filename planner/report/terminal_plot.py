@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from rich.text import Text
 
-from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.methods import Method
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.report.curve_lines import lines
 
@@ -16,7 +16,7 @@ _BESIDE_LEGEND, _ROWS_OF_LEGEND = 6, 2
 """Rows that the legend cannot have, and what each of its entries takes: without room it is left out."""
 
 
-def draw(curve: TradeOffCurve, ways: tuple[Way, ...], *, width: int) -> Text:
+def draw(curve: TradeOffCurve, ways: tuple[Method, ...], *, width: int) -> Text:
     """Give the curve as text, or say why there is none."""
     shown = [line for line in lines(curve, ways) if line.gibibytes]
     if not shown:

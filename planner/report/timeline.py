@@ -8,8 +8,7 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from planner.common.units import format_seconds
-from planner.plans.details import StepDetails, Timeline
-from planner.plans.plan import Plan
+from planner.plans.plan import Plan, StepDetails, Timeline
 from planner.report.style import in_unit_of
 
 _ROWS = 9

@@ -11,8 +11,7 @@ from rich.tree import Tree
 
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
-from planner.plans.parts import LayerPlacement
-from planner.plans.plan import Plan
+from planner.plans.plan import LayerPlacement, Plan
 
 
 @dataclass

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from planner.common.units import format_bytes
-from planner.plans.parts import PeakLocation
-from planner.plans.plan import Plan
+from planner.plans.plan import PeakLocation, Plan
 from planner.report.style import at_least_percent, in_unit_of, signed_percent
 
 

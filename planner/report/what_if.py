@@ -10,7 +10,7 @@ from rich.text import Text
 
 from planner.analysis.trade_off.accelerators import DeviceRow
 from planner.analysis.trade_off.answers import Answers
-from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.methods import Method
 from planner.analysis.trade_off.sizes import SizeAxis
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
@@ -168,7 +168,7 @@ def _devices(rows: tuple[DeviceRow, ...]) -> RenderableType:
     return shown
 
 
-def _ways(ways: tuple[Way, ...]) -> RenderableType:
+def _ways(ways: tuple[Method, ...]) -> RenderableType:
     """Show each way's points."""
     shown = table("way", "budget", "peak", "overhead", "bound", title="Solvers and other ways")
     largest_bytes = max((point.budget_bytes for way in ways for point in way.points), default=0)

@@ -12,7 +12,7 @@ from planner.capture.lowering import LoweredGraph
 from planner.ir.schedule import Schedule
 
 
-def needless_reruns(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
+def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
     """Give the positions of reruns of which nobody reads anything, once BatchNorm's reruns read no statistics.
 
     Whatever else a schedule runs for nothing stays: it is what was asked for, and counted.

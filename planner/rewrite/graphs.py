@@ -26,7 +26,7 @@ from planner.capture.torch_internals import (
 from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
-from planner.rewrite.dead_recomputes import needless_reruns
+from planner.rewrite.dead_recomputes import dead_recomputes
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ _BATCH_NORM_OUTPUTS = 3
 
 
 @timings.stage("rewriting")
-def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graph modules of a schedule.
 
     Parameters
@@ -60,7 +60,7 @@ def split(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx
     forward_outputs, backward_outputs = lowered.joint.outputs
     forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
     replayed = _replayed(lowered, schedule)
-    skipped = needless_reruns(lowered, schedule)
+    skipped = dead_recomputes(lowered, schedule)
 
     forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
     forward.take(node for node in placeholders if not is_tangent(node))
@@ -164,7 +164,7 @@ class _Emitter:
         for value in self._returning.get(position, ()):
             node = self.lowered.value_nodes[value]
             self._forget_views(value)
-            self.current[node] = self._call(host_copies.fetch, self._place(value), like=node)
+            self.current[node] = self._call(host_copies.reload, self._place(value), like=node)
             self.arriving.add(value)
 
     def _leave(self, position: int, but: Sequence[int] = ()) -> None:
@@ -173,21 +173,21 @@ class _Emitter:
         for value in leaving:
             if value not in but:
                 node = self.lowered.value_nodes[value]
-                self.places[value] = self._call(host_copies.sent, self._place(value), self.resolve(node))
+                self.places[value] = self._call(host_copies.wait_offload, self._place(value), self.resolve(node))
                 self.places[value].meta = self._meta_of_place(value)
                 self.current.pop(node)
                 self._forget_views(value)
 
     def _send(self, value: int) -> None:
         node = self.lowered.value_nodes[value]
-        send = host_copies.send_rounded if self._lossy[value] else host_copies.send
+        send = host_copies.offload_rounded if self._lossy[value] else host_copies.offload
         self.places[value] = self._call(send, self.current[node])
         self.places[value].meta = self._meta_of_place(value)
 
     def _arrive(self, value: int) -> None:
         node = self.lowered.value_nodes[value]
         self.arriving.remove(value)
-        self.current[node] = self._call(host_copies.arrived, self.resolve(node), self._place(value), like=node)
+        self.current[node] = self._call(host_copies.wait_reload, self.resolve(node), self._place(value), like=node)
 
     def _place(self, value: int) -> fx.Node:
         """Give the place of an offloaded value; in the backward it is one of the inputs."""
@@ -348,7 +348,7 @@ def _elements(lowered: LoweredGraph) -> set[fx.Node]:
 def _shown_before(view: fx.Node) -> fx.Node | None:
     """Give what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
 
-    Tracing leaves many of them, and in a step of small tensors each takes as long as any other operation.
+    CurveSweep leaves many of them, and in a step of small tensors each takes as long as any other operation.
     """
     source = view
     while isinstance(source.target, OpOverload) and source.target.is_view and len(source.all_input_nodes) == 1:

@@ -27,17 +27,17 @@ from planner.ir.schedule import PIECE_BYTES
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
-def send(tensor: torch.Tensor) -> torch.Tensor:
+def offload(tensor: torch.Tensor) -> torch.Tensor:
     """Begin to copy a tensor's storage to the host; give the place where it goes."""
-    return _send(tensor, tensor.untyped_storage().nbytes(), rounded=False)
+    return _offload(tensor, tensor.untyped_storage().nbytes(), rounded=False)
 
 
-def send_rounded(tensor: torch.Tensor) -> torch.Tensor:
+def offload_rounded(tensor: torch.Tensor) -> torch.Tensor:
     """Begin to copy a tensor's storage, which is of float32, to the host as bfloat16; give the place where it goes."""
-    return _send(tensor, tensor.untyped_storage().nbytes() // 2, rounded=True)
+    return _offload(tensor, tensor.untyped_storage().nbytes() // 2, rounded=True)
 
 
-def _send(tensor: torch.Tensor, size_bytes: int, *, rounded: bool) -> torch.Tensor:
+def _offload(tensor: torch.Tensor, size_bytes: int, *, rounded: bool) -> torch.Tensor:
     place = POOL.take(size_bytes, pinned=tensor.is_cuda)
     record = POOL.record(place)
     record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
@@ -54,7 +54,7 @@ def _send(tensor: torch.Tensor, size_bytes: int, *, rounded: bool) -> torch.Tens
     return place
 
 
-def sent(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def wait_offload(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Let computing wait until a tensor is sent; its memory may be given to others then."""
     record = POOL.record(place)
     if record.sent is not None:
@@ -63,7 +63,7 @@ def sent(place: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return place
 
 
-def fetch(place: torch.Tensor) -> torch.Tensor:
+def reload(place: torch.Tensor) -> torch.Tensor:
     """Take memory on the device again, and begin to copy back what a place holds."""
     record = POOL.record(place)
     size_bytes = place.numel() * (2 if record.rounded else 1)
@@ -82,7 +82,7 @@ def fetch(place: torch.Tensor) -> torch.Tensor:
     return there.view(dtype).as_strided(size, stride, offset)
 
 
-def arrived(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+def wait_reload(tensor: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     """Let computing wait until a tensor is fetched."""
     record = POOL.record(place)
     if record.fetched is not None:

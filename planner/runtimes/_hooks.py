@@ -115,7 +115,7 @@ class _Sent:
 
     def __init__(self, tensor: torch.Tensor, module: str) -> None:
         self.module = module
-        self.place = host_copies.send(tensor)
+        self.place = host_copies.offload(tensor)
         self.unread: set[int] = set()
         """Numbers of what is saved of it, and has not been read since it was fetched."""
         self.saved: set[int] = set()
@@ -127,7 +127,7 @@ class _Sent:
     def let_go(self) -> None:
         """Wait until it is sent, see whether it was written into meanwhile, and keep it no longer."""
         assert self._held is not None
-        host_copies.sent(self.place, self._held)
+        host_copies.wait_offload(self.place, self._held)
         if version_of(self._held) != self._version:
             self._change = self._version, version_of(self._held)
         self._held = None
@@ -135,7 +135,7 @@ class _Sent:
     def fetch(self) -> None:
         """Begin to fetch it, if it is not there."""
         if self._copy is None:
-            self._copy = host_copies.fetch(self.place)
+            self._copy = host_copies.reload(self.place)
             self.unread = set(self.saved)
 
     def read(self, number: int) -> torch.UntypedStorage:
@@ -144,7 +144,7 @@ class _Sent:
             raise _changed(self.module, *self._change)
         self.fetch()
         assert self._copy is not None
-        storage = host_copies.arrived(self._copy, self.place).untyped_storage()
+        storage = host_copies.wait_reload(self._copy, self.place).untyped_storage()
         self.unread.discard(number)
         if not self.unread:
             self._copy = None

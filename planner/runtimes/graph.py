@@ -18,7 +18,7 @@ from planner.capture.masks import AssumptionBrokenError
 from planner.capture.torch_internals import Compiler, aot_backend, call_implementation, without_dynamic_marks
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.planning import Plan
-from planner.rewrite import graphs as rewrite
+from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
@@ -147,7 +147,7 @@ class GraphRuntime:
         self._remember(step, joint)
         self._confirmed = True
         self._joint = joint
-        return rewrite.split(step.lowered, step.schedule)
+        return extract_fwd_bwd(step.lowered, step.schedule)
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""

@@ -26,7 +26,7 @@ from planner.findings.finding import Finding, Severity
 from planner.ir.static_memory import LossMemory
 from planner.measure import devices
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.rewrite import graphs as rewrite
+from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import PlannedStep, attention_for, lower_step
@@ -88,7 +88,7 @@ class InductorRuntime(GraphRuntime):
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph and write its forward and backward, or write again what was drafted."""
         if self._fits and self._step is not None:
-            return rewrite.split(lower_step(self.model, joint, self.options).lowered, self._step.schedule)
+            return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self._step.schedule)
         return super().partition(joint)
 
     def _compiler(self, partition: PartitionFunction) -> Callable[..., Any]:

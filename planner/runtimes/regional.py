@@ -28,16 +28,16 @@ from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.ir.static_memory import LossMemory, Surroundings
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.planning import Plan
-from planner.rewrite import graphs as rewrite
+from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.runtimes._situation import situation_of
 from planner.session.agreement import plan_together
-from planner.session.step import LoweredStep, Options, attention_for, surroundings_of
+from planner.session.step import LoweredStep, Options, attention_for, static_memory_of
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
@@ -133,7 +133,7 @@ class _Planned:
                     f"block {path} holds more than was planned: it is called with other sizes or element types than "
                     "when the plan was made; plan again as the model now is"
                 )
-            return rewrite.split(lowered, schedule)
+            return extract_fwd_bwd(lowered, schedule)
 
         def finish(
             run: Callable[..., Any], _graph_module: fx.GraphModule, differentiable: Sequence[int]
@@ -194,7 +194,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
             f"step) that could be planned one by one{why}; take runtime='graph'"
         )
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
-    around = surroundings_of(model, everything, spec, options)
+    around = static_memory_of(model, everything, spec, options)
     units = None
     if around.gradient_shards > 1:
         units = _units(model, blocks)
@@ -238,7 +238,7 @@ def _units(model: nn.Module, blocks: Iterable[str]) -> dict[str, Sequence[Parame
     return dict(units)
 
 
-def _sharded(around: Surroundings, units: dict[str, Sequence[Parameter]], alignment_bytes: int) -> Surroundings:
+def _sharded(around: StaticMemory, units: dict[str, Sequence[Parameter]], alignment_bytes: int) -> StaticMemory:
     """Count padded shards, and no buffers for communication: those come and go within the step."""
     ranks = around.gradient_shards
     shards = [p.padded_bytes(ranks) // ranks for parameters in units.values() for p in parameters]

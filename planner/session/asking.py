@@ -8,10 +8,10 @@ from torch import nn
 
 from planner import solvers
 from planner.analysis.compatibility import check_solver, offloading_runtime
-from planner.analysis.trade_off.curve import Tracing
+from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import check_budgets
 from planner.analysis.trade_off.types import TradeOffCurve
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.common.units import parse_size
 from planner.errors import UsageError
 from planner.ir.host import LEAST_BYTES
@@ -92,9 +92,9 @@ def what_if(
     solvers.get(solver)
     check_solver(runtime, solver)
     offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
-    effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+    effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     step = study(model, example_inputs, runtime=runtime, progress=progress, **options)
     host = step.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None
-    tracing = Tracing(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=effort, host=host)
+    tracing = CurveSweep(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=effort, host=host)
     tracing.run(progress=progress)
     return tracing.curve()

@@ -25,13 +25,12 @@ from planner.ir.host import Host, host_of
 from planner.ir.problem import Solution
 from planner.ir.static_memory import LossMemory
 from planner.measure.devices import device_spec
-from planner.measure.resident import surroundings
-from planner.plans.match import check_match
+from planner.measure.resident import static_memory
+from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.module_choices import ways_in, with_kept, with_modules
-from planner.plans.parts import PlanOrigin
+from planner.plans.plan import PlanOrigin
 from planner.plans.planning import Plan, make_problem, plan_from_solution
-from planner.plans.reservation import optimizer_peak_bytes
-from planner.plans.reuse import as_planned
+from planner.plans.reuse import as_planned, check_match
 from planner.session.step import Options, attention_for, cost, fingerprint, problems_of
 from planner.solving.modules.ilp import NAME
 
@@ -65,7 +64,7 @@ class _Recorded:
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
         self.spec = device_spec(model, options.device)
-        around = surroundings(model, self.tensors, self.spec, options.training)
+        around = static_memory(model, self.tensors, self.spec, options.training)
         self.around = around if options.taken_over is None else as_planned(around, options.taken_over)
         self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
         self.origin: PlanOrigin | None = None
@@ -94,7 +93,7 @@ class _Recorded:
                 for index, cost in enumerate(costs)
             ),
             origin=self.origin,
-            surroundings=self.around,
+            static_memory=self.around,
             device=self.spec,
             regions=step.regions,
             least_bytes=least_bytes,
@@ -192,7 +191,7 @@ class _Recorded:
             recompute_seconds=evaluation.added_seconds,
             lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same else 0.0,
         )
-        taken = plan_from_solution(problem, solution, origin=study.origin, surroundings=self.around, compare=False)
+        taken = plan_from_solution(problem, solution, origin=study.origin, static_memory=self.around, compare=False)
         return with_kept(with_modules(taken, ways, host), graph, study.regions)
 
 

@@ -19,14 +19,14 @@ from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.common.training import Training
 from planner.errors import UsageError
 from planner.ir.problem import Progress
-from planner.ir.static_memory import LossMemory, Surroundings
+from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure import loss
-from planner.measure.resident import surroundings
-from planner.plans.parts import PlanOrigin
+from planner.measure.resident import static_memory
 from planner.plans.pipeline import make_pipeline_plan
 from planner.plans.pipeline_schedules import PipelineSchedule
 from planner.plans.pipeline_stages import Stage, cut
 from planner.plans.pipeline_types import PipelinePlan
+from planner.plans.plan import PlanOrigin
 from planner.plans.planning import Size
 from planner.session.step import LoweredStep, Options, attention_for, cost, lower_step
 
@@ -161,7 +161,7 @@ def plan_pipeline(
 
 def _surroundings(
     model: nn.Module, step: LoweredStep, devices: Sequence[Sequence[Stage]], training: Training, micro_batches: int
-) -> list[Surroundings]:
+) -> list[StaticMemory]:
     """Count for each device the parameters that its operations read, their optimizer state, and its inputs.
 
     What no operation reads stays on the first device. The inputs of all micro-batches are there from
@@ -191,7 +191,7 @@ def _surroundings(
             if storage_id(buffer) in own or (not device and storage_id(buffer) not in read):
                 part.register_buffer(f"buffer{number}", buffer)
         inputs = [tensor for tensor in given if storage_id(tensor) in own - of_model]
-        around = surroundings(part, inputs, step.spec, training)
+        around = static_memory(part, inputs, step.spec, training)
         static_bytes = {**around.static_bytes, "inputs": around.static_bytes["inputs"] * micro_batches}
         found.append(replace(around, static_bytes=static_bytes))
     return found

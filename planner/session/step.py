@@ -38,15 +38,14 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
-from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, Surroundings
+from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
 from planner.measure import devices
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.measure.devices import device_here, device_spec
-from planner.measure.resident import surroundings
+from planner.measure.resident import static_memory
 from planner.measure.workspace import effort_for
-from planner.plans.match import assumes_the_same, check_match
 from planner.plans.planning import Plan, PlanOrigin, Size, make_problem
-from planner.plans.reuse import as_planned, take_over
+from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
 from planner.transforms import rounding
 from planner.transforms.inplace_grad_accumulation import sum_in_place
 from planner.transforms.local_graph import local_step
@@ -67,7 +66,7 @@ class Options:
     time_limit_seconds : float
         Roughly when the solver stops improving.
     deterministic, seed
-        See :class:`planner.common.limits.Effort`.
+        See :class:`planner.common.limits.SolveLimits`.
     device : str, optional
         Name in the table of devices, or a device file; by default the device that the model is on.
     cost_model : str
@@ -77,7 +76,7 @@ class Options:
     training : Training
         What surrounds the step.
     taken_over : Plan, optional
-        Its surroundings are taken in place of what ``training`` says.
+        Its static_memory are taken in place of what ``training`` says.
     loss : LossMemory, optional
         What a loss outside the captured graph takes; None if none is known.
     runtime : str
@@ -176,7 +175,7 @@ class LoweredStep:
 
     lowered: LoweredGraph
     spec: DeviceSpec
-    surroundings: Surroundings
+    static_memory: StaticMemory
     facts: dict[str, str | int] = field(default_factory=dict)
     """What else a plan for this step is made for."""
     warnings: tuple[Finding, ...] = ()
@@ -191,7 +190,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     spec = device_spec(model, options.device)
     devices = options.training.tensor_parallel
     local = local_step(joint, devices)
-    around = surroundings_of(local.model(model), [*map(local.here, joint.inputs)], spec, options)
+    around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options)
     lowered = lower(
         local.joint,
         alignment_bytes=spec.alignment_bytes,
@@ -212,11 +211,11 @@ def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> Lower
     return lower_step(model, joint, options)
 
 
-def surroundings_of(
+def static_memory_of(
     model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options
-) -> Surroundings:
+) -> StaticMemory:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
-    around = surroundings(model, inputs, spec, options.training)
+    around = static_memory(model, inputs, spec, options.training)
     return around if options.taken_over is None else as_planned(around, options.taken_over)
 
 
@@ -248,7 +247,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
         graph=step.lowered.graph,
         costs=costing.costs,
         origin=origin,
-        surroundings=step.surroundings,
+        static_memory=step.static_memory,
         device=step.spec,
     )
 
@@ -300,7 +299,7 @@ def plan_studied(
             problem,
             reuse,
             origin=origin,
-            around=study.surroundings,
+            around=study.static_memory,
             compare=options.compare,
             asked_for=must_match,
         )
@@ -400,7 +399,7 @@ def input_elements(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
 
 def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
     """Say what a plan for a lowered step is made for."""
-    shards = step.surroundings.gradient_shards
+    shards = step.static_memory.gradient_shards
     spread: dict[str, str | int] = {SHARDS: shards} if shards > 1 else {}
     return {**fingerprint(model, step.lowered.graph, step.spec.name, step.lowered.joint), **spread, **step.facts}
 

@@ -27,7 +27,7 @@ from planner.session.step import (
     plan_studied,
     study_lowered,
 )
-from planner.transforms.chunk_region import Region, find_region
+from planner.transforms.chunk_region import ChunkRegion, find_region
 from planner.transforms.chunk_rewrite import in_slices
 
 Candidate = tuple[LoweredStep, Study]
@@ -169,7 +169,7 @@ def _seconds(plan: Plan) -> float:
     return plan.baseline_step_seconds + plan.added_seconds
 
 
-def _sliced(model: nn.Module, whole: LoweredStep, region: Region, slices: int, options: Options) -> LoweredStep:
+def _sliced(model: nn.Module, whole: LoweredStep, region: ChunkRegion, slices: int, options: Options) -> LoweredStep:
     """Lower a step with a region of it in slices."""
     joint = whole.lowered.joint
     step = lower_step(model, in_slices(joint, region, slices), options)
@@ -181,7 +181,7 @@ def _sliced(model: nn.Module, whole: LoweredStep, region: Region, slices: int, o
     )
 
 
-def _note(joint: JointGraph, region: Region, slices: int) -> Finding:
+def _note(joint: JointGraph, region: ChunkRegion, slices: int) -> Finding:
     places = Places(joint.graph)
     modules = collapsed([places[node].module or "the model" for node in region.splits])
     size = -(-region.rows // slices)

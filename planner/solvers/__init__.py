@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
 
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.ir.problem import Problem, Progress, Solution, confirm
@@ -41,7 +41,7 @@ class Solver(Protocol):
     proves_bound: bool
     offloads: bool
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Propose a schedule within the budget.
 
         Raises
@@ -95,7 +95,7 @@ def solve(
     time_limit_seconds : float
         Roughly when to stop improving.
     deterministic : bool
-        Count work instead of seconds: the same plan every time, see :class:`planner.common.limits.Effort`.
+        Count work instead of seconds: the same plan every time, see :class:`planner.common.limits.SolveLimits`.
     seed : int
         Of whatever draws random numbers.
     progress : callable, optional
@@ -104,7 +104,7 @@ def solve(
     Returns
     -------
     Solution
-        Its peak, time and budget agree with :func:`planner.ir.simulate.simulate`.
+        Its peak, time and budget agree with :func:`planner.ir.simulator.simulate`.
 
     Raises
     ------
@@ -140,7 +140,7 @@ def solve(
     >>> solution.peak_bytes, solution.recompute_seconds, solution.is_optimal
     (12, 1.0, True)
     """
-    effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+    effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
     chosen = get(solver)
     if problem.host is not None and not chosen.offloads:
         able = ", ".join(repr(name) for name in names() if get(name).offloads)

@@ -2,7 +2,7 @@
 
 The integer programme nearly always closes the gap at once. Beside it, in a second thread (neither
 HiGHS nor the kernels of the annealing hold the interpreter's lock), goes annealing where the gap is
-still open after a moment, from what is quick if there is no plan yet. All share one standing, so
+still open after a moment, from what is quick if there is no plan yet. All share one incumbent, so
 that each goes on from the best plan of any.
 """
 
@@ -15,11 +15,11 @@ from threading import Event
 from typing import Protocol
 
 from planner import solvers
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule
 
 _ENOUGH = 3e-4
@@ -35,7 +35,7 @@ _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
 class Prover(Protocol):
     """What ``auto`` asks of the solver that proves a bound."""
 
-    def prove(self, standing: Standing, *, effort: Effort, progress: Progress | None = None) -> None:
+    def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
         """Better plan and bound."""
         ...
 
@@ -53,9 +53,9 @@ class Improver(Protocol):
 
     def improve(
         self,
-        standing: Standing,
+        incumbent: Incumbent,
         *,
-        effort: Effort,
+        effort: SolveLimits,
         gap_seconds: float = 0.0,
         is_over: Callable[[], bool] = ...,
     ) -> None:
@@ -66,7 +66,7 @@ class Improver(Protocol):
 class Mixed(Protocol):
     """What ``auto`` asks of the solver that offloads."""
 
-    def improve(self, standing: Standing, *, effort: Effort) -> None:
+    def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
         """Better plan and bound."""
         ...
 
@@ -84,14 +84,14 @@ class AutoSolver:
     improver = "search"
     offloading = "mixed"
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
         tell = progress or (lambda line: None)
-        standing = Standing(problem, lambda line: tell(f"auto: {line}"))
-        self.improve(standing, effort=effort, progress=tell)
-        return standing.solution()
+        incumbent = Incumbent(problem, lambda line: tell(f"auto: {line}"))
+        self.improve(incumbent, effort=effort, progress=tell)
+        return incumbent.solution()
 
-    def improve(self, standing: Standing, *, effort: Effort, progress: Progress | None = None) -> None:
+    def improve(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
         """Better a standing in which plan and bound of a neighbouring problem may be already.
 
         Raises
@@ -99,30 +99,30 @@ class AutoSolver:
         InfeasibleBudgetError
             If there is no plan within the budget, or none was found.
         """
-        problem = standing.problem
+        problem = incumbent.problem
         if problem.host is not None:
             mixed: Mixed = solvers.get(self.offloading)  # type: ignore[assignment]
-            mixed.improve(standing, effort=effort)
+            mixed.improve(incumbent, effort=effort)
             return
-        standing.offer(Schedule.keep_all(problem.graph), self.name)
-        if not standing.is_closed(0.0):
-            _Race(standing, effort, progress or (lambda line: None)).run()
-        if standing.schedule is None:
+        incumbent.update(Schedule.keep_all(problem.graph), self.name)
+        if not incumbent.is_closed(0.0):
+            _Race(incumbent, effort, progress or (lambda line: None)).run()
+        if incumbent.schedule is None:
             target_bytes = problem.budget_bytes
-            standing.offer(lowest_schedule(problem.graph, problem.costs, target_bytes=target_bytes), self.name)
-        if standing.schedule is None:
-            raise standing.infeasible()
+            incumbent.update(lowest_schedule(problem.graph, problem.costs, target_bytes=target_bytes), self.name)
+        if incumbent.schedule is None:
+            raise incumbent.infeasible()
 
 
 class _Race:
     """One solve: how it stands, and who still runs."""
 
-    def __init__(self, standing: Standing, effort: Effort, tell: Progress) -> None:
-        self.standing = standing
+    def __init__(self, incumbent: Incumbent, effort: SolveLimits, tell: Progress) -> None:
+        self.incumbent = incumbent
         self.effort = effort
         self.tell = tell
         self.clock = effort.clock()
-        self.gap_seconds = _ENOUGH * standing.problem.baseline.seconds
+        self.gap_seconds = _ENOUGH * incumbent.problem.baseline.seconds
         self.prover: Prover = solvers.get(AutoSolver.prover)  # type: ignore[assignment]
         self.improver: Improver = solvers.get(AutoSolver.improver)  # type: ignore[assignment]
 
@@ -152,18 +152,18 @@ class _Race:
 
     def look_quickly(self) -> None:
         """Take the plan of the solver that needs little time, if there is none at all."""
-        if self.standing.schedule is not None:
+        if self.incumbent.schedule is not None:
             return
         try:
-            found = solvers.get(AutoSolver.quick).solve(self.standing.problem, effort=self.rest())
+            found = solvers.get(AutoSolver.quick).solve(self.incumbent.problem, effort=self.rest())
         except InfeasibleBudgetError:
             return
-        self.standing.offer(found.schedule, found.solver)
+        self.incumbent.update(found.schedule, found.solver)
 
     def prove(self, share: float = 1.0) -> None:
         """Run the integer programme; that no plan exists is final, that it found none is not."""
         try:
-            self.prover.prove(self.standing, effort=self.rest(share), progress=self.tell)
+            self.prover.prove(self.incumbent, effort=self.rest(share), progress=self.tell)
         except SolverUnavailableError as error:
             self.tell(f"auto: {error}")
         except InfeasibleBudgetError as error:
@@ -175,7 +175,7 @@ class _Race:
 
         def is_over() -> bool:
             may_stop = proven is None or proven.is_set()
-            return over.is_set() or (may_stop and self.standing.is_closed(self.gap_seconds))
+            return over.is_set() or (may_stop and self.incumbent.is_closed(self.gap_seconds))
 
         if is_over():
             return
@@ -185,9 +185,9 @@ class _Race:
             self.tell(f"auto: {error}; going without")
             return
         if self.effort.deterministic or self.improver.prepare(lambda: is_over() or self.clock.left() < 0, self.tell):
-            self.improver.improve(self.standing, effort=self.rest(), is_over=is_over)
+            self.improver.improve(self.incumbent, effort=self.rest(), is_over=is_over)
 
-    def rest(self, share: float = 1.0) -> Effort:
+    def rest(self, share: float = 1.0) -> SolveLimits:
         """Give the effort that is left, a tenth of a second at least."""
         return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1))
 

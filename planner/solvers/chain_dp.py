@@ -11,12 +11,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.ir.cut_points import chain_places
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solving.chain import Chain, Stage
-from planner.solving.incumbent import Standing
+from planner.solving.chain import Chain, ChainStage
+from planner.solving.incumbent import Incumbent
 from planner.solving.repair import without_useless
 
 _MOST_SPLITS = 8_000
@@ -57,7 +57,7 @@ class ChainDpSolver:
     proves_bound = False
     offloads = False
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Solve the chain of the graph's cut points, and give its cheapest plan that simulates within the budget.
 
         Notes
@@ -71,7 +71,7 @@ class ChainDpSolver:
         chains: how to train deep neural networks with limited memory", RR-9302, Inria, 2019.
         """
         clock = effort.clock()
-        search = _Search(problem)
+        search = _CurveSearch(problem)
         if not search.offer(Schedule.keep_all(problem.graph).order):
             several = {tuple(chain_places(problem.graph, minor_share=share)): None for share in _MINOR_SHARES}
             search.chains = [_affordable(problem, places) for places in several if places]
@@ -84,25 +84,25 @@ class ChainDpSolver:
                     search.along(curves)
                     if progress:
                         progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of them")
-                if search.standing.schedule is not None:
+                if search.incumbent.schedule is not None:
                     break
-        if search.standing.schedule is None:
+        if search.incumbent.schedule is None:
             cause = "" if search.chains else "the forward has no cut points: "
-            raise search.standing.infeasible(what=f"{cause}no plan of the chain of stages keeps")
-        return search.standing.solution()
+            raise search.incumbent.infeasible(what=f"{cause}no plan of the chain of stages keeps")
+        return search.incumbent.solution()
 
 
-class _Search:
+class _CurveSearch:
     """The cheapest schedule within the budget so far, and the lowest one."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.chains: list[Chain] = []
-        self.standing = Standing(problem)
+        self.incumbent = Incumbent(problem)
 
     def offer(self, order: Sequence[int]) -> bool:
         """Simulate a schedule and say whether it keeps the budget."""
-        return self.standing.offer(Schedule(tuple(without_useless(self.problem, order))), ChainDpSolver.name)
+        return self.incumbent.update(Schedule(tuple(without_useless(self.problem, order))), ChainDpSolver.name)
 
     def along(self, curves: Curves, *, beyond: int = 8) -> None:
         """Find the point of the whole chain's curve up to which plans simulate within the budget."""
@@ -135,7 +135,7 @@ def run_names(chain: Chain) -> list[list[int]]:
 
     Runs that end with the last stage are apart, since their forward is the step's first and costs nothing.
     """
-    kinds: dict[Stage, int] = {}
+    kinds: dict[ChainStage, int] = {}
     kind_of = [kinds.setdefault(stage, len(kinds)) for stage in chain.stages]
     known: dict[tuple[int, int, bool], int] = {}
     names: list[list[int]] = []

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.common.limits import Clock, Effort
+from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.solving.incumbent import Standing
+from planner.ir.simulator import simulate
+from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
@@ -53,7 +53,7 @@ class IlpSolver:
     proves_bound = True
     offloads = False
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Find a schedule within the budget and a proven bound.
 
         Notes
@@ -67,27 +67,27 @@ class IlpSolver:
         Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
         MLSys 2020, whose programme over all steps this relaxes.
         """
-        standing = Standing(problem)
-        self.prove(standing, effort=effort, progress=progress)
-        return standing.solution()
+        incumbent = Incumbent(problem)
+        self.prove(incumbent, effort=effort, progress=progress)
+        return incumbent.solution()
 
-    def prove(self, standing: Standing, *, effort: Effort, progress: Progress | None = None) -> None:
-        """Better the plan and the bound of a standing that others may work on at the same time.
+    def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
+        """Better the plan and the bound of an incumbent that others may work on at the same time.
 
         Raises
         ------
         InfeasibleBudgetError
             If no plan keeps the budget, or none was found.
         """
-        _Search(standing, effort.clock(), progress or (lambda line: None)).run()
+        _StepCutSearch(incumbent, effort.clock(), progress or (lambda line: None)).run()
 
 
-class _Search:
+class _StepCutSearch:
     """One solve: how it stands, and how much time is left."""
 
-    def __init__(self, standing: Standing, clock: Clock, progress: Progress) -> None:
-        self.standing = standing
-        self.problem = standing.problem
+    def __init__(self, incumbent: Incumbent, clock: Clock, progress: Progress) -> None:
+        self.incumbent = incumbent
+        self.problem = incumbent.problem
         self.clock = clock
         self.tell = progress
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
@@ -95,15 +95,15 @@ class _Search:
 
     def run(self) -> None:
         problem, count = self.problem, len(self.problem.graph.operations)
-        if not self.standing.offer(Schedule.keep_all(problem.graph), IlpSolver.name):
+        if not self.incumbent.update(Schedule.keep_all(problem.graph), IlpSolver.name):
             self.library = Library(self.tell)
             cuts = [Cut(problem.baseline.peak_position)]
             if count <= _SMALL:
                 self.add_cuts(cuts, gap_seconds=0.0, share=1.0)
             else:
                 self.search(cuts)
-        if self.standing.schedule is None:
-            raise self.standing.infeasible()
+        if self.incumbent.schedule is None:
+            raise self.incumbent.infeasible()
 
     def search(self, cuts: list[Cut]) -> None:
         """Find the cuts that matter by relaxations, then come nearer and nearer to the bound."""
@@ -112,28 +112,28 @@ class _Search:
         self.fits = False
         for gap, share in _LEVELS:
             cuts = self.add_cuts(cuts, gap_seconds=gap * step, share=share)
-            if not self.standing.is_closed(gap * step):
+            if not self.incumbent.is_closed(gap * step):
                 break
-        if not self.standing.is_closed(_ENOUGH * step) and not self.fits:
+        if not self.incumbent.is_closed(_ENOUGH * step) and not self.fits:
             self.leave_spare(first, _ENOUGH * step)
             self.add_cuts(cuts, gap_seconds=_ENOUGH * step, share=1.0)
 
     def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float, relax: bool = False) -> list[Cut]:
         """Solve, carry out, and cut where the budget breaks, until bound and schedule meet."""
-        problem, standing = self.problem, self.standing
-        while self.clock.left(share) > 0 and not standing.is_closed(gap_seconds):
+        problem, incumbent = self.problem, self.incumbent
+        while self.clock.left(share) > 0 and not incumbent.is_closed(gap_seconds):
             is_last = self.fits  # nothing but the gap of this programme itself is left: it may take all the time
             near_seconds = max(gap_seconds, _NEAR_SHARE * self.open_seconds()) if not self.fits else gap_seconds
             columns, model = self.solve_cuts(cuts, near_seconds, share, relax=relax)
-            if columns is None or standing.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
+            if columns is None or incumbent.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
                 break
             schedule, segment = carry_out(problem, cuts, model, columns)
             evaluation = simulate(problem.graph, problem.costs, schedule)
             self.offer(schedule.order)
             share_of_budget = evaluation.peak_bytes / max(problem.budget_bytes, 1)
             self.tell(
-                f"ilp: {len(cuts)} cuts{', relaxed' if relax else ''}, bound {standing.lower_bound_seconds:.6g} s, "
-                f"carried out at {share_of_budget:.2%} of the budget, found {standing.recompute_seconds:.6g} s"
+                f"ilp: {len(cuts)} cuts{', relaxed' if relax else ''}, bound {incumbent.lower_bound_seconds:.6g} s, "
+                f"carried out at {share_of_budget:.2%} of the budget, found {incumbent.recompute_seconds:.6g} s"
             )
             self.fits = evaluation.peak_bytes <= problem.budget_bytes
             if self.fits and (is_last or relax):
@@ -152,9 +152,9 @@ class _Search:
 
         By bisection, since each try costs a programme; what it finds proves nothing.
         """
-        problem, standing = self.problem, self.standing
+        problem, incumbent = self.problem, self.incumbent
         low, high = 0.0, 0.5
-        while self.clock.left() > 0 and not standing.is_closed(gap_seconds) and high - low > 0.005:
+        while self.clock.left() > 0 and not incumbent.is_closed(gap_seconds) and high - low > 0.005:
             spare = (low + high) / 2
             columns, model = self.solve_cuts(cuts, gap_seconds, 1.0, spare=spare)
             if columns is None:
@@ -162,14 +162,14 @@ class _Search:
                 continue
             schedule, _ = carry_out(problem, cuts, model, columns)
             evaluation = simulate(problem.graph, problem.costs, schedule)
-            before = standing.recompute_seconds
+            before = incumbent.recompute_seconds
             self.offer(schedule.order)
             if evaluation.peak_bytes > problem.budget_bytes:
                 self.mend(schedule.order)
                 low = spare
             else:
                 high = spare
-            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {standing.recompute_seconds:.6g} s")
+            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {incumbent.recompute_seconds:.6g} s")
 
     def solve_cuts(
         self, cuts: list[Cut], gap_seconds: float, share: float, *, spare: float = 0.0, relax: bool = False
@@ -179,13 +179,13 @@ class _Search:
         model = build(self.problem, cuts, [spare_bytes] * len(cuts))
         if model is None:
             if not spare:
-                raise self.standing.infeasible(proven=True)
+                raise self.incumbent.infeasible(proven=True)
             return None, Model()
         answer = self.answer(model, gap_seconds, share, relax=relax)
         if not spare:
             if answer.infeasible:
-                raise self.standing.infeasible(proven=True)
-            self.standing.prove(answer.bound * self.scale)
+                raise self.incumbent.infeasible(proven=True)
+            self.incumbent.raise_bound(answer.bound * self.scale)
         return answer.columns, model
 
     def answer(self, model: Model, gap_seconds: float, share: float, *, relax: bool) -> Answer:
@@ -206,12 +206,12 @@ class _Search:
 
     def open_seconds(self) -> float:
         """Give the gap between the best plan and the bound; 0 where there is no plan yet."""
-        standing = self.standing
-        return standing.recompute_seconds - standing.lower_bound_seconds if standing.schedule else 0.0
+        incumbent = self.incumbent
+        return incumbent.recompute_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
 
     def offer(self, order: Sequence[int]) -> None:
         """Offer a schedule without the reruns that nobody needs."""
-        self.standing.offer(Schedule(tuple(without_useless(self.problem, order))), IlpSolver.name)
+        self.incumbent.update(Schedule(tuple(without_useless(self.problem, order))), IlpSolver.name)
 
     def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search."""

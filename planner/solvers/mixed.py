@@ -16,17 +16,17 @@ from dataclasses import replace
 from itertools import combinations
 
 from planner import solvers
-from planner.common.limits import Clock, Effort
+from planner.common.limits import Clock, SolveLimits
 from planner.errors import HostBudgetError, InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
 from planner.solving.offload_bound import OffloadCut, build
-from planner.solving.offload_reduction import AsIf
+from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_schedule, proven_lowest
-from planner.solving.single_flip_search import OneByOne
+from planner.solving.single_flip_search import SingleFlipSearch
 from planner.solving.transfer_windows import widened, without_unneeded
 
 _SMALL = 60
@@ -59,7 +59,7 @@ class MixedSolver:
 
     recompute = "auto"
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Find a schedule within the budgets of device and host; without a host, one that only recomputes.
 
         Raises
@@ -72,47 +72,47 @@ class MixedSolver:
         if problem.host is None:
             return solvers.get(self.recompute).solve(problem, effort=effort, progress=progress)
         tell = progress or (lambda line: None)
-        standing = Standing(problem, lambda line: tell(f"mixed: {line}"))
-        self.improve(standing, effort=effort)
-        return standing.solution()
+        incumbent = Incumbent(problem, lambda line: tell(f"mixed: {line}"))
+        self.improve(incumbent, effort=effort)
+        return incumbent.solution()
 
-    def improve(self, standing: Standing, *, effort: Effort) -> None:
-        """Better a standing, of a problem with a host, in which a plan and a bound may be already.
+    def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
+        """Better an incumbent, of a problem with a host, in which a plan and a bound may be already.
 
         Raises
         ------
         InfeasibleBudgetError, HostBudgetError
             If there is no plan, or none was found.
         """
-        assert standing.problem.host is not None
-        if not standing.offer(Schedule.keep_all(standing.problem.graph), self.name):
-            _Mix(standing, effort).run()
-        if standing.schedule is None:
-            raise _infeasible(standing, standing.problem.host)
+        assert incumbent.problem.host is not None
+        if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
+            _Mix(incumbent, effort).run()
+        if incumbent.schedule is None:
+            raise _infeasible(incumbent, incumbent.problem.host)
 
 
 class _Mix:
     """One solve."""
 
-    def __init__(self, standing: Standing, effort: Effort) -> None:
-        assert standing.problem.host is not None
-        self.standing, self.problem, self.effort = standing, standing.problem, effort
-        self.host = standing.problem.host
+    def __init__(self, incumbent: Incumbent, effort: SolveLimits) -> None:
+        assert incumbent.problem.host is not None
+        self.incumbent, self.problem, self.effort = incumbent, incumbent.problem, effort
+        self.host = incumbent.problem.host
         self.clock: Clock = effort.clock()
         self.movable = ranked(self.problem)
-        self.waiting: list[tuple[float, AsIf, Schedule]] = []
+        self.waiting: list[tuple[float, OffloadReduction, Schedule]] = []
         """Plans of a graph that is not large in which runs wait: what they add to the step, and how they were asked."""
         self.tried: set[tuple[frozenset[int], int, float, bool]] = set()
         self.is_small = len(self.problem.graph.operations) <= _SMALL
         self.enough_seconds = 0.0 if self.is_small else ENOUGH * self.problem.baseline.seconds
-        known = standing.schedule.offloads if standing.schedule is not None else ()
+        known = incumbent.schedule.offloads if incumbent.schedule is not None else ()
         self.best = frozenset(offload.value for offload in known)
         """The values that the best plan offloads."""
 
     def run(self) -> None:
         problem, graph = self.problem, self.problem.graph
         if proven_lowest(problem) > problem.budget_bytes:
-            raise _infeasible(self.standing, self.host, proven=True)
+            raise _infeasible(self.incumbent, self.host, proven=True)
         cuts = dict.fromkeys((problem.baseline.peak_position, min(graph.loss_index, len(graph.operations) - 1)))
         found = sorted((self.choose(step) for step in cuts), key=lambda choice: -choice[0])
         chosen = [values for _, values in found]
@@ -123,7 +123,7 @@ class _Mix:
         self.attempt(frozenset(), share=_FIRST_SHARE)
         for values in (*chosen[1:], everything):
             self.attempt(values)
-        if self.standing.schedule is None:
+        if self.incumbent.schedule is None:
             self.offer(lowest_offloading(problem, everything))
             self.best = chosen[0]
         else:
@@ -133,7 +133,7 @@ class _Mix:
         self.wait_less()
 
     def is_over(self) -> bool:
-        return self.clock.left() < 0 or self.standing.is_closed(self.enough_seconds)
+        return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
 
     def choose(self, step: int) -> tuple[float, frozenset[int]]:
         """Solve the programme of a cut, keep its bound, and give it with the values that are away in its solution.
@@ -145,11 +145,11 @@ class _Mix:
         """
         cut = build(self.problem, step)
         if cut is None:
-            raise _infeasible(self.standing, self.host, proven=True)
+            raise _infeasible(self.incumbent, self.host, proven=True)
         answer = self.solved(cut)
         if answer.infeasible:
-            raise _infeasible(self.standing, self.host, proven=True)
-        self.standing.prove(answer.bound * cut.scale)
+            raise _infeasible(self.incumbent, self.host, proven=True)
+        self.incumbent.raise_bound(answer.bound * cut.scale)
         return answer.bound * cut.scale, _away(cut, answer)
 
     def solved(self, cut: OffloadCut) -> Answer:
@@ -172,7 +172,7 @@ class _Mix:
             answer = self.solved(cut) if cut is not None else None
             if cut is None or answer is None or answer.infeasible:
                 return
-            if answer.bound * cut.scale < self.standing.recompute_seconds:
+            if answer.bound * cut.scale < self.incumbent.recompute_seconds:
                 self.attempt(_away(cut, answer), problem=fixed)
 
     def attempt(
@@ -185,7 +185,7 @@ class _Mix:
         problem: Problem | None = None,
     ) -> bool:
         """Plan the recompute around some values that can be fetched, and say whether that betters the plan."""
-        asked = AsIf(problem or self.problem, values, spare_bytes=spare_bytes, price=price)
+        asked = OffloadReduction(problem or self.problem, values, spare_bytes=spare_bytes, price=price)
         trial = (values, spare_bytes, price, problem is None)
         if trial in self.tried or asked.problem.budget_bytes <= 0 or self.is_over():
             return False
@@ -198,27 +198,27 @@ class _Mix:
         except InfeasibleBudgetError:
             return False
         self.clock.work(len(found.schedule.order) * _SECONDS_PER_RUN)
-        before = (self.standing.recompute_seconds, self.standing.peak_bytes)
-        wide = widened(self.problem, asked.real_schedule(found.schedule))
+        before = (self.incumbent.recompute_seconds, self.incumbent.peak_bytes)
+        wide = widened(self.problem, asked.invert(found.schedule))
         self.offer(wide)
         self.offer(without_unneeded(self.problem, wide))
         if len(self.problem.graph.operations) <= _MEDIUM and (waiting := self.problem.evaluate(wide)).stall_seconds > 0:
             self.waiting.append((waiting.added_seconds, asked, found.schedule))
-        better = (self.standing.recompute_seconds, self.standing.peak_bytes) < before
-        if better and self.standing.schedule is not None:
-            self.best = frozenset(offload.value for offload in self.standing.schedule.offloads)
+        better = (self.incumbent.recompute_seconds, self.incumbent.peak_bytes) < before
+        if better and self.incumbent.schedule is not None:
+            self.best = frozenset(offload.value for offload in self.incumbent.schedule.offloads)
         return better
 
     def offer(self, schedule: Schedule | None) -> None:
         """Offer a schedule, if there is one and it keeps the host's budget."""
         if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
-            self.standing.offer(schedule, MixedSolver.name)
+            self.incumbent.update(schedule, MixedSolver.name)
 
     def make_room(self) -> None:
         """Where runs wait, leave some of the budget to values under way, or let transfers cost something."""
         largest = max((self.problem.graph.values[u].size_bytes for u in self.best), default=0)
         for spare_bytes, price in ((largest, 1e-3), (2 * largest, 1e-3), (4 * largest, 1e-3), (0, 0.3), (0, 1.0)):
-            schedule = self.standing.schedule
+            schedule = self.incumbent.schedule
             if schedule is None or self.is_over() or self.problem.evaluate(schedule).stall_seconds <= 0:
                 return
             self.attempt(self.best, spare_bytes=spare_bytes, price=price)
@@ -229,7 +229,7 @@ class _Mix:
             self.attempt(asked.chosen, price=1.0)
         for _, asked, schedule in sorted(self.waiting, key=lambda each: each[0]):
             if not self.is_over():
-                self.offer(OneByOne(asked, self.clock, self.is_over).better(schedule))
+                self.offer(SingleFlipSearch(asked, self.clock, self.is_over).better(schedule))
 
     def flip(self) -> bool:
         """Offload one value more or less, each in turn, in a small graph also two at once; say whether any helped."""
@@ -258,9 +258,9 @@ def ranked(problem: Problem) -> list[int]:
 
 def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
     """Give the schedule of the lowest peak that quick methods find if some values can be fetched."""
-    asked = AsIf(problem, frozenset(values))
+    asked = OffloadReduction(problem, frozenset(values))
     found = lowest_schedule(asked.problem.graph, asked.problem.costs, target_bytes=asked.problem.budget_bytes)
-    return asked.real_schedule(found)
+    return asked.invert(found)
 
 
 def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
@@ -281,9 +281,9 @@ def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
     return frozenset(u for u, column in cut.away.items() if columns[column] > 0.5)
 
 
-def _infeasible(standing: Standing, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:
+def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:
     """Give the error that says which budget is too small: the host's, if more of it would do."""
-    problem = standing.problem
+    problem = incumbent.problem
     values = ranked(problem)
     smallest: int | None = None
     low, high = 0, len(values)
@@ -298,8 +298,8 @@ def _infeasible(standing: Standing, host: Host, *, proven: bool = False) -> Infe
             high = count - 1
         else:
             low = count + 1
-    standing.offer(lowest_offloading(problem, first_within(problem, values)), MixedSolver.name)
-    error = standing.infeasible(proven=proven)
+    incumbent.update(lowest_offloading(problem, first_within(problem, values)), MixedSolver.name)
+    error = incumbent.infeasible(proven=proven)
     if smallest is None or smallest <= host.budget_bytes:
         return error
     return HostBudgetError(

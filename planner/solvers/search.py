@@ -20,13 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.common.limits import Clock, Effort
+from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, SolverUnavailableError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.solving.incumbent import Standing
+from planner.ir.simulator import simulate
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SearchSolver:
     proves_bound = False
     offloads = False
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Search from scratch.
 
         Raises
@@ -71,16 +71,18 @@ class SearchSolver:
         SolverUnavailableError
             If numba is not installed.
         """
-        standing = Standing(problem, progress)
-        if not standing.offer(Schedule.keep_all(problem.graph), self.name):
+        incumbent = Incumbent(problem, progress)
+        if not incumbent.update(Schedule.keep_all(problem.graph), self.name):
             if progress and not _is_compiled():
                 progress(f"search: {_COMPILES}")
-            self.improve(standing, effort=effort)
-        if standing.schedule is None:
-            standing.offer(lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes), self.name)
-        if standing.schedule is None:
-            raise standing.infeasible()
-        return standing.solution()
+            self.improve(incumbent, effort=effort)
+        if incumbent.schedule is None:
+            incumbent.update(
+                lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes), self.name
+            )
+        if incumbent.schedule is None:
+            raise incumbent.infeasible()
+        return incumbent.solution()
 
     def require(self) -> None:
         """Raise SolverUnavailableError if numba is not installed; import nothing."""
@@ -102,19 +104,19 @@ class SearchSolver:
 
     def improve(
         self,
-        standing: Standing,
+        incumbent: Incumbent,
         *,
-        effort: Effort,
+        effort: SolveLimits,
         gap_seconds: float = 0.0,
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Better the plan of a standing that others may work on at the same time.
+        """Better the plan of an incumbent that others may work on at the same time.
 
         Parameters
         ----------
-        standing : Standing
+        incumbent : Incumbent
             Its plan, if any, is where to start; every better one is offered to it.
-        effort : Effort
+        effort : SolveLimits
         gap_seconds : float
             Distance from its bound at which the search may stop.
         is_over : callable, optional
@@ -128,13 +130,13 @@ class SearchSolver:
         ----------
         Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983.
         """
-        problem = standing.problem
+        problem = incumbent.problem
         if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
             return
         self.require()
         clock = effort.clock()
         annealing = Annealing(problem, effort.seed)
-        annealing.search(standing, clock, lambda: is_over() or standing.is_closed(gap_seconds))
+        annealing.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(gap_seconds))
 
 
 def _is_compiled() -> bool:
@@ -159,14 +161,16 @@ def _compile_beside() -> subprocess.Popen[bytes] | None:
     folder = _cache_folder()
     assert folder is not None, "only what numba compiles is compiled"
     folder.mkdir(parents=True, exist_ok=True)
-    command = f"from {__name__} import SOLVER, smallest; SOLVER.solve(smallest(), effort=Effort(deterministic=True))"
+    command = (
+        f"from {__name__} import SOLVER, smallest; SOLVER.solve(smallest(), effort=SolveLimits(deterministic=True))"
+    )
     with open(folder / "annealing.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return None
         return subprocess.Popen(
-            [sys.executable, "-c", f"from {Effort.__module__} import Effort; {command}"],
+            [sys.executable, "-c", f"from {SolveLimits.__module__} import SolveLimits; {command}"],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -261,7 +265,7 @@ class Annealing:
             before.setdefault(int(key) // count, []).append(int(key) % count)
         return Schedule.with_recomputations(self.problem.graph, before)
 
-    def search(self, standing: Standing, clock: Clock, is_over: Callable[[], bool]) -> None:
+    def search(self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool]) -> None:
         """Anneal until time is up, offering each plan better than the best known."""
         kernels, state = self.kernels, self.state
         longest_seconds = _ROUND_SHARE * clock.left()
@@ -269,7 +273,7 @@ class Annealing:
         number = moved = 0
         most = _MOVES_PER_OPERATION * len(state.count)
         while moved < most and clock.left() > 0 and not is_over():
-            top = self.next_round(number, standing)
+            top = self.next_round(number, incumbent)
             number += 1
             begun, moves, gone = clock.left(), 0, 0.0
             while gone < 1.0 and moved < most and clock.left() > 0 and not is_over():
@@ -278,21 +282,21 @@ class Annealing:
                 moves += _CHUNK
                 moved += _CHUNK
                 gone = max((begun - clock.left()) / longest_seconds, moves / (_ROUND_MOVES * len(state.count)))
-            self.hand_in(standing)
+            self.hand_in(incumbent)
 
-    def hand_in(self, standing: Standing) -> None:
+    def hand_in(self, incumbent: Incumbent) -> None:
         """Offer the best plan of the kernels, and hold what they say of it against the simulator."""
         seconds = float(self.state.real[self.kernels.BEST]) * self.unit_seconds
-        if self.state.best[0] and seconds < standing.recompute_seconds * (1 - 1e-9):
-            standing.offer(self.confirmed(self.schedule(self.best()), seconds), SearchSolver.name)
+        if self.state.best[0] and seconds < incumbent.recompute_seconds * (1 - 1e-9):
+            incumbent.update(self.confirmed(self.schedule(self.best()), seconds), SearchSolver.name)
 
-    def next_round(self, number: int, standing: Standing) -> float:
+    def next_round(self, number: int, incumbent: Incumbent) -> float:
         """Set the plan that a round starts from, every fourth time none; give its first temperature."""
-        state, kernels, incumbent = self.state, self.kernels, standing.schedule
-        if incumbent is not None and standing.recompute_seconds < state.real[kernels.BEST] * self.unit_seconds:
-            state.real[kernels.BEST] = standing.recompute_seconds / self.unit_seconds
+        state, kernels, schedule = self.state, self.kernels, incumbent.schedule
+        if schedule is not None and incumbent.recompute_seconds < state.real[kernels.BEST] * self.unit_seconds:
+            state.real[kernels.BEST] = incumbent.recompute_seconds / self.unit_seconds
             state.best[0] = 0
-            self.adopted = [(slot, index) for slot, runs in incumbent.recomputations().items() for index in runs]
+            self.adopted = [(slot, index) for slot, runs in schedule.recomputations().items() for index in runs]
         elif state.best[0]:
             self.adopted = [divmod(int(key), len(state.count)) for key in self.best()]
         if self.adopted is None or number % 4 == 3:

@@ -5,9 +5,9 @@ The answer that fits on a blackboard, as a quick plan and as a baseline.
 
 from __future__ import annotations
 
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.segmentations import segmentations
 
 _SECONDS_PER_RUN = 5e-6
@@ -22,7 +22,7 @@ class SqrtSolver:
     proves_bound = False
     offloads = False
 
-    def solve(self, problem: Problem, *, effort: Effort, progress: Progress | None = None) -> Solution:
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Try several numbers of segments and give the cheapest schedule within the budget.
 
         Notes
@@ -33,16 +33,16 @@ class SqrtSolver:
         ----------
         Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
         """
-        standing = Standing(problem)
+        incumbent = Incumbent(problem)
         clock = effort.clock()
         for schedule in segmentations(problem.graph):
-            standing.offer(schedule, self.name)
+            incumbent.update(schedule, self.name)
             clock.work(_SECONDS_PER_RUN * len(schedule.order))
-            if standing.recompute_seconds == 0.0 or clock.left() < 0:
+            if incumbent.recompute_seconds == 0.0 or clock.left() < 0:
                 break
-        if standing.schedule is None:
-            raise standing.infeasible(what="no segmentation keeps")
-        return standing.solution()
+        if incumbent.schedule is None:
+            raise incumbent.infeasible(what="no segmentation keeps")
+        return incumbent.solution()
 
 
 SOLVER = SqrtSolver()

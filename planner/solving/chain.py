@@ -10,7 +10,7 @@ from planner.ir.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class ChainStage:
     """What one stage takes; two stages that are equal here are interchangeable.
 
     Parameters
@@ -61,7 +61,7 @@ class Chain:
 
     Attributes
     ----------
-    stages : list of Stage
+    stages : list of ChainStage
     starts : list of int
         Where the backward of each stage begins in the base order.
     standing_bytes : list of int
@@ -153,7 +153,7 @@ class Chain:
         self.standing_bytes = [crossing[start] for start in self.starts]
         self.standing_bytes[-1] = 0  # the last stage's forward is never repeated before its backward begins
 
-    def _stage(self, k: int) -> Stage:
+    def _stage(self, k: int) -> ChainStage:
         graph, costs = self.problem.graph, self.problem.costs
         runs = self.first_run(k)
         managed = [u for index in runs for u in graph.operations[index].outputs if self.stage[u] == k]
@@ -170,7 +170,7 @@ class Chain:
         def total_seconds(runs: Sequence[int]) -> float:
             return sum(costs[index].seconds for index in runs)
 
-        return Stage(
+        return ChainStage(
             boundary_bytes=total_bytes(boundary),
             saved_bytes=total_bytes(saved),
             pass_bytes=self._peak_again(self.passed[k], boundary),

@@ -9,7 +9,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 
 _ATTEMPTS = 6
 

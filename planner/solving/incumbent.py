@@ -12,7 +12,7 @@ _WORTH_TELLING = 1e-3
 """Change of plan or bound, as a share of the step, that people are told of."""
 
 
-class Standing:
+class Incumbent:
     """What is known of one problem.
 
     Parameters
@@ -52,7 +52,7 @@ class Standing:
         self._progress = progress
         self._told = (float("inf"), 0.0)
 
-    def offer(self, schedule: Schedule, solver: str) -> bool:
+    def update(self, schedule: Schedule, solver: str) -> bool:
         """Simulate a plan, take it as the best if it is, and say whether it keeps the budget."""
         problem = self.problem
         evaluation = problem.evaluate(schedule)
@@ -67,7 +67,7 @@ class Standing:
                 self._tell()
         return fits
 
-    def prove(self, lower_bound_seconds: float) -> None:
+    def raise_bound(self, lower_bound_seconds: float) -> None:
         """Take a proven bound."""
         with self._lock:
             if lower_bound_seconds > self.lower_bound_seconds:

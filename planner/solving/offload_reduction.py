@@ -15,7 +15,7 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, piece_bytes
 
 
-class AsIf:
+class OffloadReduction:
     """A problem in which some values can be fetched, for solvers that know only recompute.
 
     Parameters
@@ -81,7 +81,7 @@ class AsIf:
             budget_bytes=problem.budget_bytes - spare_bytes,
         )
 
-    def real_schedule(self, schedule: Schedule) -> Schedule:
+    def invert(self, schedule: Schedule) -> Schedule:
         """Write a schedule of the problem as posed as one of the real problem.
 
         Values leave right after their last use before, and return right before their next.

@@ -9,8 +9,8 @@ from planner.common.limits import Clock
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.solving.offload_reduction import AsIf
+from planner.ir.simulator import simulate
+from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.repair import lower_peak
 from planner.solving.segmentations import segmentations
 
@@ -66,15 +66,15 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
             change[maker] += values[u].size_bytes
             change[last + 1] -= values[u].size_bytes
     best = (0, 0)
-    standing = 0
+    incumbent = 0
     for index, operation in enumerate(operations):
-        standing += change[index]
+        incumbent += change[index]
         own = sum(
             values[u].size_bytes
             for u in {*operation.inputs, *operation.outputs}
             if not throughout[u][0] <= index <= throughout[u][1]
         )
-        total = standing + own + costs[index].workspace_bytes
+        total = incumbent + own + costs[index].workspace_bytes
         if total > best[0]:
             best = (total, index)
     return best
@@ -114,7 +114,7 @@ def lowest_peak(problem: Problem) -> MinimumPeak:
     """Bound the smallest possible peak of a problem's plans, those with offload among them if there is a host."""
     if problem.host is None:
         return minimum_peak(problem.graph, problem.costs)
-    posed = AsIf(problem, problem.host.movable(problem.graph)).problem
+    posed = OffloadReduction(problem, problem.host.movable(problem.graph)).problem
     return replace(minimum_peak(posed.graph, posed.costs), proven_peak_bytes=proven_lowest(problem))
 
 
@@ -122,7 +122,7 @@ def proven_lowest(problem: Problem) -> int:
     """Give a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
     if problem.host is not None:
         exact = replace(problem, host=replace(problem.host, lossy=False))  # rounding takes room, and is no must
-        problem = AsIf(exact, problem.host.movable(problem.graph)).problem
+        problem = OffloadReduction(exact, problem.host.movable(problem.graph)).problem
     return proven_floor(problem.graph, problem.costs)[0]
 
 

@@ -41,7 +41,7 @@ def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
 class Layout:
     """A schedule with the lifetimes of all copies and the bytes at each position.
 
-    The same rules as :func:`planner.ir.simulate.simulate`, laid out for asking questions about one
+    The same rules as :func:`planner.ir.simulator.simulate`, laid out for asking questions about one
     position; building one is O(runs x (inputs + outputs)).
     """
 

@@ -15,8 +15,8 @@ from planner.common.limits import Clock
 from planner.errors import ScheduleError
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.ir.simulate import lifetimes
-from planner.solving.offload_reduction import AsIf
+from planner.ir.simulator import lifetimes
+from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.transfer_windows import widened, without_unneeded
 
 Gone = frozenset[tuple[int, int]]
@@ -30,19 +30,19 @@ _SECONDS_PER_RUN = 2e-5
 """About what it takes to give a plan its times, for each of its runs."""
 
 
-class OneByOne:
+class SingleFlipSearch:
     """Plans around those that a solver proposes for the same values to be fetched.
 
     Parameters
     ----------
-    asked : AsIf
+    asked : OffloadReduction
     clock : Clock
         Told of the work.
     is_over : callable
         Whether to stop.
     """
 
-    def __init__(self, asked: AsIf, clock: Clock, is_over: Callable[[], bool]) -> None:
+    def __init__(self, asked: OffloadReduction, clock: Clock, is_over: Callable[[], bool]) -> None:
         self.asked, self.clock, self.is_over = asked, clock, is_over
         self.problem: Problem = asked.real
         self.graph = asked.problem.graph
@@ -144,7 +144,7 @@ class OneByOne:
         """Give transfers time to hide, and say what the plan costs; None if it does not fit."""
         problem = self.problem
         self.clock.work(len(order) * _SECONDS_PER_RUN)
-        tight = self.asked.real_schedule(Schedule(tuple(order)))
+        tight = self.asked.invert(Schedule(tuple(order)))
         evaluation = problem.evaluate(tight)
         assert problem.host is not None
         if evaluation.peak_bytes > problem.budget_bytes or evaluation.host_bytes > problem.host.budget_bytes:

@@ -22,7 +22,7 @@ from typing import Any
 
 from planner.common import atomic
 from planner.common.json_reader import Node, parse
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Offload, Schedule
@@ -62,7 +62,7 @@ def turn_off() -> None:
     os.environ[VARIABLE] = "off"
 
 
-def key_of(problem: Problem, solver: str, effort: Effort) -> str:
+def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
     """Give a digest of everything that decides what a solver proposes."""
     graph = problem.graph
     digest = hashlib.sha256()

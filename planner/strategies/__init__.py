@@ -15,9 +15,9 @@ from planner.errors import UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
-__all__ = ["ALIASES", "Chosen", "Step", "Strategy", "find", "get", "known", "names", "schedule"]
+__all__ = ["ALIASES", "Chosen", "Strategy", "StrategyStep", "find", "get", "known", "names", "schedule"]
 
 ALIASES = {"every-layer": "pytorch-checkpoint"}
 """Other names of strategies."""
@@ -32,12 +32,12 @@ class Chosen:
     strategy: Strategy
     number: int | None = None
 
-    def name_for(self, step: Step) -> str:
+    def name_for(self, step: StrategyStep) -> str:
         """Give its full name on a step: with the number that is taken there."""
         number = self._number(step)
         return f"{self.strategy.name}-{number}" if number else self.strategy.name
 
-    def step_of(self, step: Step) -> Step:
+    def step_of(self, step: StrategyStep) -> StrategyStep:
         """Give the step as the strategy has it.
 
         Raises
@@ -47,7 +47,7 @@ class Chosen:
         """
         return self.strategy.step(step, self._number(step)) if self.strategy.step else step
 
-    def schedule(self, step: Step) -> Schedule:
+    def schedule(self, step: StrategyStep) -> Schedule:
         """Carry it out on a step as it has it.
 
         Raises
@@ -63,7 +63,7 @@ class Chosen:
             return self.number
         return self.strategy.number(blocks) if self.strategy.number else 0
 
-    def _number(self, step: Step) -> int:
+    def _number(self, step: StrategyStep) -> int:
         return self.number_among(len(step.layers.blocks))
 
 
@@ -131,4 +131,4 @@ def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost], ho
             f"{name!r} divides values over several devices, which no schedule of one device's step can say: only the "
             "command 'strategies' (planner.analysis.strategy_comparison.compare) shows it"
         )
-    return chosen.schedule(Step(graph, costs, host))
+    return chosen.schedule(StrategyStep(graph, costs, host))

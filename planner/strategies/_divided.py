@@ -9,13 +9,13 @@ from planner.errors import UsageError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import Operation, OperationCost, Value
 from planner.ir.schedule import Schedule
-from planner.strategies._step import Step
+from planner.strategies._step import StrategyStep
 
 GATHER = "gather of shares"
 """Target of the operation that makes a value from its shares; its inputs are the one that this device holds."""
 
 
-def divided(step: Step, values: Collection[int], devices: int) -> Step:
+def divided(step: StrategyStep, values: Collection[int], devices: int) -> StrategyStep:
     """Let each of some values be made from a share that is held beside it.
 
     Gathering takes no time here: what links devices is not known.
@@ -46,7 +46,7 @@ def divided(step: Step, values: Collection[int], devices: int) -> Step:
     return replace(step, graph=graph, costs=costs)
 
 
-def gathered(step: Step, regions: Collection[Region]) -> Schedule:
+def gathered(step: StrategyStep, regions: Collection[Region]) -> Schedule:
     """Run regions again from values that are gathered first."""
     gathers: Mapping[int, int] = {
         operation.outputs[0]: index
@@ -55,10 +55,10 @@ def gathered(step: Step, regions: Collection[Region]) -> Schedule:
     }
     found = []
     for region in regions:
-        made = {value for index in region.again for value in step.graph.operations[index].outputs}
-        read = {value for index in region.again for value in step.graph.operations[index].inputs} - made
+        made = {value for index in region.recompute for value in step.graph.operations[index].outputs}
+        read = {value for index in region.recompute for value in step.graph.operations[index].inputs} - made
         first = tuple(gathers[value] for value in sorted(read & gathers.keys()))
-        found.append(replace(region, again=(*first, *region.again)))
+        found.append(replace(region, recompute=(*first, *region.recompute)))
     return schedule_of(step.graph, found)
 
 

@@ -10,17 +10,17 @@ from planner.ir.cut_points import turning_point
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
 from planner.solving.transfer_windows import widened
-from planner.strategies._step import Step
+from planner.strategies._step import StrategyStep
 
 
 def offloaded(
-    step: Step, schedule: Schedule, values: Iterable[int], returns: Mapping[int, int] | None = None
+    step: StrategyStep, schedule: Schedule, values: Iterable[int], returns: Mapping[int, int] | None = None
 ) -> Schedule:
     """Let values be away from their last use in the forward to their first in the backward.
 
     Parameters
     ----------
-    step : Step
+    step : StrategyStep
     schedule : Schedule
         Of the step, without offloads.
     values : iterable of int
@@ -55,13 +55,18 @@ def offloaded(
 
 
 def inputs_offloaded(
-    step: Step, regions: Sequence[Region], *, at_least_bytes: int = 0, keeps_last: bool = False, ahead: bool = False
+    step: StrategyStep,
+    regions: Sequence[Region],
+    *,
+    at_least_bytes: int = 0,
+    keeps_last: bool = False,
+    ahead: bool = False,
 ) -> Schedule:
     """Run regions again from inputs that wait on the host.
 
     Parameters
     ----------
-    step : Step
+    step : StrategyStep
     regions : sequence of Region
     at_least_bytes : int
         Smaller inputs stay.
@@ -81,13 +86,13 @@ def inputs_offloaded(
 
 def _begin(schedule: Schedule, region: Region) -> int:
     """Give the position at which a region begins to run again."""
-    first_run = schedule.order.index(region.before)
-    while schedule.order[first_run - 1] in region.again:
+    first_run = schedule.order.index(region.recompute_before)
+    while schedule.order[first_run - 1] in region.recompute:
         first_run -= 1
     return first_run
 
 
-def hiding(step: Step, schedule: Schedule) -> Schedule:
+def hiding(step: StrategyStep, schedule: Schedule) -> Schedule:
     """Let transfers take the time that they can have without another peak."""
     problem = Problem(graph=step.graph, costs=tuple(step.costs), budget_bytes=0, host=step.host)
     return widened(replace(problem, budget_bytes=problem.evaluate(schedule).peak_bytes), schedule)

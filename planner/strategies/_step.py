@@ -17,7 +17,7 @@ from planner.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Step:
+class StrategyStep:
     """A step, as strategies see it.
 
     Parameters
@@ -87,8 +87,8 @@ class Step:
         operations = self.graph.operations
         reads = []
         for region in regions:
-            made = {value for index in region.again for value in operations[index].outputs}
-            read = {value for index in region.again for value in operations[index].inputs} - made
+            made = {value for index in region.recompute for value in operations[index].outputs}
+            read = {value for index in region.recompute for value in operations[index].inputs} - made
             reads.append(sorted(value for value in read if self.is_saved_freely(value)))
         count = Counter(value for read in reads for value in read)
         return [[value for value in read if count[value] == 1] for read in reads]
@@ -110,13 +110,13 @@ class Step:
         before = next((index for index in own if not made.isdisjoint(operations[index].inputs)), own[0])
         needed = region_of(self.graph, "", inside, saved=saved)
         if needed is not None:
-            before = min(before, needed.before)
+            before = min(before, needed.recompute_before)
         again = tuple(
             index
             for index in sorted(inside)
             if operations[index].recomputable and not (saved is not None and saved(operations[index]))
         )
-        return Region(module="", hold=None, again=again, before=before, until=before)
+        return Region(module="", hold=None, recompute=again, recompute_before=before, release_at=before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ class Strategy:
 
     name: str
     summary: str
-    schedule: Callable[[Step, int], Schedule]
+    schedule: Callable[[StrategyStep, int], Schedule]
     number: Callable[[int], int] | None = None
-    step: Callable[[Step, int], Step] | None = None
+    step: Callable[[StrategyStep, int], StrategyStep] | None = None
     note: str = ""

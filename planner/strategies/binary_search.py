@@ -9,17 +9,17 @@ that would have done, and finds a larger one, or none.
 from __future__ import annotations
 
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
-from planner.strategies._step import Step, Strategy
+from planner.ir.simulator import simulate
+from planner.strategies._step import Strategy, StrategyStep
 from planner.strategies.megatron import first_blocks
 
 
-def search(step: Step, budget_bytes: int) -> int | None:
+def search(step: StrategyStep, budget_bytes: int) -> int | None:
     """Give the number of blocks that halving comes to; None if it comes to none that keeps the budget.
 
     Parameters
     ----------
-    step : Step
+    step : StrategyStep
     budget_bytes : int
         For the whole device.
 
@@ -37,13 +37,13 @@ def search(step: Step, budget_bytes: int) -> int | None:
     return low if low <= len(step.blocks) else None
 
 
-def peak_bytes(step: Step, count: int) -> int:
+def peak_bytes(step: StrategyStep, count: int) -> int:
     """Give the peak on the device with so many blocks checkpointed."""
     schedule = first_blocks(step, count)
     return simulate(step.graph, step.costs, schedule).peak_bytes + step.graph.total_static_bytes
 
 
-def _of_the_peak(step: Step, percent: int) -> Schedule:
+def _of_the_peak(step: StrategyStep, percent: int) -> Schedule:
     count = search(step, peak_bytes(step, 0) * percent // 100)
     if count is None:
         raise step.cannot(f"has no number of blocks to checkpoint that the search finds to keep {percent}% of the peak")

@@ -17,23 +17,23 @@ from __future__ import annotations
 from planner.ir.schedule import Schedule
 from planner.strategies._divided import check_divides, divided, gathered
 from planner.strategies._offloads import inputs_offloaded
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 DEVICES = 8
 """Size of the group that values are divided over, where none is named: that of one server."""
 
 
-def _cpu_checkpointing(step: Step, number: int) -> Schedule:
+def _cpu_checkpointing(step: StrategyStep, number: int) -> Schedule:
     return inputs_offloaded(step, step.regions(step.blocks, whole=True))
 
 
-def _partitioned(step: Step, number: int) -> Step:
+def _partitioned(step: StrategyStep, number: int) -> StrategyStep:
     check_divides(number)
     entering = step.entering(step.regions(step.blocks, whole=True))
     return divided(step, [value for values in entering for value in values], number)
 
 
-def every_block_gathered(step: Step, number: int) -> Schedule:
+def every_block_gathered(step: StrategyStep, number: int) -> Schedule:
     """Run every block again, after its inputs have been gathered."""
     return gathered(step, step.regions(step.blocks, whole=True))
 

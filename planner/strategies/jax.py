@@ -22,18 +22,18 @@ from planner.ir.graph import Operation
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.strategies._offloads import hiding, offloaded
 from planner.strategies._operators import is_fused_attention, is_linear, is_product
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 
-def _policy(saveable: Callable[[Operation], bool]) -> Callable[[Step, int], Schedule]:
-    def schedule(step: Step, number: int) -> Schedule:
+def _policy(saveable: Callable[[Operation], bool]) -> Callable[[StrategyStep, int], Schedule]:
+    def schedule(step: StrategyStep, number: int) -> Schedule:
         kept = {value for operation in step.graph.operations if saveable(operation) for value in operation.outputs}
         return _keeping(step, kept)
 
     return schedule
 
 
-def _keeping(step: Step, kept: Collection[int]) -> Schedule:
+def _keeping(step: StrategyStep, kept: Collection[int]) -> Schedule:
     """Make again what the backward reads of all other values of the forward."""
     graph = step.graph
     turn = turning_point(graph)
@@ -47,17 +47,17 @@ def _keeping(step: Step, kept: Collection[int]) -> Schedule:
     return recompute_lazily(graph, {turn: dropped})
 
 
-def _offload_products(step: Step, number: int) -> Schedule:
+def _offload_products(step: StrategyStep, number: int) -> Schedule:
     made = [value for operation in step.graph.operations if is_linear(operation) for value in operation.outputs]
     return _offloading(step, made)
 
 
-def _offload_inputs(step: Step, number: int) -> Schedule:
+def _offload_inputs(step: StrategyStep, number: int) -> Schedule:
     entering = step.entering(step.regions(step.blocks))
     return _offloading(step, [value for values in entering for value in values])
 
 
-def _offloading(step: Step, values: Collection[int]) -> Schedule:
+def _offloading(step: StrategyStep, values: Collection[int]) -> Schedule:
     moved = [value for value in values if step.is_saved_freely(value)]
     return hiding(step, offloaded(step, _keeping(step, moved), moved))
 

@@ -34,21 +34,21 @@ from planner.strategies._operators import (
     is_product,
     is_softmax,
 )
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 from planner.strategies.deepspeed import DEVICES, every_block_gathered
 from planner.strategies.pytorch import in_groups
 
 
-def _uniform(step: Step, number: int) -> Schedule:
+def _uniform(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(in_groups(step.blocks, number), whole=True)
 
 
-def first_blocks(step: Step, count: int) -> Schedule:
+def first_blocks(step: StrategyStep, count: int) -> Schedule:
     """Give the schedule in which each of the first so many blocks runs again."""
     return step.checkpointed(step.blocks[:count], whole=True)
 
 
-def _core_attention(step: Step, number: int) -> Schedule:
+def _core_attention(step: StrategyStep, number: int) -> Schedule:
     operations = step.graph.operations
     regions: list[set[int]] = []
     for block in step.blocks:
@@ -63,7 +63,7 @@ def _core_attention(step: Step, number: int) -> Schedule:
     return step.checkpointed(regions, whole=True)
 
 
-def _between_products(step: Step, softmax: int, block: tuple[int, ...]) -> set[int]:
+def _between_products(step: StrategyStep, softmax: int, block: tuple[int, ...]) -> set[int]:
     """Give what runs from the batched product before a softmax to the one after it; nothing if there are no such."""
     graph = step.graph
 
@@ -78,7 +78,9 @@ def _between_products(step: Step, softmax: int, block: tuple[int, ...]) -> set[i
     return up | down if all(ends) else set()
 
 
-def _up_to_products(step: Step, start: int, block: tuple[int, ...], next_to: Callable[[int], list[int]]) -> set[int]:
+def _up_to_products(
+    step: StrategyStep, start: int, block: tuple[int, ...], next_to: Callable[[int], list[int]]
+) -> set[int]:
     """Go from an operation to its neighbours on one side as far as the first products, which are taken too."""
     operations = step.graph.operations
     inside, found, pending = set(block), {start}, [start]
@@ -93,7 +95,7 @@ def _up_to_products(step: Step, start: int, block: tuple[int, ...], next_to: Cal
     return found
 
 
-def _output_discarding(step: Step, number: int) -> Schedule:
+def _output_discarding(step: StrategyStep, number: int) -> Schedule:
     graph = step.graph
     discarded = [
         value
@@ -107,11 +109,11 @@ def _output_discarding(step: Step, number: int) -> Schedule:
     return recompute_lazily(graph, {turning_point(graph): discarded})
 
 
-def _norms(step: Step, block: tuple[int, ...]) -> list[int]:
+def _norms(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
     return [index for index in block if is_layer_norm(step.graph.operations[index])]
 
 
-def _activations(step: Step, block: tuple[int, ...]) -> list[int]:
+def _activations(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
     """Give the activation functions, each with the rest of its module if that does little else: a gate, its parts."""
     operations = [step.graph.operations[index] for index in block]
     modules = {operation.module for operation in operations if is_activation(operation)}
@@ -124,7 +126,7 @@ def _activations(step: Step, block: tuple[int, ...]) -> list[int]:
     ]
 
 
-def _distributed(step: Step, number: int) -> Step:
+def _distributed(step: StrategyStep, number: int) -> StrategyStep:
     """Divide of what enters each block the largest: the hidden states."""
     check_divides(number)
     entering = step.entering(step.regions(step.blocks, whole=True))

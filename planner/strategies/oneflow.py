@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from planner.ir.schedule import Schedule
 from planner.strategies._operators import is_batch_norm
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 
-def _flagged(step: Step, number: int) -> Schedule:
+def _flagged(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(step.blocks, saved=is_batch_norm, whole=True)
 
 

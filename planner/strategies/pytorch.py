@@ -21,22 +21,22 @@ from itertools import chain
 
 from planner.ir.schedule import Schedule
 from planner.strategies._offloads import inputs_offloaded, offloaded
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 
-def _every_layer(step: Step, number: int) -> Schedule:
+def _every_layer(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(step.blocks)
 
 
-def _every_nth(step: Step, number: int) -> Schedule:
+def _every_nth(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(step.blocks[::number])
 
 
-def _chunked(step: Step, number: int) -> Schedule:
+def _chunked(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(in_groups(step.blocks, number))
 
 
-def _sequential(step: Step, number: int) -> Schedule:
+def _sequential(step: StrategyStep, number: int) -> Schedule:
     """Leave the last segment, which takes what does not divide, as it is."""
     size = len(step.blocks) // number
     if not size:
@@ -44,12 +44,12 @@ def _sequential(step: Step, number: int) -> Schedule:
     return step.checkpointed(in_groups(step.blocks[: size * (number - 1)], size))
 
 
-def _save_on_cpu(step: Step, number: int) -> Schedule:
+def _save_on_cpu(step: StrategyStep, number: int) -> Schedule:
     values = [value for value in range(len(step.graph.values)) if step.is_saved_freely(value)]
     return offloaded(step, Schedule.keep_all(step.graph), values)
 
 
-def _offloaded_checkpoints(step: Step, number: int) -> Schedule:
+def _offloaded_checkpoints(step: StrategyStep, number: int) -> Schedule:
     return inputs_offloaded(step, step.regions(step.blocks))
 
 

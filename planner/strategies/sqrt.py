@@ -9,10 +9,10 @@ from itertools import islice
 
 from planner.ir.schedule import Schedule
 from planner.solving.segmentations import segmentations
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 
-def _square_root(step: Step, number: int) -> Schedule:
+def _square_root(step: StrategyStep, number: int) -> Schedule:
     """Take about as many segments as the square root of the places to cut."""
     segmented = list(islice(segmentations(step.graph), 1, 2))
     if not segmented:

@@ -6,10 +6,10 @@ Source: ``tensorflow/python/ops/custom_gradient.py`` of TensorFlow 2.13, ``recom
 from __future__ import annotations
 
 from planner.ir.schedule import Schedule
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 
-def _recompute_grad(step: Step, number: int) -> Schedule:
+def _recompute_grad(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(step.blocks, whole=True)
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from planner.ir.schedule import Schedule
 from planner.strategies._offloads import inputs_offloaded
-from planner.strategies._step import Step, Strategy
+from planner.strategies._step import Strategy, StrategyStep
 
 _MORE_THAN_BYTES = 2 * 2**20
 
 
-def _smart(step: Step, number: int) -> Schedule:
+def _smart(step: StrategyStep, number: int) -> Schedule:
     regions = step.regions(step.blocks, whole=True)
     return inputs_offloaded(step, regions, at_least_bytes=_MORE_THAN_BYTES + 1, keeps_last=True, ahead=True)
 

@@ -16,7 +16,7 @@ from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import storage_id
 from planner.ir.graph import OperationCost
-from planner.ir.simulate import lifetimes, simulate
+from planner.ir.simulator import lifetimes, simulate
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
 from planner.transforms.chunk_rules import Form, Lead, Split, lead_of, split_of
 
@@ -32,7 +32,7 @@ _WORTH = 0.5
 
 
 @dataclass(frozen=True)
-class Region:
+class ChunkRegion:
     """Calls that are computed in slices.
 
     Parameters
@@ -66,7 +66,7 @@ def passes(splits: dict[fx.Node, Split], forms: dict[fx.Node, Form], source: fx.
     return both and splits[reader].takes.get(source) is forms[source] is not Form.SUM
 
 
-def find_region(lowered: LoweredGraph) -> Region | None:
+def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
     """Find what can be computed in slices to lower a peak that recompute cannot lower further.
 
     Parameters
@@ -75,7 +75,7 @@ def find_region(lowered: LoweredGraph) -> Region | None:
 
     Returns
     -------
-    Region or None
+    ChunkRegion or None
         Around the largest value for which there is one, and everything else that is built alike.
 
     Notes
@@ -106,7 +106,7 @@ def _rows_of(node: fx.Node) -> Iterator[int]:
         yield from (rows for rows in dict.fromkeys(numbers) if rows > 1)
 
 
-def region_around(joint: JointGraph, seed: fx.Node, rows: int) -> Region | None:
+def region_around(joint: JointGraph, seed: fx.Node, rows: int) -> ChunkRegion | None:
     """Give all calls that can be computed for some of so many rows, and are built like one or around such.
 
     Parameters
@@ -206,7 +206,7 @@ class _Growth:
         assert lead is not None
         return _is_one_in_front(tensor, lead)
 
-    def region(self) -> Region | None:
+    def region(self) -> ChunkRegion | None:
         """Give what is left and worth it."""
         parts = self._parts()
         joined: dict[fx.Node, int] = {}
@@ -221,7 +221,7 @@ class _Growth:
         if parts.get(self.seed) not in worth:
             return None
         kept = [node for node in self.joint.graph.nodes if node in self.splits and parts[node] in worth]
-        return Region(
+        return ChunkRegion(
             rows=self.rows,
             splits={node: self.splits[node] for node in kept},
             forms={node: self.forms[node] for node in kept},

@@ -13,7 +13,7 @@ from torch import fx
 from planner.capture.joint import JointGraph, ancestors, is_random, mutates, tensors_of
 from planner.capture.torch_internals import FakeTensor, storage_id
 from planner.errors import UsageError
-from planner.transforms.chunk_region import Region
+from planner.transforms.chunk_region import ChunkRegion
 from planner.transforms.chunk_rules import MEANS, Form, lead_of, part_of_shape
 
 aten = torch.ops.aten
@@ -37,14 +37,14 @@ Block = tuple[fx.Node, int]
 """Calls that are emitted slice by slice without a break: a connected part, and how many whole values it waits for."""
 
 
-def in_slices(joint: JointGraph, region: Region, slices: int) -> JointGraph:
+def in_slices(joint: JointGraph, region: ChunkRegion, slices: int) -> JointGraph:
     """Give a joint graph that computes a region in slices.
 
     Parameters
     ----------
     joint : JointGraph
         Left as it is.
-    region : Region
+    region : ChunkRegion
     slices : int
         All but the last are of one size; the last may be smaller.
 
@@ -62,7 +62,7 @@ def in_slices(joint: JointGraph, region: Region, slices: int) -> JointGraph:
 
 
 class _Rewrite:
-    def __init__(self, joint: JointGraph, region: Region, slices: int) -> None:
+    def __init__(self, joint: JointGraph, region: ChunkRegion, slices: int) -> None:
         self.joint = joint
         self.region = region
         size = -(-region.rows // slices)

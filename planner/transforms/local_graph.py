@@ -17,7 +17,7 @@ from planner.common.units import format_bytes
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed
 from planner.transforms.shard_views import piece
-from planner.transforms.shards import Sharded, shape_of
+from planner.transforms.shards import Shard, shape_of
 from planner.transforms.tensor_parallel import Sharding, find_sharding
 
 aten = torch.ops.aten
@@ -83,14 +83,14 @@ def local_step(joint: JointGraph, devices: int) -> LocalStep:
     placeholders = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     stand_ins = {}
     for node, tensor in zip(placeholders, joint.inputs, strict=False):
-        if isinstance(state := found.states[node], Sharded):
+        if isinstance(state := found.states[node], Shard):
             local = torch.empty(_divided(tensor.shape, state, devices), dtype=tensor.dtype, device="meta")
             stand_ins[storage_id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad)
     graph = _Rewrite(joint, found).run()
     return LocalStep(dataclasses.replace(joint, graph=graph), stand_ins, (_note(joint, found),))
 
 
-def _divided(shape: torch.Size, state: Sharded, devices: int) -> list[int]:
+def _divided(shape: torch.Size, state: Shard, devices: int) -> list[int]:
     return [size // devices if dim == state.dim else size for dim, size in enumerate(shape)]
 
 
@@ -110,7 +110,7 @@ class _Rewrite:
             for node in self.joint.graph.nodes:
                 copy = self.copies[node] = graph.node_copy(node, self.copies.__getitem__)
                 state = self.found.states.get(node)
-                if node.op == "placeholder" and isinstance(state, Sharded):
+                if node.op == "placeholder" and isinstance(state, Shard):
                     (tensor,) = tensors_of(node)
                     size = tensor.shape[state.dim] // self.found.devices
                     copy.meta["val"] = tensor.detach().narrow(state.dim, 0, size).clone()
@@ -128,16 +128,16 @@ class _Rewrite:
         for before, after, state in zip(
             tensors_of(node), tensors_of(copy), states if isinstance(states, list) else [states], strict=False
         ):
-            size = _divided(before.shape, state, self.found.devices) if isinstance(state, Sharded) else before.shape
+            size = _divided(before.shape, state, self.found.devices) if isinstance(state, Shard) else before.shape
             assert list(after.shape) == list(size), f"{node.name}: {list(after.shape)} where {list(size)} was expected"
 
     def _local_arguments(self, node: fx.Node, copy: fx.Node) -> tuple[Any, ...]:
         """Divide what an operator is told of the sharded dimension."""
         args, devices = list(copy.args), self.found.devices
         state, given = self.found.states[node], self._state_of(node.args[0])
-        if node.target in _TOLD_SHAPE and isinstance(state, Sharded):
+        if node.target in _TOLD_SHAPE and isinstance(state, Shard):
             args[1] = _divided(shape_of(node), state, devices)
-        if not isinstance(given, Sharded):
+        if not isinstance(given, Shard):
             return tuple(args)
         if node.target in (aten.slice.Tensor, aten.slice_backward.default):
             at = 2 if node.target is aten.slice.Tensor else 3

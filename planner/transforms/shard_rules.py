@@ -1,7 +1,7 @@
 """How a tensor that is spread over devices passes an operator: one rule for each kind of operator.
 
-A rule says how the output is spread, or raises :class:`planner.transforms.shards.Mixes` where the operator needs parts
-that other devices have.
+A rule says how the output is spread, or raises :class:`~planner.transforms.shards.NeedsRedistribute` where
+the operator needs parts that other devices have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from planner.capture.joint import tensors_of
 from planner.transforms.shard_views import VIEW_RULES
-from planner.transforms.shards import Call, Partial, Rule, Sharded, State, merge, shape_of
+from planner.transforms.shards import Call, Partial, Rule, Shard, State, merge, shape_of
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def state_after(call: Call) -> Any:
 
     Raises
     ------
-    Mixes
+    NeedsRedistribute
     """
     if all(state is None for state in call.states.values()):
         val = call.node.meta.get("val")
@@ -52,7 +52,7 @@ def _reduced(adds: bool) -> Rule:
 
     def rule(call: Call) -> State:
         state = call[0]
-        assert isinstance(state, Sharded)
+        assert isinstance(state, Shard)
         count = len(call.shape(0))
         dims = {dim % count for dim in call.argument(1) or range(count)}
         if state.dim in dims:
@@ -80,13 +80,13 @@ def _along(position: int) -> Rule:
 
 def _norm(call: Call) -> list[State]:
     state = call[0]
-    if not isinstance(state, Sharded) or state.dim >= len(call.shape(0)) - len(call.argument(1)):
+    if not isinstance(state, Shard) or state.dim >= len(call.shape(0)) - len(call.argument(1)):
         raise call.mixes()
     return [state for _ in call.node.meta["val"]]
 
 
 def _norm_backward(call: Call) -> list[State]:
-    if not isinstance(call[0], Sharded) or not isinstance(call[1], Sharded) or not call.is_backward:
+    if not isinstance(call[0], Shard) or not isinstance(call[1], Shard) or not call.is_backward:
         raise call.mixes()
     if (call[0].dim, call[0].blocks) != (call[1].dim, call[1].blocks):
         raise call.mixes()
@@ -99,11 +99,11 @@ def product(call: Call, left: int) -> State:
     """Multiply matrices, the left one at a position among the arguments."""
     rows, columns = call[left], call[left + 1]
     match rows, columns:
-        case Sharded(dim=0), None:
+        case Shard(dim=0), None:
             return rows
-        case None, Sharded(dim=1):
+        case None, Shard(dim=1):
             return columns
-        case Sharded(dim=1), Sharded(dim=0) if rows.blocks == columns.blocks:
+        case Shard(dim=1), Shard(dim=0) if rows.blocks == columns.blocks:
             return Partial(rows.origins | columns.origins)
     raise call.mixes()
 
@@ -114,11 +114,11 @@ def _addmm(call: Call) -> State:
     if isinstance(state, Partial):
         fits = bias is None
     else:
-        assert isinstance(state, Sharded)
+        assert isinstance(state, Shard)
         dim = state.dim - 2 + dims
         fits = (
             (bias is None and (dim < 0 or call.shape(0)[dim] == 1))
-            or (isinstance(bias, Sharded) and (bias.dim, bias.blocks) == (dim, state.blocks))
+            or (isinstance(bias, Shard) and (bias.dim, bias.blocks) == (dim, state.blocks))
         )  # fmt: skip
     if not fits:
         raise call.mixes()
@@ -127,11 +127,11 @@ def _addmm(call: Call) -> State:
 
 def _bmm(call: Call) -> State:
     first, second = call[0], call[1]
-    if not (isinstance(first, Sharded) and isinstance(second, Sharded)):
+    if not (isinstance(first, Shard) and isinstance(second, Shard)):
         raise call.mixes()
     if first.dim or second.dim or first.blocks != second.blocks:
         raise call.mixes()
-    return Sharded(0, first.blocks, first.origins | second.origins)
+    return Shard(0, first.blocks, first.origins | second.origins)
 
 
 def _attention(call: Call) -> list[State]:
@@ -139,7 +139,7 @@ def _attention(call: Call) -> list[State]:
     heads = set()
     for node, state in call.states.items():
         shape = shape_of(node)
-        if isinstance(state, Sharded) and state.dim == 1 and len(state.blocks) == 1:
+        if isinstance(state, Shard) and state.dim == 1 and len(state.blocks) == 1:
             heads.add(shape[1])
         elif state is not None or (len(shape) >= 3 and shape[1] > 1):
             raise call.mixes()
@@ -149,7 +149,7 @@ def _attention(call: Call) -> list[State]:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:
             outputs.append(None)
         elif tensor.shape[1] in heads:
-            outputs.append(Sharded(1, (tensor.shape[1],), origins))
+            outputs.append(Shard(1, (tensor.shape[1],), origins))
         else:
             raise call.mixes()
     return outputs

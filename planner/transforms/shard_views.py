@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from planner.capture.joint import tensors_of
-from planner.transforms.shards import Call, Rule, Sharded, State, shape_of
+from planner.transforms.shards import Call, Rule, Shard, State, shape_of
 
 aten = torch.ops.aten
 
 
 def _view(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         return state
     before, after = call.shape(0), shape_of(call.node)
     dims_in, dims_out = _group(before, after, state.dim)
@@ -31,7 +31,7 @@ def _view(call: Call) -> State:
         period = blocks[: len(blocks) // times]
         repeats = len(blocks) % times == 0 and blocks == period * times and sum(period) == after[dim] * unit
         if repeats and all(block % (unit * call.devices) == 0 for block in period):
-            return Sharded(dim, tuple(block // unit for block in period), state.origins)
+            return Shard(dim, tuple(block // unit for block in period), state.origins)
     whole = sum(state.blocks)
     parts = after[dims_out.start]
     cuts = range(whole // parts, whole, whole // parts) if outer == inner == 1 and 1 < parts < whole else ()
@@ -65,7 +65,7 @@ def _moved(places: Callable[[Call, int], Sequence[int]]) -> Rule:
 
     def rule(call: Call) -> State:
         state = call[0]
-        if not isinstance(state, Sharded):
+        if not isinstance(state, Shard):
             return state
         dims = len(call.shape(0))
         order = [dim % dims for dim in places(call, dims)]
@@ -83,7 +83,7 @@ def _transposed(call: Call, dims: int) -> list[int]:
 
 def _unsqueeze(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         return state
     dim = call.argument(1) % (len(call.shape(0)) + 1)
     return state.at(state.dim + (dim <= state.dim))
@@ -91,7 +91,7 @@ def _unsqueeze(call: Call) -> State:
 
 def _squeeze(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         return state
     shape = call.shape(0)
     given = call.argument(1)
@@ -102,24 +102,22 @@ def _squeeze(call: Call) -> State:
 
 def _expand(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         return state
     return state.at(state.dim + len(shape_of(call.node)) - len(call.shape(0)))
 
 
-def _part(call: Call, state: Sharded, pieces: Sequence[tuple[int, int]]) -> list[State]:
+def _part(call: Call, state: Shard, pieces: Sequence[tuple[int, int]]) -> list[State]:
     """Give the states of pieces of the sharded dimension, which must begin and end with blocks."""
     ends = [0, *itertools.accumulate(state.blocks)]
     if not all(begin in ends and end in ends for begin, end in pieces):
         raise call.mixes(itertools.chain.from_iterable(pieces))
-    return [
-        Sharded(state.dim, state.blocks[ends.index(begin) : ends.index(end)], state.origins) for begin, end in pieces
-    ]
+    return [Shard(state.dim, state.blocks[ends.index(begin) : ends.index(end)], state.origins) for begin, end in pieces]
 
 
 def _slice(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded) or call.argument(1, 0) % len(call.shape(0)) != state.dim:
+    if not isinstance(state, Shard) or call.argument(1, 0) % len(call.shape(0)) != state.dim:
         return state
     begin, end, step = piece(call.node, call.shape(0)[state.dim], 2)
     if step != 1:
@@ -137,7 +135,7 @@ def piece(node: fx.Node, length: int, position: int) -> tuple[int, int, int]:
 def _split(call: Call) -> list[State]:
     state = call[0]
     parts = tensors_of(call.node)
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         raise call.mixes()
     if call.argument(2, 0) % len(call.shape(0)) != state.dim:
         return [state for _ in parts]
@@ -148,7 +146,7 @@ def _split(call: Call) -> list[State]:
 def _without(call: Call) -> Any:
     """``select`` and ``unbind``: a dimension goes."""
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         raise call.mixes()
     dim = call.argument(1, 0) % len(call.shape(0))
     if dim == state.dim:
@@ -160,7 +158,7 @@ def _without(call: Call) -> Any:
 
 def _select_backward(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         raise call.mixes()
     dim = call.argument(2) % len(call.argument(1))
     return state.at(state.dim + (dim <= state.dim))
@@ -168,7 +166,7 @@ def _select_backward(call: Call) -> State:
 
 def _slice_backward(call: Call) -> State:
     state = call[0]
-    if not isinstance(state, Sharded):
+    if not isinstance(state, Shard):
         raise call.mixes()
     sizes, dim = call.argument(1), call.argument(2) % len(call.argument(1))
     if dim != state.dim:
@@ -179,28 +177,28 @@ def _slice_backward(call: Call) -> State:
     blocks = tuple(block for block in (begin, *state.blocks, sizes[dim] - end) if block)
     if any(block % call.devices for block in blocks):
         raise call.mixes()
-    return Sharded(dim, blocks, state.origins)
+    return Shard(dim, blocks, state.origins)
 
 
 def _cat(call: Call) -> State:
     states = [call.states.get(node) for node in call.argument(0)]
-    sharded = [state for state in states if isinstance(state, Sharded)]
+    sharded = [state for state in states if isinstance(state, Shard)]
     dim = call.argument(1, 0) % len(shape_of(call.node))
     if len(sharded) != len(states) or len({state.dim for state in sharded}) > 1:
         raise call.mixes()
     origins = frozenset[fx.Node]().union(*(state.origins for state in sharded))
     if dim == sharded[0].dim:
-        return Sharded(dim, tuple(block for state in sharded for block in state.blocks), origins)
+        return Shard(dim, tuple(block for state in sharded for block in state.blocks), origins)
     if len({state.blocks for state in sharded}) > 1:
         raise call.mixes()
-    return Sharded(sharded[0].dim, sharded[0].blocks, origins)
+    return Shard(sharded[0].dim, sharded[0].blocks, origins)
 
 
 def _stack(call: Call) -> State:
     states = [call.states.get(node) for node in call.argument(0)]
     first = states[0]
-    if not isinstance(first, Sharded) or not all(
-        isinstance(state, Sharded) and (state.dim, state.blocks) == (first.dim, first.blocks) for state in states
+    if not isinstance(first, Shard) or not all(
+        isinstance(state, Shard) and (state.dim, state.blocks) == (first.dim, first.blocks) for state in states
     ):
         raise call.mixes()
     return first.at(first.dim + (call.argument(1, 0) % len(shape_of(call.node)) <= first.dim))

@@ -1,6 +1,6 @@
 """How a tensor is spread over devices that share each layer, and one call that reads such tensors.
 
-A tensor is whole on each device, or :class:`Sharded` along one dimension, or :class:`Partial`: each
+A tensor is whole on each device, or :class:`Shard` along one dimension, or :class:`Partial`: each
 device has a summand.
 """
 
@@ -17,7 +17,7 @@ from planner.capture.joint import tensors_of
 
 
 @dataclass(frozen=True, slots=True)
-class Sharded:
+class Shard:
     """Divided along one dimension.
 
     Parameters
@@ -34,9 +34,9 @@ class Sharded:
     blocks: tuple[int, ...]
     origins: frozenset[fx.Node]
 
-    def at(self, dim: int) -> Sharded:
+    def at(self, dim: int) -> Shard:
         """Give the same along another dimension."""
-        return Sharded(dim, self.blocks, self.origins)
+        return Shard(dim, self.blocks, self.origins)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Partial:
     origins: frozenset[fx.Node]
 
 
-State = Sharded | Partial | None
+State = Shard | Partial | None
 """None: whole on each device."""
 
 
-class Mixes(Exception):
+class NeedsRedistribute(Exception):
     """The operator mixes what is on different devices.
 
     Parameters
@@ -65,7 +65,7 @@ class Mixes(Exception):
         super().__init__()
         known = [state for state in states if state is not None]
         self.origins = frozenset[fx.Node]().union(*(state.origins for state in known))
-        self.length = next((sum(state.blocks) for state in known if isinstance(state, Sharded)), 0)
+        self.length = next((sum(state.blocks) for state in known if isinstance(state, Shard)), 0)
         self.cuts = frozenset(cuts)
 
 
@@ -91,9 +91,9 @@ class Call:
         """Give a positional argument."""
         return self.node.args[position] if position < len(self.node.args) else default
 
-    def mixes(self, cuts: Iterable[int] = ()) -> Mixes:
+    def mixes(self, cuts: Iterable[int] = ()) -> NeedsRedistribute:
         """Say that this call mixes what it reads."""
-        return Mixes(self.states.values(), cuts)
+        return NeedsRedistribute(self.states.values(), cuts)
 
 
 Rule = Callable[[Call], Any]
@@ -106,7 +106,7 @@ def shape_of(node: fx.Node) -> torch.Size:
     return tensor.shape
 
 
-def merge(call: Call, dims: int) -> Sharded:
+def merge(call: Call, dims: int) -> Shard:
     """Give the state of what broadcasts together: all sharded alike, and the rest of length 1 there."""
     at = {node: state.at(state.dim + dims - len(shape_of(node))) for node, state in call.states.items() if state}  # type: ignore[union-attr]
     first = next(iter(at.values()))
@@ -118,4 +118,4 @@ def merge(call: Call, dims: int) -> Sharded:
             agrees = dim < 0 or shape_of(node)[dim] == 1
         if not agrees:
             raise call.mixes()
-    return Sharded(first.dim, first.blocks, frozenset[fx.Node]().union(*(state.origins for state in at.values())))
+    return Shard(first.dim, first.blocks, frozenset[fx.Node]().union(*(state.origins for state in at.values())))

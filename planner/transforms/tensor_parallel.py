@@ -21,7 +21,7 @@ from torch import fx, nn
 from planner.capture.joint import JointGraph, is_tangent, needed_by_forward, tensors_of
 from planner.transforms.shard_rules import state_after
 from planner.transforms.shard_views import PASSES_SUMS
-from planner.transforms.shards import Call, Mixes, Partial, Sharded, State, shape_of
+from planner.transforms.shards import Call, NeedsRedistribute, Partial, Shard, State, shape_of
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def find_sharding(joint: JointGraph, devices: int) -> Sharding:
     -----
     O(nodes) where nothing has to be tried again; each further try begins at the product that failed.
     """
-    return _Search(joint, devices).run()
+    return _ShardSearch(joint, devices).run()
 
 
 class _Again(Exception):
@@ -86,7 +86,7 @@ class _Again(Exception):
         self.node = node
 
 
-class _Search:
+class _ShardSearch:
     def __init__(self, joint: JointGraph, devices: int) -> None:
         self.joint = joint
         self.devices = devices
@@ -115,7 +115,7 @@ class _Search:
             try:
                 self.states[node] = self._state(node)
                 at += 1
-            except Mixes as mixes:
+            except NeedsRedistribute as mixes:
                 at = self._try_again(mixes)
                 self._forget(at)
             except _Again as again:
@@ -132,7 +132,7 @@ class _Search:
             summed=frozenset(self.summed),
         )
 
-    def _try_again(self, mixes: Mixes) -> int:
+    def _try_again(self, mixes: NeedsRedistribute) -> int:
         """Divide the products that are to blame in other blocks, or leave them whole."""
         assert mixes.origins, f"{self.nodes[self.here].name} reads nothing that is divided"
         finer = False
@@ -178,7 +178,7 @@ class _Search:
         states = {source: self.states[source] for source in sources}
         for state in states.values():
             if isinstance(state, list) and any(state):
-                raise Mixes(state)
+                raise NeedsRedistribute(state)
         if node.target is aten.add.Tensor and len(states) > 1 and all(isinstance(s, Partial) for s in states.values()):
             return Partial(frozenset[fx.Node]().union(*(state.origins for state in states.values())))
         for source, state in states.items():
@@ -210,7 +210,7 @@ class _Search:
         if isinstance(given, Partial):
             self._sum(node.args[left])  # type: ignore[arg-type]
             given = None
-        if isinstance(given, Sharded):
+        if isinstance(given, Shard):
             if given.dim == 1 and parameter not in self.decided:
                 self._settle(parameter, given.at(1 - dim))
             if given.dim == 1:
@@ -220,8 +220,8 @@ class _Search:
         if node in self.dropped or not blocks:
             return
         if parameter not in self.decided:
-            self._settle(parameter, Sharded(dim, blocks, frozenset({node})))
-        if isinstance(self.states[parameter], Sharded):
+            self._settle(parameter, Shard(dim, blocks, frozenset({node})))
+        if isinstance(self.states[parameter], Shard):
             self.columns[node] = self.here
 
     def _blocks(self, product: fx.Node) -> tuple[int, ...]:
@@ -248,18 +248,18 @@ class _Search:
             else:
                 self._settle(found[0], None)
 
-    def _shared_by(self, node: fx.Node, sources: list[fx.Node], but: fx.Node, dims: int) -> Sharded | None:
+    def _shared_by(self, node: fx.Node, sources: list[fx.Node], but: fx.Node, dims: int) -> Shard | None:
         """Say how an output is divided that a parameter is added to, or multiplied with."""
         if node.target is aten.addmm.default:
             if node.args[0] is not but:
                 return None
             state = self.states[node.args[2]]  # type: ignore[index]
-            return state if isinstance(state, Sharded) and state.dim == 1 else None
+            return state if isinstance(state, Shard) and state.dim == 1 else None
         if not dims or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             return None
         for source in sources:
             state = self.states[source]
-            if isinstance(state, Sharded):
+            if isinstance(state, Shard):
                 return state.at(state.dim + dims - len(shape_of(source)))
         return None
 
@@ -290,8 +290,8 @@ class _Search:
         forward, backward = self.joint.outputs
         for node in forward:
             state = self.states.get(node) if isinstance(node, fx.Node) else None
-            if isinstance(state, Sharded):
-                raise Mixes([state])
+            if isinstance(state, Shard):
+                raise NeedsRedistribute([state])
             if isinstance(state, Partial):
                 self._sum(node)
         for of, node in zip(self.placeholders, backward, strict=False):
@@ -301,8 +301,8 @@ class _Search:
             if isinstance(state, Partial):
                 self._sum(node)
             if _place(state) != _place(own):
-                raise Mixes([state, own])
+                raise NeedsRedistribute([state, own])
 
 
 def _place(state: State) -> Any:
-    return (state.dim, state.blocks) if isinstance(state, Sharded) else None
+    return (state.dim, state.blocks) if isinstance(state, Shard) else None

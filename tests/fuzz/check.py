@@ -17,7 +17,7 @@ from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
-from planner.ir.simulate import lifetimes, simulate
+from planner.ir.simulator import lifetimes, simulate
 from planner.plans.planning import Plan
 from tests.fuzz import source
 

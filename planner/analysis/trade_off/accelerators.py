@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.analysis.study import Study
 from planner.analysis.trade_off.outcome import Outcome, ask
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.ir.problem import Progress
 from planner.plans.device_file import find
 
@@ -68,7 +68,7 @@ class DeviceSearch:
         study_on: Callable[[str], Study],
         *,
         solver: str = "auto",
-        effort: Effort,
+        effort: SolveLimits,
         **offload: Any,
     ) -> None:
         self.devices = {name: find(name) for name in names}

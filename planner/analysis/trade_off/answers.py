@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from planner.analysis.trade_off.accelerators import DeviceRow
-from planner.analysis.trade_off.methods import Way
+from planner.analysis.trade_off.methods import Method
 from planner.analysis.trade_off.sizes import SizeAxis
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 
@@ -22,7 +22,7 @@ class Answers:
     curve : TradeOffCurve
     batch_sizes, seq_lens : SizeAxis, optional
     devices : tuple of DeviceRow
-    ways : tuple of Way
+    ways : tuple of Method
     interrupted : bool
         Whether something is missing because the search was interrupted.
     """
@@ -31,7 +31,7 @@ class Answers:
     batch_sizes: SizeAxis | None = None
     seq_lens: SizeAxis | None = None
     devices: tuple[DeviceRow, ...] = ()
-    ways: tuple[Way, ...] = ()
+    ways: tuple[Method, ...] = ()
     interrupted: bool = False
 
     def report(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tracing the curve of overhead over budget: every point is solved from what is known at the others.
+"""CurveSweep the curve of overhead over budget: every point is solved from what is known at the others.
 
 A plan that keeps a budget keeps every larger one, and a bound on plans for a budget holds for every smaller
 one. So neighbours give a point its first plan and its first bound, and the curve never rises.
@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from planner.analysis.study import Study
 from planner.analysis.trade_off.ranges import parse_budgets, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
-from planner.common.limits import Clock, Effort
+from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
 from planner.ir.host import Host, graph_for
 from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation
-from planner.plans.reservation import optimizer_peak_bytes
+from planner.ir.simulator import Evaluation
+from planner.plans.allocator import optimizer_peak_bytes
 from planner.solvers.auto import AutoSolver
-from planner.solving.incumbent import Standing
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_lowest
 
 MORE_BYTES = 2**30
@@ -46,7 +46,7 @@ class _Found:
     solver: str
 
 
-class Tracing:
+class CurveSweep:
     """A curve in the making; what is done can be asked for at any time.
 
     Parameters
@@ -62,9 +62,9 @@ class Tracing:
     solver : str
         Name of a solver. ``"auto"`` goes on from the plans and bounds of other points while it solves; what others
         find is held against these when they are done.
-    effort : Effort
+    effort : SolveLimits
         For the whole curve: each point has an equal share of what is left.
-    known : Tracing, optional
+    known : CurveSweep, optional
         A curve of the same study, whose budgets are taken and whose bounds hold here too.
     host : Host, optional
         Where values may be offloaded to; without it none is.
@@ -83,14 +83,14 @@ class Tracing:
         budgets: str | None = None,
         asked: int | float | str | None = None,
         solver: str = AutoSolver.name,
-        effort: Effort | None = None,
-        known: Tracing | None = None,
+        effort: SolveLimits | None = None,
+        known: CurveSweep | None = None,
         host: Host | None = None,
     ) -> None:
         self.study = study = study.for_host(host)
         self.host = host
         self.solver = solver
-        self.effort = effort or Effort()
+        self.effort = effort or SolveLimits()
         whole = study.problem("100%")
         self.static_bytes = study.graph.total_static_bytes
         self.baseline = whole.baseline
@@ -98,10 +98,10 @@ class Tracing:
         self.found = [_Found(self.baseline.peak_bytes, 0.0, 0, keep_all, solver)]
         self.bounds: dict[int, float] = dict(known.bounds) if known else {}
         self.solved: set[int] = set()
-        self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.surroundings)
+        self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.static_memory)
         self.proven_bytes = max(
             proven_lowest(self._problem(0)) + self.static_bytes,
-            self.optimizer_bytes if study.surroundings.optimizer_step_bytes else 0,
+            self.optimizer_bytes if study.static_memory.optimizer_step_bytes else 0,
         )
         self.lowest_bytes: int = known.lowest_bytes if known else self._find_lowest()
         self.top_bytes = max(whole.budget_bytes + self.static_bytes, self.lowest_bytes)
@@ -170,30 +170,30 @@ class Tracing:
     def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock, progress: Progress | None) -> None:
         """Better what the neighbours give."""
         if budget_bytes >= self.proven_bytes:
-            standing = self._standing(budget_bytes)
+            incumbent = self._incumbent(budget_bytes)
             effort = replace(self.effort, time_limit_seconds=share_seconds, told=clock.work)
             try:
-                if not standing.is_closed(0.0):
-                    self.study.improve(standing, solver=self.solver, effort=effort, progress=progress)
+                if not incumbent.is_closed(0.0):
+                    self.study.improve(incumbent, solver=self.solver, effort=effort, progress=progress)
             except InfeasibleBudgetError as error:
-                if error.is_proven and standing.schedule is not None:
+                if error.is_proven and incumbent.schedule is not None:
                     raise ClaimMismatchError(
-                        f"no plan keeps {budget_bytes} bytes, says a solver, and one by {standing.solver!r} does; "
+                        f"no plan keeps {budget_bytes} bytes, says a solver, and one by {incumbent.solver!r} does; "
                         "please report this as a bug"
                     ) from error
                 if error.is_proven:
                     self.proven_bytes = max(self.proven_bytes, budget_bytes + 1)
-            self._take(budget_bytes, standing)
+            self._take(budget_bytes, incumbent)
         self.solved.add(budget_bytes)
 
-    def _standing(self, budget_bytes: int) -> Standing:
+    def _incumbent(self, budget_bytes: int) -> Incumbent:
         """Say how a point stands before it is solved."""
-        standing = Standing(self._problem(budget_bytes))
+        incumbent = Incumbent(self._problem(budget_bytes))
         best = self._best(budget_bytes)
         if best is not None:
-            standing.offer(best.schedule, best.solver)
-        standing.prove(self.bound_seconds(budget_bytes))
-        return standing
+            incumbent.update(best.schedule, best.solver)
+        incumbent.raise_bound(self.bound_seconds(budget_bytes))
+        return incumbent
 
     def _problem(self, budget_bytes: int) -> Problem:
         return Problem(
@@ -203,18 +203,18 @@ class Tracing:
             host=self.host,
         )
 
-    def _take(self, budget_bytes: int, standing: Standing) -> None:
+    def _take(self, budget_bytes: int, incumbent: Incumbent) -> None:
         """Keep what a solve has come to, held against the simulator and against its own bound."""
-        if standing.schedule is not None:
-            excess_seconds = standing.lower_bound_seconds - standing.recompute_seconds
+        if incumbent.schedule is not None:
+            excess_seconds = incumbent.lower_bound_seconds - incumbent.recompute_seconds
             if excess_seconds > _TOLERANCE * self.baseline.seconds:
                 raise ClaimMismatchError(
-                    f"a bound of {standing.lower_bound_seconds} s at {budget_bytes} bytes is above the "
-                    f"{standing.recompute_seconds} s of a plan by {standing.solver!r}; please report this as a bug"
+                    f"a bound of {incumbent.lower_bound_seconds} s at {budget_bytes} bytes is above the "
+                    f"{incumbent.recompute_seconds} s of a plan by {incumbent.solver!r}; please report this as a bug"
                 )
-            solution: Solution = standing.solution()
-            self._keep(confirm(standing.problem, solution), solution.schedule, solution.solver)
-        self.bounds[budget_bytes] = standing.lower_bound_seconds
+            solution: Solution = incumbent.solution()
+            self._keep(confirm(incumbent.problem, solution), solution.schedule, solution.solver)
+        self.bounds[budget_bytes] = incumbent.lower_bound_seconds
 
     def _keep(self, evaluation: Evaluation, schedule: Schedule, solver: str) -> None:
         self.found.append(

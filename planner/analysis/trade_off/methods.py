@@ -10,13 +10,13 @@ from typing import Any
 from planner import solvers, strategies
 from planner.analysis.compatibility import check_solver
 from planner.analysis.study import Study
-from planner.analysis.trade_off.curve import Count, Tracing
+from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffPoint
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import simulate
+from planner.ir.simulator import simulate
 from planner.solvers.auto import AutoSolver
 
 PYTORCH = "pytorch"
@@ -28,7 +28,7 @@ RECOMPUTE_ALONE = "recompute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Method:
     """One way to choose what is recomputed.
 
     Parameters
@@ -70,16 +70,16 @@ def is_strategy(name: str) -> bool:
     return name not in solvers.names() and strategies.find(name) is not None
 
 
-class WaySearch:
+class MethodSweep:
     """Ways in the making; what is done can be asked for at any time.
 
     Parameters
     ----------
     names : sequence of str
         See :func:`check`.
-    curve : Tracing
+    curve : CurveSweep
         Whose budgets are taken, and whose bounds hold for every way.
-    effort : Effort
+    effort : SolveLimits
         For each solver.
     pytorch : callable, optional
         Gives what PyTorch's partitioner decides on the graph of the same step, one schedule after the other.
@@ -88,9 +88,9 @@ class WaySearch:
     def __init__(
         self,
         names: Sequence[str],
-        curve: Tracing,
+        curve: CurveSweep,
         *,
-        effort: Effort,
+        effort: SolveLimits,
         pytorch: Callable[[], Iterable[Schedule]] | None = None,
     ) -> None:
         check(names, curve.study.origin.runtime)
@@ -98,7 +98,7 @@ class WaySearch:
         self.curve = curve
         self.effort = effort
         self.pytorch = pytorch
-        self.ways: tuple[Way, ...] = ()
+        self.ways: tuple[Method, ...] = ()
 
     def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
         """Find every way's points."""
@@ -112,7 +112,7 @@ class WaySearch:
             for way in self._growing(name, tell, count):
                 self.ways = (*before, way)
 
-    def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Way]:
+    def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Method]:
         """Give a way, and again each time that it has another point."""
         if is_strategy(name):
             yield self._strategy(name)
@@ -121,29 +121,29 @@ class WaySearch:
         else:
             yield self._solver(name, tell, count)
 
-    def _solver(self, name: str, tell: Progress, count: Count | None) -> Way:
+    def _solver(self, name: str, tell: Progress, count: Count | None) -> Method:
         """Give a solver's points; with offload if the curve is, and the solver can."""
         curve = self.curve
         if name == curve.solver:
-            return Way(name=name, points=curve.curve().points)
+            return Method(name=name, points=curve.curve().points)
         alone = name == RECOMPUTE_ALONE
         host = None if alone or not solvers.get(name).offloads else curve.host
-        tracing = Tracing(
+        tracing = CurveSweep(
             curve.study, solver=AutoSolver.name if alone else name, effort=self.effort, known=curve, host=host
         )
         tracing.run(progress=tell, count=count)
-        return Way(name=name, points=tracing.curve().points)
+        return Method(name=name, points=tracing.curve().points)
 
-    def _strategy(self, name: str) -> Way:
+    def _strategy(self, name: str) -> Method:
         study = self.curve.study
         try:
             schedule = study.strategy(name)
         except UsageError as error:
-            return Way(name=name, points=(), reason=str(error))
-        return Way(name=name, points=(point_of(study, schedule, name),))
+            return Method(name=name, points=(), reason=str(error))
+        return Method(name=name, points=(point_of(study, schedule, name),))
 
-    def _pytorch(self, tell: Progress) -> Iterator[Way]:
-        way = Way(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
+    def _pytorch(self, tell: Progress) -> Iterator[Method]:
+        way = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
         yield way
         tell("partitioning")
         try:

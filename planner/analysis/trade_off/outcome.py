@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.analysis.study import Study
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.ir.problem import Progress
 from planner.plans.planning import NoPlanFitsError
 
@@ -41,7 +41,13 @@ class Outcome:
 
 
 def ask(
-    study: Study, budget_bytes: int, *, solver: str, effort: Effort, progress: Progress | None = None, **offload: Any
+    study: Study,
+    budget_bytes: int,
+    *,
+    solver: str,
+    effort: SolveLimits,
+    progress: Progress | None = None,
+    **offload: Any,
 ) -> Outcome:
     """Plan a step for a budget, with :meth:`Study.plan`'s options on offload; give what comes of it in numbers."""
     try:

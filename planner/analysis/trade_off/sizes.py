@@ -13,7 +13,7 @@ from typing import Any
 from planner.analysis.study import Study
 from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import SizeRange
-from planner.common.limits import Effort
+from planner.common.limits import SolveLimits
 from planner.ir.problem import Progress
 
 
@@ -127,7 +127,7 @@ class SizeSearch:
         units_of_one: int = 1,
         step: int = 1,
         solver: str = "auto",
-        effort: Effort | None = None,
+        effort: SolveLimits | None = None,
         **offload: Any,
     ) -> None:
         self.sizes = sizes
@@ -136,7 +136,7 @@ class SizeSearch:
         self.units_of_one = units_of_one
         self.step = step
         self.solver = solver
-        self.effort = effort or Effort()
+        self.effort = effort or SolveLimits()
         self.offload = offload
 
     def run(self, *, progress: Progress | None = None) -> None:

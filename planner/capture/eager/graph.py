@@ -185,9 +185,9 @@ class _Lowering:
                 Region(
                     module=candidate.module,
                     hold=holds[candidate.module],
-                    again=(*scratch, *run_at[candidate.begin : candidate.stop], stop),
-                    before=first_at[candidate.before],
-                    until=first_at[candidate.until],
+                    recompute=(*scratch, *run_at[candidate.begin : candidate.stop], stop),
+                    recompute_before=first_at[candidate.before],
+                    release_at=first_at[candidate.until],
                     keepable=tuple(
                         Keepable(
                             index=run_at[position],

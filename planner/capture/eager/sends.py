@@ -69,7 +69,7 @@ def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[
     movable : collection of int
         Storages that are large enough, and may go.
     """
-    return _Search(trace, candidates, movable).found()
+    return _SendSearch(trace, candidates, movable).found()
 
 
 def sends_in(
@@ -110,7 +110,7 @@ def sends_in(
     )
 
 
-class _Search:
+class _SendSearch:
     def __init__(self, trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> None:
         self.trace, self.candidates = trace, candidates
         self.saves: defaultdict[int, list[Save]] = defaultdict(list)

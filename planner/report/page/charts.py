@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.common.units import format_seconds
-from planner.plans.details import StepDetails, Timeline
-from planner.plans.parts import LayerPlacement
-from planner.plans.plan import Plan
+from planner.plans.plan import LayerPlacement, Plan, StepDetails, Timeline
 from planner.report.style import in_unit_of, signed_percent
 
 WIDTH, HEIGHT = 1000, 300

@@ -18,7 +18,7 @@ from planner.errors import InfeasibleBudgetError
 from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of, sent_bytes
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulate import Evaluation
+from planner.ir.simulator import Evaluation
 from planner.solving.milp import Answer, Library
 from planner.solving.modules.peaks import Group, Need, Needs
 from planner.solving.step_cut import Model
@@ -185,7 +185,7 @@ class Chooser:
         """
         worst: tuple[int, int] | None = None
         new: dict[int, Need] = {}
-        again = {index: r for r in chosen for index in self.regions[r].again}
+        again = {index: r for r in chosen for index in self.regions[r].recompute}
         ran: set[int] = set()
         for index, size_bytes in zip(self.schedule(chosen).order, evaluation.timeline_bytes, strict=True):
             if size_bytes > above_bytes:

@@ -20,7 +20,7 @@ from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem, Progress, Solution
-from planner.ir.simulate import Evaluation
+from planner.ir.simulator import Evaluation
 from planner.solving.modules.ilp import NAME, Chooser
 from planner.solving.modules.transfer_windows import widened
 from planner.solving.modules.variants import cheapest, ways_of
@@ -62,13 +62,13 @@ class Found:
 def sending(region: Region) -> Region:
     """Give the way in which a module runs once and sends what it saves."""
     assert region.sends is not None
-    return replace(region, hold=None, again=(), kept=(), sent=region.sends.saved)
+    return replace(region, hold=None, recompute=(), kept=(), sent=region.sends.saved)
 
 
 def sending_given(way: Region) -> Region:
     """Give the way that runs a module again likewise, and sends what its checkpoint is given."""
     assert way.sends is not None
-    return replace(way, hold=way.sends.away, again=(*way.again, way.sends.back), sent=way.sends.given)
+    return replace(way, hold=way.sends.away, recompute=(*way.recompute, way.sends.back), sent=way.sends.given)
 
 
 def offloading_ways(
@@ -101,7 +101,7 @@ def cheapest_with_offload(
         If some were found that need more of the host's memory.
     """
     begun = time.perf_counter()
-    search = _Search(problem, regions, clock, progress)
+    search = _SendingSearch(problem, regions, clock, progress)
     search.without()
     search.with_ways(regions, _COARSE_SHARE)
     search.with_ways(ways_of(regions, problem.graph, problem.costs), _FINE_SHARE)
@@ -109,7 +109,7 @@ def cheapest_with_offload(
     return replace(found, solution=replace(found.solution, solve_seconds=time.perf_counter() - begun))
 
 
-class _Search:
+class _SendingSearch:
     """One search; ``best`` is what was found, ``bound`` bounds what all ways can do."""
 
     def __init__(self, problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None) -> None:

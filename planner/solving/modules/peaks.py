@@ -82,26 +82,26 @@ class Needs:
         self._senders: list[list[tuple[int, int, int]]] = [[] for _ in graph.values]
         """For each value, the regions that send it, and the moments from which and to which it is away."""
         for number, region in enumerate(regions):
-            back = _rerun(region.before) if region.again else -1
+            back = _rerun(region.recompute_before) if region.recompute else -1
             for sent in region.sent:
-                to = back if back >= 0 and sent.returns == region.before else _released(sent.returns)
+                to = back if back >= 0 and sent.returns == region.recompute_before else _released(sent.returns)
                 self._senders[sent.value].append((number, _released(sent.leaves), to))
-            made = {value for index in region.again for value in graph.operations[index].outputs}
+            made = {value for index in region.recompute for value in graph.operations[index].outputs}
             self._own.append(made)
             for value in made:
                 self._makers[value].append(number)
             sent_values = {sent.value for sent in region.sent}
-            outside = {v for index in region.again for v in graph.operations[index].inputs} - made - sent_values
+            outside = {v for index in region.recompute for v in graph.operations[index].inputs} - made - sent_values
             for value in outside:
-                self._holders[value].append((number, _rerun(region.before)))
+                self._holders[value].append((number, _rerun(region.recompute_before)))
             held = set(graph.operations[region.hold].inputs) if region.hold is not None else set[int]()
             for value in held:
-                self._holders[value].append((number, _released(region.until)))
+                self._holders[value].append((number, _released(region.release_at)))
             self._passing.append(
                 {
                     value
                     for value in outside - held
-                    if not graph.values[value].retained and max(graph.readers[value]) < region.before
+                    if not graph.values[value].retained and max(graph.readers[value]) < region.recompute_before
                 }
             )
 
@@ -115,23 +115,23 @@ class Needs:
         What it is the last to need goes meanwhile, even if another region holds it: the need is then a lower bound.
         """
         graph, region = self.graph, self.regions[number]
-        end = len(region.again)
+        end = len(region.recompute)
         last: dict[int, int] = {}
-        for position, index in enumerate(region.again):
+        for position, index in enumerate(region.recompute):
             last.update(dict.fromkeys((*graph.operations[index].outputs, *graph.operations[index].inputs), position))
         freed = [0] * (end + 1)
         for value in self._passing[number]:
             freed[last[value]] += graph.values[value].size_bytes
         live = peak = sum(freed) + sum(graph.values[sent.value].size_bytes for sent in region.sent)
-        for position, index in enumerate(region.again):
+        for position, index in enumerate(region.recompute):
             for value in graph.operations[index].outputs:
                 live += graph.values[value].size_bytes
-                read_later = any(reader >= region.before for reader in graph.readers[value])
+                read_later = any(reader >= region.recompute_before for reader in graph.readers[value])
                 at = position if graph.values[value].retained else end if read_later else last[value]
                 freed[at] += graph.values[value].size_bytes
             peak = max(peak, live + self.costs[index].workspace_bytes)
             live -= freed[position]
-        return self._need(_rerun(region.before), peak, number)
+        return self._need(_rerun(region.recompute_before), peak, number)
 
     def _need(self, moment: int, fixed_bytes: int, when: int | None) -> Need:
         graph, regions = self.graph, self.regions
@@ -152,7 +152,7 @@ class Needs:
             freed_by = held_by = frozenset[int]()
             if reader is not None:
                 freed_by = frozenset(
-                    r for r in self._makers[value] if moment < _rerun(regions[r].before) <= _first_run(reader)
+                    r for r in self._makers[value] if moment < _rerun(regions[r].recompute_before) <= _first_run(reader)
                 ) | self._away(value, moment, when)
                 if not freed_by:
                     fixed_bytes += size_bytes
@@ -165,7 +165,7 @@ class Needs:
             if region.hold is None:
                 continue
             state_bytes = graph.operations[region.hold].state_bytes
-            if state_bytes and _first_run(region.hold) <= moment <= _released(region.until):
+            if state_bytes and _first_run(region.hold) <= moment <= _released(region.release_at):
                 group = (None, frozenset([number]))
                 groups[group] = groups.get(group, 0) + state_bytes
         return Need(fixed_bytes, groups, when)

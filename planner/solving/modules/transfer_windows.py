@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from planner.ir.checkpoints import Region, Sends, Sent, begins_of, schedule_of
 from planner.ir.problem import Problem
-from planner.ir.simulate import Evaluation
+from planner.ir.simulator import Evaluation
 
 
 def widened(problem: Problem, ways: Sequence[Region]) -> tuple[tuple[Region, ...], Evaluation]:

@@ -88,8 +88,8 @@ def _selective_ways(region: Region, graph: TrainingGraph, costs: Sequence[Operat
 def keeping(region: Region, kept: Sequence[Keepable]) -> Region:
     """Give the way to run a region again in which its checkpoint keeps the outputs of some operations."""
     stand_ins = {one.index: one.stand_in for one in kept}
-    again = tuple(stand_ins.get(index, index) for index in region.again)
-    return replace(region, again=again, kept=tuple(sorted(kept, key=lambda one: one.index)))
+    again = tuple(stand_ins.get(index, index) for index in region.recompute)
+    return replace(region, recompute=again, kept=tuple(sorted(kept, key=lambda one: one.index)))
 
 
 def way_named(region: Region, operators: Mapping[str, Sequence[int]]) -> Region | None:
