@@ -28,7 +28,7 @@ from planner.session import (
 )
 from planner.slices import AUTO, COUNTS, SLICES, TOLERANCE, slices_of
 from planner.study_types import Study
-from planner.units import format_percent
+from planner.units import format_percent, is_share
 
 Candidate = tuple[LoweredStep, Study]
 """A step, in one piece or in slices, lowered and costed."""
@@ -65,7 +65,11 @@ def plan_step(
     if reuse is not None:
         slices = slices_of(reuse.fingerprint)
         region = find_region(whole.lowered) if slices > 1 else None
-        step = whole if region is None else _sliced(model, whole, region, slices, options)
+        if region is None:
+            return plan_lowered(model, whole, options, reuse=reuse, must_match=must_match)
+        if is_share(options.budget) or is_share(options.activation_budget):
+            options = _in_bytes(options, study_lowered(model, whole, options))
+        step = _sliced(model, whole, region, slices, options)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     if options.chunk == 1:
         return plan_lowered(model, whole, options)
