@@ -10,6 +10,7 @@ from planner import solvers, strategies
 from planner.effort import Effort
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.floor import lowest_schedule
+from planner.going_together import check_strategy
 from planner.graph import OperationCost, TrainingGraph
 from planner.host import LEAST_BYTES, Host, host_of
 from planner.plan_parts import PlanOrigin
@@ -93,6 +94,7 @@ class Study:
         progress: Progress | None = None,
     ) -> Plan:
         """Plan the step; see :func:`planner.plan` for what is not told to :func:`planner.planning.make_plan`."""
+        check_strategy(strategy, self.origin.runtime, offload=offload)
         if offload_lossy and not offload:
             raise UsageError("offload_lossy rounds what is offloaded: give offload too")
         effort = Effort(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
