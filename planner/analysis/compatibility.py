@@ -52,7 +52,7 @@ def check_solver(runtime: str, *names: str) -> None:
         )
 
 
-def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: bool) -> None:
+def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: bool = False) -> None:
     """Refuse a strategy of an established system that is not known, and what does not go with one."""
     if name is None:
         return

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner import strategies
-from planner.analysis.compatibility import check_solver, offloading_runtime
+from planner import solvers, strategies
+from planner.analysis.compatibility import check_solver, check_strategy, offloading_runtime
 from planner.analysis.study import Study
 from planner.common import timings
 from planner.common.limits import Clock, SolveLimits
@@ -70,6 +70,7 @@ class EagerStudy(Study):
         activation_budget: Size | None = None,
         at_least_bytes: int = 0,
         strategy: str | None = None,
+        solver: str = "auto",
         time_limit_seconds: float = 10.0,
         deterministic: bool = False,
         seed: int = 0,
@@ -79,15 +80,17 @@ class EagerStudy(Study):
         offload_lossy: bool = False,
         compare: bool = True,
         progress: Progress | None = None,
-        **_: Any,
     ) -> Plan:
         """Plan which modules are checkpointed and which send what they save; there is no choice of solvers.
 
         Raises
         ------
         UsageError
-            If copies are to be rounded.
+            If a solver is named, copies are to be rounded, or a strategy is given together with offload.
         """
+        solvers.get(solver)
+        check_solver("modules", solver)
+        check_strategy(strategy, "modules", offload=offload)
         offloading_runtime("modules", offload=offload, lossy=offload_lossy)
         host = self.host(host_budget, offload_at_least) if offload else None
         step = self.for_host(host)

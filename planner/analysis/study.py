@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
+from planner.analysis.compatibility import check_strategy
 from planner.common.limits import SolveLimits
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, UsageError
@@ -91,6 +92,7 @@ class Study:
         progress: Progress | None = None,
     ) -> Plan:
         """Plan the step; see :func:`planner.plan` for what is not told to :func:`planner.plans.planning.make_plan`."""
+        check_strategy(strategy, self.origin.runtime, offload=offload)
         if offload_lossy and not offload:
             raise UsageError("offload_lossy rounds what is offloaded: give offload too")
         effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)

@@ -20,13 +20,14 @@ from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.planning import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import Prepare
+from planner.runtimes._calls import PlannedCalls
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
 from planner.session.step import Options, PlannedStep, attention_for, input_elements
 from planner.session.step_planning import plan_step
 
 
-class GraphRuntime:
+class GraphRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients captures the model, plans, and writes the graphs; later calls with
@@ -58,11 +59,7 @@ class GraphRuntime:
         prepare: Prepare | None = None,
         compiler: Compiler = aot_backend,
     ) -> None:
-        self.model = model
-        self.options = options
-        self.plan = plan
-        self.replan = replan
-        self.prepare = prepare
+        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare)
         self._plans = PlansBySize(plan)
         self._graphs = 0
         self._planned_ahead: set[Sizes] = set()
@@ -111,7 +108,7 @@ class GraphRuntime:
     def _prepare_for(self, inputs: Inputs) -> None:
         sizes = [tensor.shape for tensor in inputs.tensors()]
         if self.prepare is not None and sizes != self._prepared_for:
-            self.options = replace(self.prepare(inputs), at_least_bytes=self.options.at_least_bytes)
+            self.complete_options(inputs)
             self._prepared_for = sizes
 
     def _plan_ahead(self, inputs: Inputs) -> None:
@@ -156,8 +153,7 @@ class GraphRuntime:
         return plan_step(self.model, joint, self.options, reuse=reuse, must_match=must_match)
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
-        self.plan = step.plan
-        self.options = self.options.after(step.plan)
+        self.put_in_force(step.plan)
         self._plans.add(input_elements(self.model, joint.inputs), step.plan)
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:

@@ -22,6 +22,7 @@ from planner.plans.module_choices import modules_of
 from planner.plans.offload import OffloadedModule
 from planner.plans.planning import Plan
 from planner.runtimes import Prepare
+from planner.runtimes._calls import PlannedCalls
 from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._situation import situation_of
@@ -31,14 +32,15 @@ from planner.session.step import Options
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is done with calls of some modules: which are checkpointed and keep what of it, and which send what."""
+    """What a plan does with calls of some modules: which are checkpointed and keep what, and which send what."""
 
+    plan: Plan
     checkpointed: Mapping[str, Kept]
     offloaded: tuple[OffloadedModule, ...]
     modules: Mapping[str, nn.Module]
 
 
-class ModulesRuntime:
+class ModulesRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients records a step and plans it; calls of other sizes or settings are
@@ -60,11 +62,7 @@ class ModulesRuntime:
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> None:
-        self.model = model
-        self.options = options
-        self.plan = plan
-        self.replan = replan
-        self.prepare = prepare
+        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare)
         self._chosen: dict[Any, _Chosen] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,24 +73,26 @@ class ModulesRuntime:
         situation = situation_of(self.model, inputs)
         if situation not in self._chosen:
             self._chosen[situation] = self._choose(inputs)
-        with _installed(self._chosen[situation]):
+        chosen = self._chosen[situation]
+        self.plan = chosen.plan
+        with _installed(chosen):
             return call_implementation(self.model)(*args, **kwargs)
 
     def stop(self) -> None:
         """Do nothing: between calls the model's parts are as they were."""
 
     def _choose(self, inputs: Inputs) -> _Chosen:
-        if self.prepare is not None:
-            self.options = self.prepare(inputs)
+        self.complete_options(inputs)
         must_match = self.plan is not None and not self._chosen and not self.replan
-        self.plan = _plan(self.model, inputs, self.options, self.plan, must_match)
+        plan = _plan(self.model, inputs, self.options, self.plan, must_match)
+        self.put_in_force(plan)
         by_name = dict(self.model.named_modules())
-        offloaded = self.plan.offloading.modules if self.plan.offloading is not None else ()
-        names = dict.fromkeys((*modules_of(self.plan), *(one.module for one in offloaded)))
+        offloaded = plan.offloading.modules if plan.offloading is not None else ()
+        names = dict.fromkeys((*modules_of(plan), *(one.module for one in offloaded)))
         if missing := [name for name in names if name not in by_name]:
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
-        checkpointed = {name: self.plan.kept.get(name, {}) for name in modules_of(self.plan)}
-        return _Chosen(checkpointed, offloaded, {name: by_name[name] for name in names})
+        checkpointed = {name: plan.kept.get(name, {}) for name in modules_of(plan)}
+        return _Chosen(plan, checkpointed, offloaded, {name: by_name[name] for name in names})
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from planner.measure.devices import device_spec
 from planner.plans.planning import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import Prepare
+from planner.runtimes._calls import PlannedCalls
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.runtimes._situation import situation_of
 from planner.session.agreement import plan_together
@@ -43,7 +44,7 @@ BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
 
 
-class RegionalRuntime:
+class RegionalRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
     def __init__(
@@ -55,11 +56,7 @@ class RegionalRuntime:
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> None:
-        self.model = model
-        self.options = options
-        self.plan = plan
-        self.replan = replan
-        self.prepare = prepare
+        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare)
         self._confirmed = False
         self._known: dict[Any, _Planned] = {}
 
@@ -84,13 +81,13 @@ class RegionalRuntime:
         if is_sharded(self.model):
             return _Planned(self.model, self._planned_before(inputs))
         check_plannable(self.model, inputs)
-        if self.prepare is not None:
-            self.options = self.prepare(inputs)
+        self.complete_options(inputs)
         must_match = self.plan is not None and not self._confirmed and not self.replan
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
         options = replace(self.options, together=self.options.together and not self._confirmed)
         plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=must_match)
         self._confirmed = True
+        self.put_in_force(plan)
         return _Planned(self.model, plan)
 
     def _planned_before(self, inputs: Inputs) -> Plan:

@@ -173,7 +173,12 @@ class _Recorded:
         graph, options = study.graph, self.options
         schedule = schedule_of(graph, ways)
         problem = make_problem(
-            graph, study.costs, budget=options.budget, activation_budget=options.activation_budget, host=host
+            graph,
+            study.costs,
+            budget=options.budget,
+            activation_budget=options.activation_budget,
+            at_least_bytes=options.at_least_bytes,
+            host=host,
         )
         sent_bytes = sum(graph.values[offload.value].size_bytes for offload in schedule.offloads)
         if schedule.offloads and (host is None or sent_bytes > host.budget_bytes):

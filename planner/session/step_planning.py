@@ -12,7 +12,7 @@ from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.provenance import Places
 from planner.common.chunks import AUTO, COUNTS, SLICES, TOLERANCE, slices_of
-from planner.common.units import format_percent
+from planner.common.units import format_percent, is_share
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed
 from planner.plans.plan import NoPlanFitsError, Plan
@@ -65,7 +65,11 @@ def plan_step(
     if reuse is not None:
         slices = slices_of(reuse.fingerprint)
         region = find_region(whole.lowered) if slices > 1 else None
-        step = whole if region is None else _sliced(model, whole, region, slices, options)
+        if region is None:
+            return plan_lowered(model, whole, options, reuse=reuse, must_match=must_match)
+        if is_share(options.budget) or is_share(options.activation_budget):
+            options = _in_bytes(options, study_lowered(model, whole, options))
+        step = _sliced(model, whole, region, slices, options)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     if options.chunk == 1:
         return plan_lowered(model, whole, options)
