@@ -31,7 +31,7 @@ from planner.diagnose.subject import Subject
 from planner.errors import PlanMismatchError
 from planner.findings import Finding, Severity
 from planner.gradient_sums import sum_in_place
-from planner.graph import OperationCost, TrainingGraph
+from planner.graph import OperationCost
 from planner.host import LEAST_BYTES
 from planner.joint import JointGraph
 from planner.local_graph import local_step
@@ -409,11 +409,12 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
     """Say what a plan for a lowered step is made for."""
     shards = step.surroundings.gradient_shards
     spread: dict[str, str | int] = {SHARDS: shards} if shards > 1 else {}
-    return {**fingerprint(model, step.lowered.graph, step.spec.name, step.lowered.joint), **spread, **step.facts}
+    return {**fingerprint(model, step.lowered, step.spec.name), **spread, **step.facts}
 
 
-def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
+def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
+    graph, joint = lowered.fingerprinted or lowered.graph, lowered.joint
     digest = hashlib.sha256()
     operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
     for operation in operations:
