@@ -35,15 +35,12 @@ from planner.capture.joint import (
 )
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.errors import UnsupportedModelError
-from planner.ir.graph import Operation, Phase, TrainingGraph, Value
+from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
 from planner.ir.static_memory import LossMemory
 
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
 
 GIVEN_TARGET = "what the rest of the step hands to this part"
-
-LOSS_NAME = "loss"
-LOSS_TARGET = "the loss and what runs outside the captured graph"
 
 CPU_RANDOM_STATE_BYTES = 5056
 """Size of ``torch.get_rng_state()``: what a recomputed random operation keeps on a CPU. On CUDA the
@@ -66,6 +63,8 @@ class LoweredGraph:
         For each node the values that its output looks at; resident storages are left out.
     alias_nodes : set of torch.fx.Node
         Nodes that cost nothing: views and ``getitem``.
+    fingerprinted : TrainingGraph, optional
+        What fingerprints are made of, where plan files were written before the graph was named and sized as it is.
     """
 
     joint: JointGraph
@@ -74,6 +73,32 @@ class LoweredGraph:
     value_nodes: list[fx.Node]
     storage_of: dict[fx.Node, tuple[int, ...]]
     alias_nodes: set[fx.Node] = field(default_factory=set)
+    fingerprinted: TrainingGraph | None = None
+
+
+def loss_values(loss: LossMemory, alignment_bytes: int) -> list[Value]:
+    """Give what a loss outside the graph takes: what it works with, and what stays behind it."""
+    held_bytes = -(-loss.held_bytes // alignment_bytes) * alignment_bytes
+    values = (
+        # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
+        Value(name="loss workspace", size_bytes=loss.working_bytes),
+        Value(name="loss", size_bytes=held_bytes, retained=True, kind="output"),
+    )
+    return [value for value in values if value.size_bytes]
+
+
+def loss_operation(inputs: Iterable[int], outputs: Iterable[int]) -> Operation:
+    """Give the operation between forward and backward, the same whichever way a step comes in."""
+    return Operation(
+        name=LOSS_NAME,
+        key=LOSS_KEY,
+        target=LOSS_TARGET,
+        inputs=_distinct(inputs),
+        outputs=tuple(outputs),
+        phase=Phase.LOSS,
+        recomputable=False,
+        dtype="",
+    )
 
 
 def lower(
@@ -299,32 +324,16 @@ class _Lowering:
                 self.values[-1] = replace(self.values[-1], kind="tangent", retained=retained)
             self.storage_of[node] = tuple(made)
             outputs.extend(made)
-        # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
-        of_loss = (
-            Value(name="loss workspace", size_bytes=loss.working_bytes),
-            Value(name="loss", size_bytes=self._round(loss.held_bytes), retained=True, kind="output"),
-        )
         of_views = (
             Value(name=f"gradient {i} of a view", size_bytes=self._round(size_bytes), retained=True, kind="tangent")
             for i, size_bytes in enumerate(self.joint.outside_bytes)
+            if size_bytes
         )
-        for value in (*of_loss, *of_views):
-            if value.size_bytes:
-                self.values.append(value)
-                self.value_nodes.append(None)  # type: ignore[arg-type]
-                outputs.append(len(self.values) - 1)
-        self.operations.append(
-            Operation(
-                name=LOSS_NAME,
-                key=self.keys.next("", LOSS_NAME, Phase.LOSS),
-                target=LOSS_TARGET,
-                inputs=reads,
-                outputs=tuple(outputs),
-                phase=Phase.LOSS,
-                recomputable=False,
-                dtype="",
-            )
-        )
+        for value in (*loss_values(loss, self.alignment_bytes), *of_views):
+            self.values.append(value)
+            self.value_nodes.append(None)  # type: ignore[arg-type]
+            outputs.append(len(self.values) - 1)
+        self.operations.append(loss_operation(reads, outputs))
         self.operation_nodes.append(None)
 
     def _add_gradient_copies(self, gradients: list[Any]) -> None:

@@ -17,7 +17,24 @@ from functools import cached_property
 from cost_models.base import OperationCost
 from planner.errors import UsageError
 
-__all__ = ["Operation", "OperationCost", "Phase", "TrainingGraph", "Value"]
+__all__ = [
+    "LOSS_KEY",
+    "LOSS_KEY_BEFORE",
+    "LOSS_NAME",
+    "LOSS_TARGET",
+    "Operation",
+    "OperationCost",
+    "Phase",
+    "TrainingGraph",
+    "Value",
+]
+
+LOSS_NAME = "loss"
+LOSS_TARGET = "the loss and what runs outside the captured graph"
+
+LOSS_KEY = f"|{LOSS_NAME}|l0"
+LOSS_KEY_BEFORE = f"|{LOSS_TARGET}|l0"
+"""What plan files of recorded steps called the loss, before all steps had one key for it."""
 
 
 class Phase(StrEnum):

@@ -16,6 +16,7 @@ from planner.common.atomic import write_text
 from planner.common.json_reader import Node, parse
 from planner.errors import PlanFileError
 from planner.findings.finding import Finding, Severity
+from planner.ir.graph import LOSS_KEY, LOSS_KEY_BEFORE
 from planner.plans.details_file import details_data, hold_to_plan, read_details
 from planner.plans.offload import OffloadedModule, OffloadedValue, Offloading, Place
 from planner.plans.plan import (
@@ -252,7 +253,8 @@ def _kept(node: Node) -> dict[str, tuple[int, ...]]:
 
 
 def _place(node: Node) -> Place:
-    return Place(before=node["before"].text(), runs=node["runs"].integer())
+    before = node["before"].text()
+    return Place(before=LOSS_KEY if before == LOSS_KEY_BEFORE else before, runs=node["runs"].integer())
 
 
 def _layer(node: Node) -> LayerPlacement:

@@ -107,7 +107,7 @@ class _Recorded:
         for node, each in zip(lowered.operation_nodes, costing.costs, strict=True):
             self.costs.setdefault(node, each)
         return PlanOrigin(
-            fingerprint=fingerprint(model, lowered.graph, self.spec.name, lowered.joint),
+            fingerprint=fingerprint(model, lowered, self.spec.name),
             capture_seconds=time.perf_counter() - self.begun,
             cost_model=costing.cost_model,
             device=self.spec.name,

@@ -34,7 +34,7 @@ from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.checkpoints import NOT_OF_THE_STEP
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import OperationCost
 from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
@@ -401,11 +401,12 @@ def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
     """Say what a plan for a lowered step is made for."""
     shards = step.static_memory.gradient_shards
     spread: dict[str, str | int] = {SHARDS: shards} if shards > 1 else {}
-    return {**fingerprint(model, step.lowered.graph, step.spec.name, step.lowered.joint), **spread, **step.facts}
+    return {**fingerprint(model, step.lowered, step.spec.name), **spread, **step.facts}
 
 
-def fingerprint(model: nn.Module, graph: TrainingGraph, device: str, joint: JointGraph) -> dict[str, str | int]:
+def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[str, str | int]:
     """Say what a plan is made for, so that it is not applied to something else."""
+    graph, joint = lowered.fingerprinted or lowered.graph, lowered.joint
     digest = hashlib.sha256()
     operations = [operation for operation in graph.operations if operation.target not in NOT_OF_THE_STEP]
     for operation in operations:

@@ -19,7 +19,13 @@ from planner.capture.blocks.regions import Block
 from planner.capture.blocks.sharding import Parameter, Sharding
 from planner.capture.blocks.trace import RESIDENT, Event, Kind, Trace
 from planner.capture.joint import JointGraph, mutates, tensors_of
-from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LOSS_NAME, LOSS_TARGET, LoweredGraph
+from planner.capture.lowering import (
+    ACCUMULATE_TARGET,
+    GIVEN_TARGET,
+    LoweredGraph,
+    loss_operation,
+    loss_values,
+)
 from planner.capture.provenance import Keys
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.graph import Operation, Phase, TrainingGraph, Value
@@ -62,7 +68,7 @@ def put_together(
     if units:
         builder.sharding = Sharding(builder, units, ranks)
     graph = builder.run(static_bytes, name, loss)
-    return LoweredGraph(joint, graph, builder.nodes, [], {})
+    return LoweredGraph(joint, graph, builder.nodes, [], {}, fingerprinted=builder.as_written_before(graph))
 
 
 def prefixed(path: str, key: str) -> str:
@@ -127,6 +133,10 @@ class Builder:
             name=name,
         )
 
+    def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
+        """Give the graph as fingerprints have it: what a loss works with was rounded up here, as one tensor is."""
+        return replace(graph, values=tuple(replace(v, size_bytes=self.aligned(v.size_bytes)) for v in graph.values))
+
     def _value(self, storage: int) -> int:
         """Give the value of a storage that is made now."""
         seen = self.trace.storages[storage]
@@ -167,14 +177,13 @@ class Builder:
     def _loss(self, event: Event, index: int, loss: LossMemory) -> None:
         if self.sharding:
             self.sharding.end_forward()
-        self.phase = Phase.LOSS
         makes = [self._value(storage) for storage in event.makes.values()]
-        if loss.working_bytes:
-            makes.append(self.new_value("loss workspace", loss.working_bytes))
-        if loss.held_bytes:
-            makes.append(self.new_value("loss", loss.held_bytes, kind="output", retained=True))
+        for value in loss_values(loss, self.alignment_bytes):
+            self.values.append(value)
+            makes.append(len(self.values) - 1)
         reads = self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values())
-        self.add(target=LOSS_TARGET, module="", reads=reads, makes=makes, name=LOSS_NAME)
+        self.operations.append(loss_operation(reads, makes))
+        self.nodes.append(None)
         self.phase = Phase.BACKWARD
         if self.sharding:
             self.sharding.begin_backward()
@@ -241,7 +250,6 @@ class Builder:
         module: str,
         reads: Iterable[int],
         makes: Iterable[int],
-        name: str = "",
         node: fx.Node | None = None,
         dtype: str = "",
         **facts: Any,
@@ -249,8 +257,8 @@ class Builder:
         """Add an operation that runs once."""
         self.operations.append(
             Operation(
-                name=name or f"{_join(module, target)}.{len(self.operations)}".lstrip("."),
-                key=self.keys.next(module, LOSS_NAME if self.phase is Phase.LOSS else target, self.phase),
+                name=f"{_join(module, target)}.{len(self.operations)}".lstrip("."),
+                key=self.keys.next(module, target, self.phase),
                 target=target,
                 inputs=tuple(dict.fromkeys(reads)),
                 outputs=tuple(makes),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,14 @@ from torch import fx, nn
 
 from planner.capture import operands
 from planner.capture.eager.sends import Candidate, Waits, sends_in, waits_of
-from planner.capture.eager.trace import Call, Run, Trace
+from planner.capture.eager.trace import Call, Run, Storage, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
-from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LOSS_NAME, LOSS_TARGET, LoweredGraph
+from planner.capture.lowering import (
+    CPU_RANDOM_STATE_BYTES,
+    LoweredGraph,
+    loss_operation,
+    loss_values,
+)
 from planner.capture.provenance import Keys
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.checkpoints import (
@@ -34,7 +39,7 @@ from planner.ir.checkpoints import (
     Keepable,
     Region,
 )
-from planner.ir.graph import Operation, Phase, TrainingGraph, Value
+from planner.ir.graph import LOSS_KEY_BEFORE, Operation, Phase, TrainingGraph, Value
 from planner.ir.static_memory import LossMemory
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -90,7 +95,7 @@ class _Lowering:
         self.values = [
             Value(
                 name=f"storage {index}",
-                size_bytes=0 if storage.is_number and not on_cpu else self._round(storage.size_bytes),
+                size_bytes=0 if self._is_elsewhere(storage, on_cpu) else self._round(storage.size_bytes),
                 retained=storage.died is None,
                 kind=storage.kind,
             )
@@ -106,6 +111,11 @@ class _Lowering:
             if save.storage is not None:
                 self._lives_until(save.storage, save.released)
         self.written = {value for run in trace.runs for value in run.writes}
+
+    @staticmethod
+    def _is_elsewhere(storage: Storage, on_cpu: bool) -> bool:
+        """Whether a storage is not the device's, or is counted with the loss."""
+        return storage.is_stand_in or (storage.is_number and not on_cpu)
 
     def _lives_until(self, storage: int, position: int | None) -> None:
         last = (len(self.trace.runs) if position is None else position) - 1
@@ -203,7 +213,7 @@ class _Lowering:
             )
         nodes = fx.Graph()
         joint = JointGraph(fx.GraphModule(nn.Module(), nodes), nodes, 0, inputs)
-        lowered = LoweredGraph(joint, graph, self.nodes, [], {})
+        lowered = LoweredGraph(joint, graph, self.nodes, [], {}, fingerprinted=self._as_written_before(graph, loss))
         seen = {index: run.workspace_bytes for index, run in zip(run_at, runs, strict=False)}
         return EagerStep(lowered, tuple(regions), {index: size for index, size in seen.items() if size is not None})
 
@@ -270,11 +280,24 @@ class _Lowering:
 
     def _add_loss(self, loss: LossMemory) -> None:
         """Add the loss: what it works with is there until the outputs have their gradients."""
-        made = [self._value("loss workspace", loss.working_bytes)] if loss.working_bytes else []
-        held = [self._value("loss", loss.held_bytes, retained=True, kind="output")] if loss.held_bytes else []
-        self._add(LOSS_TARGET, Phase.LOSS, "", (), (*made, *held), name=LOSS_NAME)
+        first = len(self.values)
+        self.values += loss_values(loss, self.alignment_bytes)
+        made = range(first, len(self.values))
+        self._append(None, loss_operation((), made))
         if self.trace.tangents > self.trace.backward:
-            self.kept_by_last[self.trace.tangents - 1] += made
+            self.kept_by_last[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
+
+    def _as_written_before(self, graph: TrainingGraph, loss: LossMemory) -> TrainingGraph:
+        """Give the graph as fingerprints have it: the loss had a key of its own here, and its sizes were others."""
+        operations, values = list(graph.operations), list(graph.values)
+        operations[graph.loss_index] = replace(operations[graph.loss_index], key=LOSS_KEY_BEFORE)
+        for index, storage in enumerate(self.trace.storages):
+            if storage.is_stand_in:
+                values[index] = replace(values[index], size_bytes=self._round(storage.size_bytes))
+        for index in graph.operations[graph.loss_index].outputs:
+            if values[index].retained:
+                values[index] = replace(values[index], size_bytes=loss.held_bytes)
+        return replace(graph, operations=tuple(operations), values=tuple(values))
 
     def _add_stand_in(self, operation: Operation) -> int:
         """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""

@@ -162,13 +162,9 @@ def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
     if all(t.dim() for t in tensors):
         recorder.outside_bytes = sum(t.numel() * t.element_size() for t in tensors)
     if has_loss:
-        torch.autograd.backward(
-            [
-                _OutsideLoss.apply(  # type: ignore[no-untyped-call]
-                    recorder, *(t for t in tensors if t.is_floating_point())
-                )
-            ]
-        )
+        floats = (t for t in tensors if t.is_floating_point())
+        value = recorder.stand_in(_OutsideLoss.apply(recorder, *floats))  # type: ignore[no-untyped-call]
+        torch.autograd.backward([value], [recorder.stand_in(torch.ones_like(value))])
     else:
         run_backward(outputs, None)
 

@@ -76,7 +76,8 @@ class Run:
 class Storage:
     """One storage of the step: it died before the run ``died``, or outlived the step.
 
-    A number is one of Python's that autograd keeps as a tensor, in the host's memory.
+    A number is one of Python's that autograd keeps as a tensor, in the host's memory. A stand-in is of the loss that
+    is not seen, whose own memory is known apart from the recording.
     """
 
     size_bytes: int
@@ -84,6 +85,7 @@ class Storage:
     died: int | None = None
     kind: str = "activation"
     is_number: bool = False
+    is_stand_in: bool = False
 
 
 @dataclass
@@ -307,6 +309,13 @@ class Recorder(TorchDispatchMode):
             index = self._known.get(storage_id(tensor))
             if index is not None:
                 self.storages[index].kind = kind
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take a tensor that was made here as one that stands in for the loss."""
+        index = self._known[storage_id(tensor)]
+        assert index is not None
+        self.storages[index].is_stand_in = True
+        return tensor
 
     # What autograd saves.
 
