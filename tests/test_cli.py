@@ -22,7 +22,8 @@ import cli
 import planner
 from planner.commands import _asked
 from planner.errors import CaptureError
-from planner.plans.planning import Plan, Verification, make_plan
+from planner.plans.planning import Plan, Verification
+from tests.planned import make_plan
 
 ROOT = Path(__file__).parent.parent
 GRAPH, COSTS = transformer(4)

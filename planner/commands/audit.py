@@ -58,7 +58,7 @@ class _Audit:
             parse_size(args.budget, whole_bytes=2**60)
         with quiet(args.debug), reporting(args.debug) as progress:
             from planner.capture.memory import keep_freed_memory
-            from planner.session.auditing import audit
+            from planner.session.studying import audit
 
             progress("building the model")
             if args.cost_model == "measured":

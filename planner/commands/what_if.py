@@ -106,6 +106,7 @@ def _check(args: argparse.Namespace) -> None:
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import methods as ways
     from planner.analysis.trade_off import ranges
+    from planner.common.options import Offload, picked
     from planner.common.units import parse_size
     from planner.plans import device_file
     from planner.report import curve_picture
@@ -120,7 +121,7 @@ def _check(args: argparse.Namespace) -> None:
         if device is not None:
             device_file.find(device)
     check_solver(args.runtime, args.solver)
-    offloading_runtime(args.runtime, offload=args.offload, lossy=args.offload_lossy)
+    offloading_runtime(args.runtime, picked(Offload, vars(args)))
     ways.check(_names(args, "solvers"), args.runtime)
     try:
         cost_models.get(args.cost_model)
