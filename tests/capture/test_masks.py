@@ -14,6 +14,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
+from tests.tiers import tiered
 
 transformers = pytest.importorskip("transformers", reason="the Hugging Face models of the zoo")
 
@@ -57,8 +58,8 @@ def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
-@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("runtime", tiered(["graph", "modules", "regional"], slow=["modules"]))
+@pytest.mark.parametrize("given", tiered([False, True], slow=[False]))
 def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime: str) -> None:
     model = llama()
     kwargs = batch(**({"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if given else {}))
@@ -77,7 +78,7 @@ def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime:
     assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
 
 
-@pytest.mark.parametrize("runtime", ["modules", "regional"])
+@pytest.mark.parametrize("runtime", tiered(["modules", "regional"], slow=["modules"]))
 def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runtime: str) -> None:
     whole = torch.ones(BATCH, LENGTH, dtype=torch.long)
     padded = whole.clone()

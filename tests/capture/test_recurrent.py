@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from tests.tiers import tiered
 
 BATCH, LENGTH, FEATURES, SIZE = 3, 4, 16, 24
 
@@ -37,8 +40,9 @@ def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize(
+    ("kind", "layers"), tiered(product(("LSTM", "GRU", "RNN"), (1, 3)), slow=[("GRU", 3), ("RNN", 3)])
+)
 def test_a_stack_gives_what_eager_gives(kind: str, layers: int, bidirectional: bool) -> None:
     options = {"num_layers": layers, "bidirectional": bidirectional, "dropout": 0.5 if layers > 1 else 0.0}
     model = Stack(kind, batch_first=True, **options)

@@ -40,6 +40,7 @@ from planner.plans.module_choices import modules_of
 from planner.plans.plan import PlanOrigin
 from planner.zoo.modules import MiniGPT
 from tests.example_graphs import Builder, transformer
+from tests.tiers import tiered
 
 TARGETS = {"accelerate", "axolotl", "deepspeed", "fsdp", "huggingface", "jax", "keras", "lightning", "megatron",
            "torchtitan", "unsloth"}  # fmt: skip
@@ -482,7 +483,7 @@ def test_deepspeed(exported: dict[str, Export], monkeypatch: pytest.MonkeyPatch)
     assert_runs_again(model, checkpointed, inputs, made.modules)
 
 
-@pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.parametrize("family", tiered(["llama", "bert"], slow=["bert"]))
 def test_huggingface_checkpoints_just_these_layers(family: str):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

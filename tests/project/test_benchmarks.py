@@ -31,6 +31,7 @@ def _results(path: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_exactness_runs_real_steps_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "exactness.json"
     arguments = ["--models", "minimind-26m", *TINY, "--budgets", "10", "--steps", "1", "--json", str(file)]
@@ -154,6 +155,7 @@ def test_partitioner_is_read_back_whole(tmp_path: Path) -> None:
         assert row["planned"] is None or row["planned"]["peak_bytes"] <= row["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_runtimes_are_held_against_eager_and_their_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def case(model: nn.Module) -> Callable[[], ZooModel]:
         return lambda: ZooModel(name="tiny", model=model, example_args=(torch.randn(4, 16),))

@@ -16,6 +16,7 @@ from planner.diagnose.verification import bitwise_equal
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import graph as graph_runtime
+from tests.tiers import tiered
 
 WIDTH = 64
 
@@ -206,6 +207,14 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+MORE = (
+    "alpha dropout", "feature dropout", "rrelu", "rand_like", "randint", "normal", "uniform", "exponential", "gru",
+    "rnn", "randperm", "multinomial", "gumbel softmax", "group norm", "softmax", "sorted", "max pool", "cumsum",
+    "split and cat",
+)  # fmt: skip
+"""Cases like one of the others: more draws of random numbers, more pointwise functions."""
+
+
 def _freeze(model: Residual) -> Residual:
     for block in list(model.blocks)[:2]:
         block.requires_grad_(False)
@@ -267,13 +276,13 @@ def one_step(model: nn.Module) -> list[torch.Tensor]:
     return [loss]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiered(CASES, slow=MORE))
 def test_one_step(case: str) -> None:
     assert_exact(CASES[case], one_step)
 
 
 @pytest.mark.parametrize("case", ["plain", "native dropout", "batch norm", "tied weights", "attention dropout"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16], quick=[torch.bfloat16]))
 def test_autocast(case: str, dtype: torch.dtype) -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=dtype):

@@ -13,6 +13,7 @@ from planner import runtimes
 from planner.capture.memory import measure_peak
 from planner.common.chunks import slices_of
 from planner.common.units import parse_size
+from tests.tiers import tiered
 
 WIDTH = 32
 SIZES = (256, 1024, 512, 1024, 16)
@@ -50,13 +51,8 @@ def rows(count: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] if name == "inductor" else [])  # it calls a C++ compiler
-        for name in runtimes.names()
-        if name != "auto"  # which only picks one of them
-    ]
-)
+# Inductor calls a C++ compiler, and `auto` only picks one of the others.
+@pytest.fixture(params=tiered((name for name in runtimes.names() if name != "auto"), slow=["inductor"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 

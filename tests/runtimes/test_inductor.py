@@ -64,6 +64,7 @@ class Images(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_convolutions_and_a_loss_outside_keep_the_bound():
     model = Images()
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -73,6 +74,7 @@ def test_convolutions_and_a_loss_outside_keep_the_bound():
     assert proof.agrees, proof.differences
 
 
+@pytest.mark.slow
 def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
     honest, graphs = InductorRuntime._peak_bytes, []
 

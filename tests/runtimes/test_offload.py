@@ -45,6 +45,7 @@ from tests.example_graphs import transformer
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.runtimes.test_correctness import CASES, assert_same, one_step, run
+from tests.tiers import tiered
 
 LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
 
@@ -369,7 +370,10 @@ def peak_of_rounded_sizes(step) -> int:
     return max(accumulate(rounded))
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("native dropout", "attention dropout", "batch norm", "convolutions", "in place", "mutated buffer", "lstm")
+
+
+@pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
 def test_offload_changes_no_bit(case: str):
     torch.manual_seed(5)
     original = CASES[case]()

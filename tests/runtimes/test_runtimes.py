@@ -10,6 +10,7 @@ from torch import nn
 import planner
 from planner import runtimes
 from planner.errors import UsageError
+from tests.tiers import tiered
 
 WIDTH = 64
 
@@ -37,7 +38,7 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-@pytest.fixture(params=list(runtimes.names()))
+@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 
@@ -113,7 +114,7 @@ class Regression(Wide):
         return F.mse_loss(super().forward(x), wanted)
 
 
-@pytest.mark.parametrize("name", ["graph", "modules", "regional"])
+@pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], quick=["graph"]))
 def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
     model, example = Regression(), (inputs(), torch.randn(512, 16 * WIDTH))
     plan = planner.plan(model, example, budget="100%", runtime=name, compare=False)
@@ -121,7 +122,7 @@ def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
     assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
 
 
-@pytest.mark.parametrize("name", ["graph", "modules", "regional"])
+@pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], slow=["regional"]))
 def test_a_loss_outside_that_shrinks_is_held_until_the_backward_ends(name: str) -> None:
     model, rows = Wide(), inputs()
     wanted = torch.randn(512, 16 * WIDTH)

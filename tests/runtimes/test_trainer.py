@@ -19,6 +19,7 @@ import planner
 from planner.errors import UsageError
 from planner.runtimes.graph import GraphRuntime
 from planner.zoo.modules import MiniGPT
+from tests.tiers import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers warn of is not ours
 
@@ -100,7 +101,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[planner.Plan]:
     return seen
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", tiered([False, True], slow=[True]))
 def test_loss_curve_with_lora_is_that_without_a_plan(tmp_path: Path, plans: list[planner.Plan], bf16: bool) -> None:
     def train(budget: str | None) -> transformers.Trainer:
         ran = trainer(wrap(with_lora(llama()), budget), tmp_path, bf16=bf16)

@@ -10,6 +10,7 @@ import pytest
 from planner import solvers
 from planner.ir.instances import Reference, load_instance
 from planner.ir.problem import Problem
+from tests.tiers import tiered
 
 FOLDER = Path(
     os.environ.get("CHECKPOINT_PLANNER_INSTANCES") or Path(__file__).resolve().parents[3] / "shared" / "ground_truth"
@@ -49,7 +50,9 @@ def test_the_ilp_is_as_good_as_the_best_known(name: str) -> None:
     assert bound >= 0.999 * known.lower_bound_cost
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v2-5gb", "mobilenet_v2-6gb", "resnet50-6gb"])
+@pytest.mark.parametrize(
+    "name", tiered(["mobilenet_v2-5gb", "mobilenet_v2-6gb", "resnet50-6gb"], slow=["resnet50-6gb"])
+)
 def test_tight_instances_get_a_plan_near_the_best_known(name: str) -> None:
     problem, known = load(name)
     solution = solvers.solve(problem, "auto", time_limit_seconds=30)

@@ -17,6 +17,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solving.peak_bounds import minimum_peak, proven_floor
 from tests import oracle
+from tests.tiers import tiered
 
 seeds = st.integers(0, 10**6)
 shares = st.sampled_from([0.0, 0.25, 0.5, 0.75, 0.95])
@@ -40,6 +41,9 @@ def at(step: tuple[TrainingGraph, tuple[OperationCost, ...]], share: float) -> P
     top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
     return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
 
+
+EVERY = tiered(solvers.names(), slow=["mixed"])
+"""Without a host, ``mixed`` is ``auto``; ``test_offload.py`` tries it with one."""
 
 # ----------------------------------------------------------------------------- the registry
 
@@ -65,7 +69,7 @@ def test_the_time_limit_must_be_positive() -> None:
 # ----------------------------------------------------------------------------- every solver
 
 
-@pytest.mark.parametrize("name", solvers.names())
+@pytest.mark.parametrize("name", EVERY)
 @given(seed=seeds, share=shares)
 @settings(max_examples=25, deadline=None)
 def test_no_solver_beats_the_optimum_or_breaks_the_budget(name: str, seed: int, share: float) -> None:
@@ -86,7 +90,7 @@ def test_no_solver_beats_the_optimum_or_breaks_the_budget(name: str, seed: int, 
     solution.schedule.recomputations()
 
 
-@pytest.mark.parametrize("name", solvers.names())
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("step", [GPT, CNN], ids=["gpt", "cnn"])
 def test_keeping_everything_is_free_where_it_fits(
     name: str, step: tuple[TrainingGraph, tuple[OperationCost, ...]]
@@ -97,7 +101,7 @@ def test_keeping_everything_is_free_where_it_fits(
     assert solution.is_optimal
 
 
-@pytest.mark.parametrize("name", solvers.names())
+@pytest.mark.parametrize("name", EVERY)
 def test_a_budget_below_the_proven_floor_is_infeasible(name: str) -> None:
     graph, costs = GPT
     graph = replace(graph, static_bytes={"parameters": 1000})
@@ -109,7 +113,7 @@ def test_a_budget_below_the_proven_floor_is_infeasible(name: str) -> None:
     assert caught.value.operation in {operation.name for operation in graph.operations}
 
 
-@pytest.mark.parametrize("name", solvers.names())
+@pytest.mark.parametrize("name", EVERY)
 def test_scaling_bytes_and_seconds_scales_the_answer(name: str) -> None:
     problem = at(GPT, 0.6)
     graph = problem.graph
@@ -239,7 +243,7 @@ def test_auto_finds_a_plan_at_the_peak_that_the_floor_found() -> None:
 # ----------------------------------------------------------------------------- deterministic, and what errors carry
 
 
-@pytest.mark.parametrize("name", solvers.names())
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("step", [GPT, CNN], ids=["gpt", "cnn"])
 def test_counting_work_gives_the_same_plan_every_time(
     name: str, step: tuple[TrainingGraph, tuple[OperationCost, ...]]

@@ -17,6 +17,17 @@ from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.module_choices import modules_of
 from tests.runtimes.test_selective import Transformer, X
 from tests.strategies.test_strategies import FACTORY
+from tests.tiers import tiered
+
+QUICK = (
+    "every",
+    "jax-offload-dot-with-no-batch-dims",
+    "megatron-output-discarding",
+    "save-on-cpu",
+    "selective",
+    "unsloth",
+)
+"""One of each kind of rule; the others are tried by the slow tier."""
 
 OF_SEVERAL_DEVICES = ("deepspeed-partition-activations", "megatron-distributed")
 
@@ -27,7 +38,7 @@ def hold_to_prediction(plan: planner.Plan) -> None:
     assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes == plan.budget_bytes
 
 
-@pytest.mark.parametrize("name", [name for name in strategies.known() if name not in OF_SEVERAL_DEVICES])
+@pytest.mark.parametrize("name", tiered((n for n in strategies.known() if n not in OF_SEVERAL_DEVICES), quick=QUICK))
 def test_every_strategy_of_one_device_runs(name: str) -> None:
     plan = planner.plan(Transformer(), X, strategy=name, compare=False)
     assert plan.runtime == "graph" and plan.solver == name

@@ -159,8 +159,11 @@ def assert_as_promised(model: nn.Module, inputs: Any, plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     "model",
-    [lambda: GPT(), lambda: GPT(tied=True, reduction="sum"), lambda: GPT(gives_logits=True)],
-    ids=["mean", "tied, sum", "logits too"],
+    [
+        pytest.param(lambda: GPT(), id="mean"),
+        pytest.param(lambda: GPT(tied=True, reduction="sum"), id="tied, sum", marks=pytest.mark.slow),
+        pytest.param(lambda: GPT(gives_logits=True), id="logits too", marks=pytest.mark.slow),
+    ],
 )
 def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_predicted(model) -> None:
     built, inputs = model(), tokens()

@@ -20,6 +20,7 @@ from planner.errors import UsageError
 from planner.transforms.local_graph import local_step
 from planner.transforms.shards import Shard
 from planner.transforms.tensor_parallel import Sharding, find_sharding
+from tests.tiers import tiered
 
 WIDTH, HIDDEN, HEADS, BATCH, LENGTH = 32, 64, 8, 2, 8
 
@@ -232,7 +233,7 @@ def test_models_of_the_zoo(name: str, columns: list[str], whole: list[str]) -> N
     assert names(joint, found.whole) == whole
 
 
-@pytest.mark.parametrize("options", [{}, {"fused": True}, {"key_heads": 4}])
+@pytest.mark.parametrize("options", tiered([{}, {"fused": True}, {"key_heads": 4}], quick=[{"key_heads": 4}]))
 def test_the_step_of_a_device_is_that_of_the_block_built_by_hand(options: dict[str, Any]) -> None:
     x = torch.randn(BATCH, LENGTH, WIDTH)
     hand = Transformer(2, **options)

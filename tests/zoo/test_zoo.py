@@ -9,6 +9,7 @@ import pytest
 
 from planner import zoo
 from planner.errors import UsageError
+from tests.tiers import tiered
 
 torch = pytest.importorskip("torch")
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
@@ -96,6 +97,9 @@ def joint_graph(example, mode):
     return caught.value.args[0].graph
 
 
+NAMES = tiered(zoo.names(), slow=["latent-diffusion-unet"])
+
+
 def test_every_model_is_tested():
     assert set(SMALL) == set(zoo.names())
 
@@ -104,7 +108,7 @@ def test_examples():
     assert doctest.testmod(zoo).failed == 0
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", NAMES)
 def test_model_is_one_graph_under_fake_tensors(name):
     mode = FakeTensorMode()
     example = build(name, fake_mode=mode)
@@ -115,7 +119,7 @@ def test_model_is_one_graph_under_fake_tensors(name):
     assert len(gradients) > sum(1 for p in example.model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ambient", [False, True], ids=["passed", "ambient"])
 def test_full_size_costs_no_memory_and_leaves_no_trace(name, ambient):
     if "transformers" in zoo.describe(name):
