@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from cost_models.measured import Profile
 from planner.common.limits import Progress, SolveLimits
 from planner.common.units import Size, is_share
 from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from cost_models.measured import Profile
 
 LEAST_BYTES = 2**20
 """Smaller values stay on the device: a transfer of less takes about as long to start as to run."""
