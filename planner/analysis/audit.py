@@ -17,7 +17,8 @@ from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.plan_file import SCHEMA
 from planner.plans.planning import Size
 
 _NONE = "none"

@@ -15,7 +15,7 @@ from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.plan import SCHEMA
+from planner.plans.plan_file import SCHEMA
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent as BestKnown
 

@@ -26,7 +26,6 @@ from planner.plans.baselines import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.offload import offloading_of
 from planner.plans.plan import (
-    SCHEMA,
     BaselineRow,
     LayerPlacement,
     NoPlanFitsError,
@@ -36,6 +35,7 @@ from planner.plans.plan import (
     PlanOrigin,
     Verification,
 )
+from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import one_more_gib, step_details
 from planner.plans.values import value_table
 from planner.solvers import solve
