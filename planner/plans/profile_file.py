@@ -70,17 +70,7 @@ def to_json(profile: Profile) -> str:
         date=profile.date,
         inputs=profile.inputs,
         measurements=tuple(_Measurement(signature=s, **to_data(m)) for s, m in profile.measurements.items()),
-        operations=tuple(
-            _Operation(
-                key=operation.key,
-                measurement=numbers.get(operation.signature),
-                target=operation.target,
-                dtype=operation.dtype,
-                flops=operation.flops,
-                moved_bytes=operation.moved_bytes,
-            )
-            for operation in profile.operations
-        ),
+        operations=tuple(_filed(operation, numbers) for operation in profile.operations),
     )
     return json.dumps(to_data(file), indent=1, allow_nan=False) + "\n"
 
@@ -118,9 +108,7 @@ def from_json(text: str) -> Profile:
     if (schema := root["schema"].read(int)) != SCHEMA:
         raise PlanFileError(f"the profile is of schema {schema}, and schema {SCHEMA} is what can be read here")
     file = root.read(_File)
-    for row in file.operations:
-        if row.measurement is not None and row.measurement >= len(file.measurements):
-            raise PlanFileError(f"an operation names measurement {row.measurement} of {len(file.measurements)}")
+    signatures = [row.signature for row in file.measurements]
     return Profile(
         model=file.model,
         device=file.device,
@@ -131,15 +119,18 @@ def from_json(text: str) -> Profile:
             row.signature: Measurement(seconds=row.seconds, runs=row.runs, workspace_bytes=row.workspace_bytes)
             for row in file.measurements
         },
-        operations=tuple(
-            ProfiledOperation(
-                key=row.key,
-                signature="" if row.measurement is None else file.measurements[row.measurement].signature,
-                target=row.target,
-                dtype=row.dtype,
-                flops=row.flops,
-                moved_bytes=row.moved_bytes,
-            )
-            for row in file.operations
-        ),
+        operations=tuple(_unfiled(row, signatures) for row in file.operations),
     )
+
+
+def _filed(operation: ProfiledOperation, numbers: dict[str, int]) -> _Operation:
+    data = to_data(operation)
+    return _Operation(measurement=numbers.get(data.pop("signature")), **data)
+
+
+def _unfiled(row: _Operation, signatures: list[str]) -> ProfiledOperation:
+    data = to_data(row)
+    number = data.pop("measurement")
+    if number is not None and number >= len(signatures):
+        raise PlanFileError(f"an operation names measurement {number} of {len(signatures)}")
+    return ProfiledOperation(signature="" if number is None else signatures[number], **data)
