@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import fx
 
@@ -28,6 +28,7 @@ from planner.measure import devices
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.runtimes._calls import Settings, StartsCalls
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import PlannedStep, attention_for, lower_step
 from planner.session.step_planning import plan_step
@@ -35,7 +36,7 @@ from planner.session.step_planning import plan_step
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.runtimes import Prepare
+    from planner.runtimes import Running
     from planner.session.step import Options
 
 ATTEMPTS = 6
@@ -45,16 +46,8 @@ ATTEMPTS = 6
 class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> None:
-        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare, compiler=self._compiler)
+    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, options, compiler=self._compiler, **settings)
         self._step: PlannedStep | None = None
         self._fits = False
         self._limit_bytes: int | None = None
@@ -104,7 +97,7 @@ class InductorRuntime(GraphRuntime):
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
-        must_match = self.plan is not None and not self._confirmed and not self.replan
+        must_match = self.must_match  # planning confirms it
         self._forget()
         try:
             for attempt in range(ATTEMPTS):
@@ -182,7 +175,8 @@ def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
     )
 
 
-class _Inductor:
+class _Inductor(StartsCalls):
+    calls = InductorRuntime
     name = "inductor"
     summary = "the same graphs compiled by Inductor: the peak is counted in the code that it writes"
     tolerance = 1e-4
@@ -199,17 +193,9 @@ class _Inductor:
         plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
-    def start(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> InductorRuntime:
+    def start(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> Running:
         _check(model, options)
-        return InductorRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+        return super().start(model, options, **settings)
 
 
 def _check(model: nn.Module, options: Options) -> None:
