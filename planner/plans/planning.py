@@ -328,7 +328,7 @@ def plan_from_solution(
         },
         warnings=(
             *plan_warnings(problem, evaluation, solution),
-            *reserve_warnings(problem, static_memory, reserved),
+            *reserve_warnings(problem, reserved),
             *origin.warnings,
         ),
         details=details,
