@@ -13,6 +13,9 @@ from planner.ir.graph import Phase
 
 _SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
+_HERE = os.path.dirname(__file__) + os.sep
+"""Where this package follows models from."""
+
 _STEP = re.compile(r"\._modules\[(['\"])(.*?)\1\]|\[(['\"])(.*?)\3\]|\[(\d+)\]")
 
 
@@ -109,4 +112,4 @@ def short_path(file: str) -> str:
 
 def is_library(file: str) -> bool:
     """Whether a file is torch's or this package's way into the model, not a user's code."""
-    return f"{os.sep}torch{os.sep}" in file or file.startswith("<") or os.path.basename(file) == "capture.py"
+    return f"{os.sep}torch{os.sep}" in file or file.startswith(("<", _HERE))

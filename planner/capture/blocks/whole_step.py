@@ -13,11 +13,10 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.blocks.regions import Block
 from planner.capture.blocks.sharding import Parameter, Sharding
-from planner.capture.blocks.trace import RESIDENT, Event, Kind, Trace
+from planner.capture.blocks.trace import Kind, Passage, Trace
 from planner.capture.joint import JointGraph, mutates, tensors_of
 from planner.capture.lowering import (
     ACCUMULATE_TARGET,
@@ -27,6 +26,7 @@ from planner.capture.lowering import (
     loss_values,
 )
 from planner.capture.provenance import Keys
+from planner.capture.storages import Run
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.graph import Operation, Phase, TrainingGraph, Value
 from planner.ir.static_memory import LossMemory
@@ -104,20 +104,20 @@ class Builder:
         """Storages that eager operations make, those of gradients among them."""
         self.value_of: dict[int, int] = {}
         """Storage that was followed to value."""
-        self.inside: dict[tuple[str, int], int] = {}
-        """Block and its own value to value."""
+        self.inside: dict[tuple[str, int], int | None] = {}
+        """Block and its own value to value; None for what is resident."""
         self.held: dict[int, list[int]] = {}
         """Event to the storages that are freed after it."""
         for number, storage in enumerate(trace.storages):
-            if storage.last is not None:
-                self.held.setdefault(storage.last, []).append(number)
+            if storage.died is not None:
+                self.held.setdefault(storage.died - 1, []).append(number)
 
     def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory) -> TrainingGraph:
         """Go through the events of the step."""
         if self.sharding:
             self.sharding.begin()
         for index, event in enumerate(self.trace.events):
-            if event.kind is Kind.OPERATION:
+            if isinstance(event, Run):
                 self._eager(event, index)
             elif event.kind is Kind.LOSS:
                 self._loss(event, index, loss)
@@ -141,7 +141,7 @@ class Builder:
         """Give the value of a storage that is made now."""
         seen = self.trace.storages[storage]
         spread = self.sharding is not None and seen.kind == "gradient"  # and then freed
-        stays = seen.last is None and not spread
+        stays = seen.died is None and not spread
         self.value_of[storage] = self.new_value(f"storage {storage}", seen.size_bytes, seen.kind, stays)
         return self.value_of[storage]
 
@@ -157,24 +157,22 @@ class Builder:
     def _gradients(self, storages: Iterable[int]) -> list[int]:
         return [self.value_of[s] for s in storages if self.trace.storages[s].kind == "gradient"]
 
-    def _eager(self, event: Event, index: int) -> None:
-        node = event.node
-        assert node is not None
-        val = _vals(node)
-        self.eager_gradients += event.makes.values()
+    def _eager(self, run: Run, index: int) -> None:
+        node = run.node
+        self.eager_gradients += run.makes
         self.add(
             target=str(node.target),
-            module=event.module,
-            reads=self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values()),
-            makes=[self._value(storage) for storage in event.makes.values()],
+            module=run.module,
+            reads=self._reads((*run.reads, *self.held.get(index, ())), made=run.makes),
+            makes=[self._value(storage) for storage in run.makes],
             node=node,
-            flops=count_flops(node.target, *val, node.meta["val"]),
-            moved_bytes=moved_bytes(node.target, *val, node.meta["val"]),
+            flops=run.flops,
+            moved_bytes=run.moved_bytes,
             dtype=str(tensors_of(node)[0].dtype).removeprefix("torch.") if tensors_of(node) else "",
             signature=operands.signature(node) if operands.runs_alone(node) and not mutates(node) else "",
         )
 
-    def _loss(self, event: Event, index: int, loss: LossMemory) -> None:
+    def _loss(self, event: Passage, index: int, loss: LossMemory) -> None:
         if self.sharding:
             self.sharding.end_forward()
         makes = [self._value(storage) for storage in event.makes.values()]
@@ -188,7 +186,7 @@ class Builder:
         if self.sharding:
             self.sharding.begin_backward()
 
-    def _block(self, event: Event, index: int) -> None:
+    def _block(self, event: Passage, index: int) -> None:
         block = self.blocks[event.module]
         graph, path = block.lowered.graph, block.path
         if self.sharding:
@@ -199,7 +197,7 @@ class Builder:
         else:
             given = [block.value(node) for node, _ in block.tangents]
         crossing = dict(event.makes)
-        handed = {v: self.value_of.get(storage, RESIDENT) for v, storage in zip(given, event.reads, strict=True)}
+        handed = {v: self._value_of(storage) for v, storage in zip(given, event.reads, strict=True)}
         self.inside |= {(path, v): value for v, value in handed.items()}
         phase = Phase.FORWARD if event.kind is Kind.FORWARD else Phase.BACKWARD
         for operation, node in zip(graph.operations, block.lowered.operation_nodes, strict=True):
@@ -220,7 +218,7 @@ class Builder:
                     operation,
                     name=f"{path}.{operation.name}",
                     key=prefixed(path, operation.key),
-                    inputs=tuple(dict.fromkeys(v for v in inputs if v != RESIDENT)),
+                    inputs=tuple(dict.fromkeys(v for v in inputs if v is not None)),
                     outputs=tuple(outputs),
                     module=_join(path, operation.module),
                     recomputable=operation.recomputable and crossing.keys().isdisjoint(operation.outputs),
@@ -230,7 +228,7 @@ class Builder:
             self.nodes.append(node)
         held = self._reads(self.held.get(index, ()), made=())
         if event.kind is not Kind.FORWARD and not GIVES_GRADIENTS_AWAY:
-            held += [v for v in handed.values() if v != RESIDENT]
+            held += [v for v in handed.values() if v is not None]
         self.add(target=RETURN_TARGET, module=path, reads=held, makes=[])
         if self.sharding and event.kind is Kind.FORWARD:
             self.sharding.after_forward(path)
@@ -239,7 +237,10 @@ class Builder:
             passed_on = any(self.trace.storages[s].kind != "gradient" for s in event.makes.values())
             self.sharding.after_backward(path, gradients, input_has_gradient=passed_on)
 
-    def _reads(self, storages: Iterable[int], made: Iterable[int]) -> list[int]:
+    def _value_of(self, storage: int | None) -> int | None:
+        return None if storage is None else self.value_of.get(storage)
+
+    def _reads(self, storages: Iterable[int | None], made: Iterable[int]) -> list[int]:
         """Give the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
 
@@ -270,8 +271,3 @@ class Builder:
             )
         )
         self.nodes.append(node)
-
-
-def _vals(node: fx.Node) -> tuple[Any, Any]:
-    vals: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return vals

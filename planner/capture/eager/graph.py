@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from planner.capture import operands
 from planner.capture.eager.sends import Candidate, Waits, sends_in, waits_of
-from planner.capture.eager.trace import Call, Run, Storage, Trace
+from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import (
     CPU_RANDOM_STATE_BYTES,
@@ -26,6 +26,7 @@ from planner.capture.lowering import (
     loss_values,
 )
 from planner.capture.provenance import Keys
+from planner.capture.storages import Run, Storage
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.checkpoints import (
     AWAY,
