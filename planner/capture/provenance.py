@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
-
-from planner.ir.graph import Phase
 
 _SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
@@ -48,19 +45,6 @@ class Places:
             return own
         origin = self._of_sequence.get(node.meta.get("seq_nr", -1), own)
         return Place(origin.module, own.source or origin.source)
-
-
-class Keys:
-    """Hands out keys ``module|target|phase+occurrence``, the same for the same model each time."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[tuple[str, str, str]] = Counter()
-
-    def next(self, module: str, target: str, phase: Phase) -> str:
-        """Give the key of the next operation with this module, target and phase."""
-        place = (module, target, phase[0])
-        self._seen[place] += 1
-        return f"{module}|{target}|{phase[0]}{self._seen[place] - 1}"
 
 
 def module_path(dynamo_path: str) -> str:

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cost_models.flops import count_flops, moved_bytes
+from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.layouts import as_kernel_gives
-from planner.capture.operands import storage_bytes
 from planner.capture.torch_internals import OpOverload, is_mutable, storage_id, written_arguments
 
 
@@ -96,7 +96,7 @@ class StorageRecorder(TorchDispatchMode):
         """Give what a call made its numbers."""
         read = tensors_in(given)
         fresh = (t for t in tensors_in(result) if storage_id(t) not in self._numbers and self.counts(t))
-        return [self.made(t, storage_bytes(function, read, t)) for t in fresh]
+        return [self.made(t, operands.storage_bytes(function, read, t)) for t in fresh]
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is where memory is counted."""
@@ -204,6 +204,12 @@ class Run:
     moved_bytes: int
     occurrence: int = 0
     workspace_bytes: int | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What an operation of a graph says of it."""
+        described = operands.described(self.node, in_place=True)
+        return {"source": self.source, "flops": self.flops, "moved_bytes": self.moved_bytes, **described}
 
 
 EventT = TypeVar("EventT")
