@@ -7,7 +7,7 @@ import sys
 from planner import solvers
 from planner.errors import InfeasibleBudgetError
 from tests.offload_oracle import cheapest_offloading
-from tests.test_offload import posed_by
+from tests.runtimes.test_offload import posed_by
 
 
 def main(count: int) -> int:

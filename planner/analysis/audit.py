@@ -11,6 +11,8 @@ from typing import Any
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.chunks import slices_of
+from planner.common.options import Budget
+from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
@@ -18,7 +20,6 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
-from planner.plans.planning import Size
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
@@ -194,7 +195,9 @@ class _SetUp:
 
     def as_plan(self, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
         """Write it out as a plan for a budget that it keeps."""
-        return self.study.as_plan(self.schedule, self.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
+        return self.study.as_plan(
+            self.schedule, self.name, budget=Budget(budget=budget_bytes), lower_bound_seconds=bound_seconds
+        )
 
     def cheapest(self, budget_bytes: int, search: dict[str, Any]) -> Plan:
         """Give the cheapest plan that is known within a budget, which may be the set-up itself.

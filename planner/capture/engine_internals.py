@@ -1,4 +1,4 @@
-"""What autograd's engine keeps to itself; ``tests/test_engine_sums.py`` tries it on each supported version."""
+"""What autograd's engine keeps to itself; ``tests/capture/test_engine_sums.py`` tries it on each supported version."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every touch of a private torch API, in one place.
 
 A new torch release that moves one of them breaks this file, with one message: see
-:func:`self_test`, which ``tests/test_torch_internals.py`` runs on each supported version.
+:func:`self_test`, which ``tests/capture/test_torch_internals.py`` runs on each supported version.
 """
 
 from __future__ import annotations

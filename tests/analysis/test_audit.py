@@ -1,0 +1,236 @@
+"""What a present set-up costs: figures held against the simulator, the verdict, refusals, the command."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import cli
+import cost_models
+import planner
+from planner.analysis.audit import Audit, audit_study, read_current
+from planner.analysis.study import Study
+from planner.errors import PlanFileError, PlanMismatchError, UsageError
+from planner.ir.graph import Phase
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.baselines import every_nth_layer
+from planner.plans.plan import PlanOrigin
+from planner.report import render_audit
+from tests.example_graphs import Builder, transformer
+
+GRAPH, COSTS = transformer(4)
+STATIC = GRAPH.total_static_bytes
+
+
+def study_of(graph: Any = GRAPH, costs: Any = COSTS, **around: Any) -> Study:
+    fingerprint: dict[str, str | int] = {"model": "toys.Toy", "parameters": 1, "graph": "a"}
+    return Study(
+        graph=graph,
+        costs=costs,
+        origin=PlanOrigin(fingerprint=fingerprint),
+        static_memory=StaticMemory(**around),
+    )
+
+
+def answer(audit: Audit) -> str:
+    stream = io.StringIO()
+    render_audit(audit, Console(file=stream, width=80, highlight=False))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(("current", "n"), [("none", 0), ("every-layer", 1), ("every-2", 2), ("every-3", 3)])
+def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
+    schedule = every_nth_layer(GRAPH, n) if n else Schedule.keep_all(GRAPH)
+    assert schedule is not None
+    found = simulate(GRAPH, COSTS, schedule)
+    step_seconds = found.seconds - found.recompute_seconds
+    audit = audit_study(study_of(), current, budget="75%", time_limit_seconds=2.0)
+    assert audit.now.peak_bytes == found.peak_bytes + STATIC
+    assert audit.now.overhead == pytest.approx(found.recompute_seconds / step_seconds)
+    best = simulate(GRAPH, COSTS, audit.best.schedule_for(GRAPH))
+    assert best.peak_bytes <= found.peak_bytes and audit.best.recompute_seconds == best.recompute_seconds
+    assert audit.best.lower_bound_overhead <= audit.best.overhead <= audit.now.overhead
+    assert audit.fits == (audit.now.peak_bytes <= (audit.budget_bytes or 0))
+    assert audit.within_budget is not None and audit.within_budget.peak_bytes <= (audit.budget_bytes or 0)
+    assert audit.report()["current"]["recompute_seconds"] == found.recompute_seconds
+
+
+def test_the_verdict() -> None:
+    audit = audit_study(study_of(), "every-layer", time_limit_seconds=2.0)
+    first = answer(audit).splitlines()[0]
+    percent = r"\+(\d+\.\d)%"
+    found = re.fullmatch(
+        rf"you pay {percent}, {percent} would do at the same peak \(proven: no plan pays less than {percent}\)", first
+    )
+    assert found is not None, first
+    pays, would_do, bound = map(float, found.groups())
+    assert pays == pytest.approx(audit.now.overhead * 100, abs=0.05)
+    assert would_do == pytest.approx(audit.best.overhead * 100, abs=0.05)
+    assert audit.best.lower_bound_overhead * 100 - 0.1 <= bound <= audit.best.lower_bound_overhead * 100 + 1e-9
+    assert bound <= would_do < pays
+    assert f"--budget {audit.best.budget_bytes}" in " ".join(answer(audit).split())
+
+
+def test_the_verdict_at_a_budget() -> None:
+    none = audit_study(study_of(), "none", budget="75%", time_limit_seconds=2.0)
+    assert re.match(r"you pay nothing; it does not fit .* MiB, where \+\d", answer(none))
+    roomy = audit_study(study_of(), "none", budget="100%", time_limit_seconds=2.0)
+    assert "it fits" in answer(roomy) and "where nothing better is known" in answer(roomy)
+    tight = audit_study(study_of(), "every-layer", budget="38%", time_limit_seconds=2.0)
+    assert tight.no_plan_fits is not None and "and no plan is known that does" in answer(tight)
+    assert tight.report()["budget"]["no_plan_fits"]["status"] == "infeasible"
+    unproven = audit_study(study_of(), "every-layer", solver="sqrt")
+    assert "no lower bound proven" in answer(unproven)
+
+
+def test_where_a_solver_finds_nothing_better_the_set_up_stands() -> None:
+    best = study_of().plan(budget="60%", time_limit_seconds=2.0)
+    audit = audit_study(study_of(), best, solver="sqrt")
+    assert audit.best.recompute_seconds == audit.now.recompute_seconds == best.recompute_seconds
+    assert "nothing better is known at the same peak" in answer(audit)
+
+
+def test_sqrt_is_chens_segmentation() -> None:
+    audit = audit_study(study_of(), "sqrt", time_limit_seconds=2.0)
+    assert audit.now.overhead > 0 and audit.now.peak_bytes < audit.now.baseline_peak_bytes
+
+
+def test_the_optimizers_step_counts() -> None:
+    audit = audit_study(study_of(optimizer_step_bytes=2**28), "every-layer", time_limit_seconds=1.0)
+    assert audit.now.whole_step_peak_bytes == audit.now.optimizer_peak_bytes > audit.now.peak_bytes
+    assert audit.best.budget_bytes == audit.now.optimizer_peak_bytes and audit.best.overhead == 0
+
+
+def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
+    path = tmp_path / "toy.plan"
+    plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
+    plan.save(path)
+    audit = audit_study(study_of(), path, time_limit_seconds=2.0)
+    assert audit.current == f"the plan in {path}" and not audit.notes
+    assert (audit.now.peak_bytes, audit.now.recompute_seconds) == (plan.peak_bytes, plan.recompute_seconds)
+    larger = study_of(*transformer(4, unit_bytes=2**21))
+    larger = dataclasses.replace(larger, origin=PlanOrigin(fingerprint={**larger.origin.fingerprint, "graph": "b"}))
+    scaled = audit_study(larger, path, time_limit_seconds=2.0)
+    assert scaled.now.peak_bytes > plan.peak_bytes and "other sizes" in scaled.notes[0]
+
+
+def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> None:
+    study = dataclasses.replace(study_of(), device=cost_models.device("h100"))
+    plan = study.plan(activation_budget="45%", offload=True, host_budget="1GiB", time_limit_seconds=2, compare=False)
+    assert plan.offloading is not None and plan.offloading.values
+    audit = audit_study(study, plan, time_limit_seconds=1.0)
+    assert (audit.now.peak_bytes, audit.now.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
+    assert audit.now.offloading is not None
+    assert audit.now.offloading.host_bytes == plan.offloading.host_bytes
+    assert "--offload --host-budget" in answer(audit) or audit.best.overhead == audit.now.overhead
+
+
+def test_a_plan_in_slices_is_refused() -> None:
+    plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
+    sliced = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
+    with pytest.raises(PlanMismatchError, match="in 4 slices"):
+        audit_study(study_of(), sliced)
+
+
+def test_set_ups_that_are_not_known(tmp_path: Path) -> None:
+    for wrong, words in (
+        ("every-leyer", "did you mean 'every-layer'"),
+        ("every-0", "every-2"),
+        ("all", "none, every-layer"),
+        (str(tmp_path / "missing.plan"), "missing.plan"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            read_current(wrong)
+    (tmp_path / "damaged.plan").write_text('{"schema": 1')
+    with pytest.raises(PlanFileError, match="not a whole plan"):
+        read_current(tmp_path / "damaged.plan")
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    other = dataclasses.replace(study_of(), origin=PlanOrigin(fingerprint={"model": "toys.Other", "parameters": 1}))
+    with pytest.raises(PlanMismatchError, match=r"another model: model is 'toys\.Other' in the plan"):
+        audit_study(study_of(), other.plan(budget="100%"))
+    deeper = study_of(*transformer(6)).plan(budget="70%", solver="sqrt")
+    with pytest.raises(PlanMismatchError, match="does not have"):
+        audit_study(study_of(), deeper)
+    fixed = tuple(dataclasses.replace(op, recomputable=op.phase is not Phase.FORWARD) for op in GRAPH.operations)
+    with pytest.raises(PlanMismatchError, match="cannot be carried out"):
+        audit_study(
+            study_of(dataclasses.replace(GRAPH, operations=fixed)), study_of().plan(budget="70%", solver="sqrt")
+        )
+
+
+def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:
+    b = Builder()
+    x = b.add("aten.mm.default", [], [64], module="a")[0]
+    b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
+    flat = study_of(b.graph("flat", {}), tuple(b.costs))
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        audit_study(flat, "every-layer")
+    with pytest.raises(UsageError, match="cannot be cut"):
+        audit_study(flat, "sqrt")
+
+
+# Real models.
+
+
+FACTORY = """
+import torch
+
+
+def make():
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(FACTORY, encoding="utf-8")
+    arguments = ["audit", "own.py:make", "--current", "every-layer", "--time-limit", "1"]
+    assert cli.main([*arguments, "--budget", "90%", "--json", "audit.json"]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads(Path("audit.json").read_text(encoding="utf-8"))
+    assert shown.startswith(f"you pay +{report['current']['overhead'] * 100:.1f}%")
+    assert report["same_peak"]["overhead"] <= report["current"]["overhead"]
+    assert report["same_peak"]["peak_bytes"] <= report["current"]["peak_bytes"]
+    assert report["budget"]["plan"]["peak_bytes"] <= report["budget"]["budget_bytes"]
+
+    assert cli.main([*arguments, "--budget", "1KiB", "--json", "-"]) == 3
+    streams = capsys.readouterr()
+    assert json.loads(streams.out)["budget"]["plan"] is None and "smallest feasible budget" in streams.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["minigpt"], "--current"),
+        (["minigpt", "--current", "every-leyer"], "did you mean 'every-layer'"),
+        (["minigpt", "--current", "/nowhere/plan"], "/nowhere/plan"),
+        (["minigpt", "--current", "none", "--budget", "lots"], "lots"),
+        (["minigbt", "--current", "none"], "minigpt"),
+        (["minigpt", "--current", "none", "--solver", "sqr"], "sqrt"),
+        (["minigpt", "--current", "none", "--json", "/"], "directory"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["audit", *arguments]) == 2
+    streams = capsys.readouterr()
+    assert words in streams.err and streams.err.count("\n") == 1 and not streams.out
+
+
+def test_a_model_that_checkpoints_itself_is_told_what_to_do() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    model.gradient_checkpointing = True  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"gradient_checkpointing_disable.*current='every-layer'.*already-on"):
+        planner.audit(model, torch.randn(4, 8), current="none")

@@ -1,0 +1,577 @@
+"""What-if: the curve is monotone and true, its bounds hold, and an interrupt keeps what is done."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import cli
+from planner.analysis.study import Study
+from planner.analysis.trade_off.accelerators import DeviceSearch
+from planner.analysis.trade_off.answers import Answers, csv_text
+from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
+from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
+from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
+from planner.analysis.trade_off.sizes import SizeSearch
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
+from planner.common.limits import Clock, SolveLimits
+from planner.errors import ClaimMismatchError, PlannerError, UsageError
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.baselines import every_nth_layer
+from planner.plans.plan import PlanOrigin
+from planner.report import curve_picture, render_what_if, terminal_plot
+from planner.solving.incumbent import Incumbent
+from tests.example_graphs import transformer
+from tests.oracle import cheapest, random_graph
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+QUICK = SolveLimits(time_limit_seconds=2.0, deterministic=True)
+
+
+def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:
+    """Give what a capture would."""
+    origin = PlanOrigin(device="toy-device", cost_model="roofline", torch_version="2.13.0")
+    return Study(graph=graph, costs=costs, origin=origin, static_memory=StaticMemory(**static_memory))
+
+
+def traced(study: Study, **options: Any) -> CurveSweep:
+    """Trace a curve to its end."""
+    tracing = CurveSweep(study, effort=QUICK, **options)
+    tracing.run()
+    return tracing
+
+
+@pytest.fixture(scope="module")
+def toy() -> CurveSweep:
+    """Trace the curve of a small transformer, with a budget that is asked about."""
+    return traced(study_of(*transformer(4)), points=7, asked="70%")
+
+
+def assert_monotone(points: tuple[TradeOffPoint, ...]) -> None:
+    """Hold that more memory costs nothing: neither overhead nor bound rises, and no plan is lost."""
+    for before, after in pairwise(points):
+        assert before.budget_bytes < after.budget_bytes
+        if before.overhead is None:
+            continue
+        assert after.overhead is not None and after.overhead <= before.overhead
+        assert after.lower_bound_overhead <= before.lower_bound_overhead
+
+
+# The curve.
+
+
+def test_the_curve_goes_from_the_smallest_peak_to_none_needed(toy: CurveSweep) -> None:
+    curve = toy.curve()
+    assert len(curve.points) == 7 and curve.is_complete
+    assert curve.points[0].budget_bytes == curve.minimum_feasible_peak_bytes
+    assert curve.points[-1].budget_bytes == curve.baseline_peak_bytes
+    assert curve.points[-1].overhead == 0.0 and curve.points[0].overhead > 0.0
+    assert_monotone(curve.points)
+    assert curve.asked is not None and curve.asked.budget_bytes == int(0.7 * curve.baseline_peak_bytes)
+    assert curve.asked_more is not None and curve.asked_more.budget_bytes == curve.asked.budget_bytes + MORE_BYTES
+    assert curve.bought_by_one_gib == curve.asked.overhead  # the toy needs less than 1 GiB
+    assert_monotone((*curve.points, curve.asked_more))
+
+
+def test_every_point_is_what_its_plan_simulates_to(toy: CurveSweep) -> None:
+    graph, costs = toy.study.graph, toy.study.costs
+    step_seconds = sum(cost.seconds for cost in costs)
+    for point in toy.curve().points:
+        schedule = toy.schedule(point.budget_bytes)
+        assert schedule is not None
+        evaluation = simulate(graph, costs, schedule)
+        assert point.predicted_peak_bytes == evaluation.peak_bytes + sum(graph.static_bytes.values())
+        assert point.predicted_peak_bytes <= point.budget_bytes
+        assert point.overhead == pytest.approx((evaluation.seconds - step_seconds) / step_seconds, abs=1e-12)
+        assert point.lower_bound_overhead <= point.overhead
+        assert (point.status == "optimal") == (point.lower_bound_overhead == pytest.approx(point.overhead, rel=1e-9))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_hold_against_brute_force(seed: int) -> None:
+    graph, costs = random_graph(seed)
+    tracing = traced(study_of(graph, costs), budgets="1..24", points=24)
+    step_seconds = sum(cost.seconds for cost in costs)
+    points = tracing.curve().points
+    assert_monotone(points)
+    for point in points:
+        problem = dataclasses.replace(tracing.study.problem(), budget_bytes=point.budget_bytes)
+        best = cheapest(problem)
+        if best is None:
+            assert point.overhead is None and point.status == "infeasible"
+        else:
+            assert point.overhead is not None, "a plan exists and was not found"
+            assert point.lower_bound_overhead * step_seconds <= best[0] + 1e-6
+            assert point.overhead * step_seconds >= best[0] - 1e-9
+            if point.status == "optimal":
+                assert point.overhead * step_seconds == pytest.approx(best[0])
+
+
+def test_counting_work_gives_the_same_curve_every_time(toy: CurveSweep) -> None:
+    assert traced(toy.study, points=7, asked="70%").curve() == toy.curve()
+
+
+def test_a_wrong_proof_is_not_hidden(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracing = CurveSweep(toy.study, points=2, effort=QUICK)
+
+    def wrong(self: Study, incumbent: Incumbent, **_: Any) -> None:
+        raise incumbent.infeasible(proven=True)
+
+    monkeypatch.setattr(Study, "improve", wrong)
+    with pytest.raises(ClaimMismatchError, match="no plan keeps"):
+        tracing.run()
+
+
+def test_budgets_below_the_floor_are_there_without_a_plan(toy: CurveSweep) -> None:
+    tracing = traced(toy.study, budgets="20%,100%,110%", asked="10%")
+    below, at, above = tracing.curve().points
+    assert below == TradeOffPoint(budget_bytes=below.budget_bytes) and below.status == "infeasible"
+    assert (at.overhead, above.overhead) == (0.0, 0.0)
+    report = tracing.curve().report()
+    assert report["points"][0]["overhead"] is None and report["asked"]["overhead"] is None
+
+
+def test_the_optimizers_step_must_fit_too() -> None:
+    graph, costs = transformer(3)
+    plain = CurveSweep(study_of(graph, costs))
+    needed = plain.top_bytes - 2**20 - plain.optimizer_bytes
+    tracing = traced(study_of(graph, costs, optimizer_step_bytes=needed), points=4)
+    curve = tracing.curve()
+    assert curve.points[0].budget_bytes == curve.minimum_feasible_peak_bytes == plain.top_bytes - 2**20
+    assert traced(tracing.study, budgets=f"{plain.top_bytes - 2**21},100%").curve().points[0].overhead is None
+
+
+def test_a_step_that_recompute_cannot_lower_is_one_point() -> None:
+    graph, costs = random_graph(1)
+    frozen = dataclasses.replace(
+        graph, operations=tuple(dataclasses.replace(op, recomputable=False) for op in graph.operations)
+    )
+    curve = traced(study_of(frozen, costs), points=5).curve()
+    assert [point.overhead for point in curve.points] == [0.0] and curve.knee is None
+
+
+def test_points_are_solved_from_coarse_to_fine() -> None:
+    for count in (1, 2, 3, 8, 21):
+        order = list(coarse_to_fine(range(count)))
+        assert sorted(order) == list(range(count)), "each once"
+    assert list(coarse_to_fine(())) == []
+
+
+def test_neighbours_give_a_plan_and_a_bound(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the ends solved, and solvers that find nothing more, the middle still has both."""
+    tracing = CurveSweep(toy.study, points=3, effort=QUICK)
+    low, middle, high = tracing.budgets
+    tracing._solve(low, 0.2, Clock(1.0), None)
+    tracing._solve(high, 0.2, Clock(1.0), None)
+    monkeypatch.setattr(Study, "improve", lambda *_, **__: None)
+    tracing._solve(middle, 0.2, Clock(1.0), None)
+    curve = tracing.curve()
+    assert curve.points[1].overhead == curve.points[0].overhead
+    assert curve.points[1].lower_bound_overhead >= curve.points[2].lower_bound_overhead
+
+
+@pytest.mark.parametrize(
+    ("overheads", "knee"),
+    [
+        ((0.4, 0.1, 0.05, 0.0), 1),
+        ((0.3, 0.2, 0.1, 0.0), None),  # straight
+        ((0.3, 0.29, 0.28, 0.0), None),  # bent the other way
+        ((None, 0.4, 0.1, 0.0, 0.0), 2),
+        ((0.0, 0.0, 0.0), None),
+        ((0.4, 0.0), None),
+    ],
+)
+def test_the_knee(overheads: tuple[float | None, ...], knee: int | None) -> None:
+    points = [TradeOffPoint(budget_bytes=10 * i, overhead=overhead) for i, overhead in enumerate(overheads)]
+    found = find_knee(points)
+    assert (found.budget_bytes if found else None) == (None if knee is None else 10 * knee)
+
+
+HOST = Host(bytes_per_second=2e9, budget_bytes=2**30)
+
+
+def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSweep) -> None:
+    tracing = traced(toy.study, points=5, host=HOST)
+    search = MethodSweep([RECOMPUTE_ALONE], tracing, effort=QUICK)
+    search.run()
+    (alone,) = search.ways
+    curve = tracing.curve()
+    assert_monotone(curve.points)
+    step_seconds = sum(cost.seconds for cost in toy.study.costs)
+    for point, other in zip(curve.points, alone.points, strict=True):
+        schedule = tracing.schedule(point.budget_bytes)
+        assert schedule is not None and point.budget_bytes == other.budget_bytes and not other.host_bytes
+        evaluation = simulate(toy.study.graph, toy.study.costs, schedule, HOST)
+        assert evaluation.peak_bytes + toy.static_bytes == point.predicted_peak_bytes <= point.budget_bytes
+        assert evaluation.added_seconds / step_seconds == pytest.approx(point.overhead, abs=1e-12)
+        assert point.host_bytes == evaluation.host_bytes <= HOST.budget_bytes
+        assert point.lower_bound_overhead <= point.overhead
+        assert other.overhead is None or point.overhead <= other.overhead + 1e-3
+    low, _, middle, *_ = curve.points
+    assert curve.minimum_feasible_peak_bytes < toy.curve().minimum_feasible_peak_bytes, "recompute cannot reach it"
+    assert low.host_bytes and middle.host_bytes and curve.knee is not None
+    assert middle.overhead < 0.5 * alone.points[2].overhead
+    report = Answers(curve=curve, ways=search.ways).report()
+    assert (report["host_budget_bytes"], report["offload_lossy"]) == (HOST.budget_bytes, False)
+    assert report["solvers"][0]["name"] == "recompute" and report["points"][0]["host_bytes"] == low.host_bytes
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    render_what_if(Answers(curve=dataclasses.replace(curve, lossy=True), ways=search.ways), console)
+    text = console.file.getvalue()
+    assert "LOSSY" in text.splitlines()[0] and "may wait in the host's memory" in " ".join(text.split())
+
+
+def test_a_solver_that_only_recomputes_traces_no_curve_with_offload(toy: CurveSweep) -> None:
+    with pytest.raises(UsageError, match="'ilp' does not offload"):
+        traced(toy.study, points=2, host=HOST, solver="ilp")
+
+
+# What is written.
+
+
+def test_csv_and_json_agree(toy: CurveSweep) -> None:
+    curve = toy.curve()
+    report = json.loads(json.dumps(Answers(curve=curve).report(), allow_nan=False))
+    rows = list(csv.DictReader(io.StringIO(csv_text(curve))))
+    assert list(rows[0]) == [
+        "budget_bytes", "predicted_peak_bytes", "overhead", "lower_bound_overhead", "solver", "status", "host_bytes",
+    ]  # fmt: skip
+    assert [{key: str(value) for key, value in point.items()} for point in report["points"]] == rows
+    assert report["knee_budget_bytes"] in [point["budget_bytes"] for point in report["points"]]
+
+
+def fixed_curve() -> TradeOffCurve:
+    """Give a curve whose numbers are those of no solver."""
+    gib = 2**30
+    points = [(4, None, None, ""), (6, 0.302, 0.29, "search"), (8, 0.081, 0.0809, "ilp"), (10, 0.02, 0.02, "ilp"),
+              (12, 0.0, 0.0, "auto")]  # fmt: skip
+    made = [
+        TradeOffPoint(
+            budget_bytes=budget * gib,
+            predicted_peak_bytes=budget * gib - 2**20,
+            overhead=overhead,
+            lower_bound_overhead=bound,
+            solver=solver,
+            status="optimal" if overhead == bound else "feasible",
+        )
+        if overhead is not None
+        else TradeOffPoint(budget_bytes=budget * gib)
+        for budget, overhead, bound, solver in points
+    ]
+    asked = dataclasses.replace(made[2], budget_bytes=int(7.5 * gib), predicted_peak_bytes=int(7.4 * gib))
+    more = dataclasses.replace(made[3], budget_bytes=int(8.5 * gib), overhead=0.06, lower_bound_overhead=0.05)
+    return TradeOffCurve(
+        model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=12 * gib,
+        baseline_step_seconds=1.25, minimum_feasible_peak_bytes=int(5.2 * gib),
+        proven_minimum_peak_bytes=5 * gib, points=tuple(made), asked=asked, asked_more=more,
+    )  # fmt: skip
+
+
+def test_the_report_at_80_columns() -> None:
+    pytest.importorskip("plotext")
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    render_what_if(Answers(curve=fixed_curve(), interrupted=True), console)
+    text = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
+    golden = GOLDEN / "what_if_80.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+    assert max(map(len, text.splitlines()[1:])) <= 80
+
+
+def test_without_plotext_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal_plot, "find_spec", lambda name: None)
+    assert "pip install checkpoint-planner[plot]" in terminal_plot.draw(fixed_curve(), (), width=80).plain
+
+
+def test_pictures_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("curve.png", "curve.svg"):
+        curve_picture.check(str(tmp_path / name))
+        curve_picture.write(str(tmp_path / name), fixed_curve())
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert ElementTree.parse(tmp_path / "curve.svg").getroot().tag.endswith("svg")
+    with pytest.raises(UsageError, match=r"ends in \.png or \.svg"):
+        curve_picture.check(str(tmp_path / "curve.pdf"))
+    monkeypatch.setattr(curve_picture, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"checkpoint-planner\[plot\]"):
+        curve_picture.check(str(tmp_path / "curve.png"))
+
+
+# Other axes.
+
+
+def sized(unit_bytes: int = 2**20) -> Callable[[int], Study]:
+    """Give a step whose activations and times grow with the batch, beside a launch time that does not."""
+    asked: list[int] = []
+
+    def study_at(size: int) -> Study:
+        asked.append(size)
+        graph, costs = transformer(2, unit_bytes=size * unit_bytes)
+        return study_of(
+            dataclasses.replace(graph, static_bytes={"parameters": 100 * unit_bytes}),
+            tuple(dataclasses.replace(cost, seconds=1e-4 + cost.seconds * size) for cost in costs),
+        )
+
+    study_at.asked = asked  # type: ignore[attr-defined]
+    return study_at
+
+
+def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int, step: int = 1) -> SizeSearch:
+    """Look for the largest size."""
+    search = SizeSearch(
+        parse_sizes(text, what="batch sizes"), study_at, budget_bytes=budget_bytes, name="batch size",
+        unit="samples", step=step, effort=SolveLimits(time_limit_seconds=0.2, deterministic=True),
+    )  # fmt: skip
+    search.run()
+    return search
+
+
+def test_the_largest_batch_is_found_with_few_captures() -> None:
+    study_at = sized()
+    whole = study_at(21).problem("70%").budget_bytes + 100 * 2**20
+    study_at.asked.clear()
+    axis = search_sizes("1..64", study_at, whole).axis_so_far
+    largest = axis.largest
+    assert largest is not None and axis.is_complete
+    rows = {row.size: row for row in axis.rows}
+    assert largest.size + 1 in rows and not rows[largest.size + 1].outcome.fits, "the next one was tried"
+    assert study_at.asked[:7] == [1, 2, 4, 8, 16, 32, 64]
+    assert len(study_at.asked) == len(set(study_at.asked)) <= 7 + 6, "each once, and few to close in"
+    for row in axis.rows:
+        assert row.outcome.fits == (row.size <= largest.size)
+        if row.outcome.fits:
+            assert row.outcome.predicted_peak_bytes <= whole
+            seconds = sum(cost.seconds for cost in sized()(row.size).costs) * (1 + row.outcome.overhead)
+            assert row.per_second == pytest.approx(row.size / seconds)
+    assert axis.best.per_second == max(row.per_second for row in axis.rows if row.per_second)
+
+
+def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fails() -> None:
+    study_at = sized()
+    budget = study_at(5).problem("100%").budget_bytes + 100 * 2**20
+    study_at.asked.clear()
+    axis = search_sizes("2,4,30,40", study_at, budget).axis_so_far
+    assert study_at.asked == [2, 4, 30] and axis.largest.size == 4 and not axis.rows[-1].outcome.fits
+
+
+def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
+    study_at = sized()
+    budget = study_at(40).problem("100%").budget_bytes + 100 * 2**20
+    axis = search_sizes("8..64", study_at, budget, step=8).axis_so_far
+    assert all(row.size % 8 == 0 for row in axis.rows) and axis.largest.size % 8 == 0
+    none = search_sizes("8..64", study_at, 101 * 2**20).axis_so_far
+    assert none.largest is None and none.best is None and len(none.rows) == 1
+
+
+def test_devices_fit_or_not() -> None:
+    study = study_of(*transformer(3, unit_bytes=2**27))
+    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, effort=SolveLimits(time_limit_seconds=1.0))
+    search.run()
+    for row in search.rows:
+        report = row.report()
+        assert report["overhead"] == row.outcome.overhead
+        assert row.outcome.fits == (row.outcome.predicted_peak_bytes is not None)
+        if row.memory_bytes >= row.baseline_peak_bytes:
+            assert row.outcome.overhead == 0.0
+    with pytest.raises(UsageError, match="did you mean h100"):
+        DeviceSearch(["h10"], lambda name: study, effort=QUICK)
+
+
+def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
+    search = MethodSweep(["auto", "sqrt", "every-layer", "every-2"], toy, effort=QUICK)
+    search.run()
+    ways = {way.name: way.points for way in search.ways}
+    curve = toy.curve()
+    assert ways["auto"] == curve.points
+    assert [point.budget_bytes for point in ways["sqrt"]] == [point.budget_bytes for point in curve.points]
+    assert_monotone(ways["sqrt"])
+    for best, other in zip(curve.points, ways["sqrt"], strict=True):
+        assert other.overhead is None or other.overhead >= best.lower_bound_overhead - 1e-9
+    (every,), (second,) = ways["every-layer"], ways["every-2"]
+    assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
+    with pytest.raises(UsageError, match="did you mean every-layer"):
+        MethodSweep(["every-layers"], toy, effort=QUICK)
+
+
+def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
+    graph = toy.study.graph
+    every = every_nth_layer(graph, 1)
+    assert every is not None
+
+    def decided() -> Iterator[Schedule]:
+        yield Schedule.keep_all(graph)
+        yield every
+        yield every
+        raise PlannerError("that is all")
+
+    search = MethodSweep(["pytorch"], toy, effort=QUICK, pytorch=decided)
+    search.run()
+    (way,) = search.ways
+    step_seconds = sum(cost.seconds for cost in toy.study.costs)
+    again = simulate(graph, toy.study.costs, every)
+    assert [point.overhead for point in way.points] == [again.recompute_seconds / step_seconds, 0.0]
+    assert way.points[0].budget_bytes == again.peak_bytes + graph.total_static_bytes
+    assert way.reason == "that is all"
+
+
+# What is typed.
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("64..1", "empty range"),
+        ("..", "cannot read"),
+        ("1..", "cannot read"),
+        ("", "cannot read"),
+        ("0..4", "cannot read"),
+        ("1,x", "cannot read"),
+        ("1,,2", "cannot read"),
+        ("4,2", "out of order"),
+        ("2,2", "out of order"),
+    ],
+)
+def test_sizes_that_make_no_sense(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_sizes(text, what="batch sizes")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("16GiB..4GiB", "out of order"),
+        ("4GiB,8GiB,6GiB", "out of order"),
+        ("80%..20%", "out of order"),
+        ("4GiB..4GiB..8GiB", "cannot read"),
+        ("4GiB..", "cannot read"),
+        ("many", "cannot read size"),
+        ("4GiB,8XiB", "unknown unit"),
+        ("", "cannot read"),
+    ],
+)
+def test_budgets_that_make_no_sense(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        check_budgets(text)
+
+
+def test_budgets_of_both_kinds_are_compared_once_the_peak_is_known() -> None:
+    check_budgets("4GiB..50%")
+    assert parse_budgets("1000,50%", whole_bytes=10_000, points=2) == (1000, 5000)
+    with pytest.raises(UsageError, match="out of order"):
+        parse_budgets("1000,50%", whole_bytes=1000, points=2)
+    assert spread(0, 10, 3) == (0, 5, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--budget", "many"], "cannot read size"),
+        (["--budgets", "8GiB..4GiB"], "out of order"),
+        (["--points", "1"], "at least 2 points"),
+        (["--batch-sizes", "1..64"], "needs --budget"),
+        (["--batch-sizes", "64..1", "--budget", "1GiB"], "empty range"),
+        (["--devices", "h100,,a100-80"], "empty name"),
+        (["--devices", "h1000"], "unknown device"),
+        (["--solvers", "ilps"], "did you mean"),
+        (["--solver", "magic"], "no solver"),
+        (["--json", "no/such/place.json"], "no directory"),
+        (["--csv", "no/such/place.csv"], "no directory"),
+        (["--plot", "curve.gif"], "ends in"),
+    ],
+)
+def test_wrong_usage_is_refused_before_anything_is_captured(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.commands._asked.load", lambda *_, **__: pytest.fail("the model was built"))
+    assert cli.main(["what-if", "minigpt", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_model_without_that_size_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("planner.commands._asked.load", lambda *_, **__: pytest.fail("the model was built"))
+    asked = ["--seq-lens", "64..128", "--budget", "90%"]
+    assert cli.main(["what-if", "resnet50", *asked]) == 2
+    assert "has no seq_len" in capsys.readouterr().err
+    (tmp_path / "own.py").write_text("def make(batch_size=4):\n    raise AssertionError\n", encoding="utf-8")
+    assert cli.main(["what-if", f"{tmp_path}/own.py:make", *asked]) == 2
+    assert "takes no seq_len" in capsys.readouterr().err
+
+
+# The whole command.
+
+
+OWN = """
+import torch
+
+def make(batch_size=64):
+    layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6)]
+    return torch.nn.Sequential(*layers), torch.randn(batch_size, 32), lambda output: output.square().mean()
+"""
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN, encoding="utf-8")
+    curve = ["what-if", "own.py:make", "--points", "4", "--budget", "80%", "--time-limit", "2"]
+    code = cli.main([*curve, "--batch-sizes", "64,96", "--csv", "curve.csv", "--html", "curve.html", "--json", "-"])
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    report = json.loads(output.out)
+    assert len(report["points"]) == 4 and not report["interrupted"] and report["is_complete"]
+    assert report["asked"]["budget_bytes"] == int(0.8 * report["baseline"]["peak_bytes"])
+    assert len(Path("curve.csv").read_text(encoding="utf-8").splitlines()) == 5
+    page = Path("curve.html").read_text(encoding="utf-8")
+    assert [int(b) for b in re.findall(r'data-budget="(\d+)"', page)] == [p["budget_bytes"] for p in report["points"]]
+    assert "Other batch sizes" in page and "http:" not in page and "https:" not in page
+    rows = report["batch_sizes"]["rows"]
+    assert rows[0]["size"] == 64 and report["batch_sizes"]["unit"] == "samples"
+
+
+@pytest.mark.parametrize("lost", [None, "nothing", "another"])
+def test_an_interrupt_keeps_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str | None
+) -> None:
+    """The signal itself arrives while the fourth of eight points is solved, perhaps where a library loses it."""
+    study = study_of(*transformer(3))
+    monkeypatch.setattr("planner.commands.what_if._Asking.study", lambda self, **_: study)
+    solve, done = CurveSweep._solve, []
+
+    def counted(self: CurveSweep, *args: Any) -> None:
+        done.append(None)
+        if len(done) == 4:
+            with nullcontext() if lost is None else suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            if lost == "another":
+                raise TypeError("incompatible function arguments")
+        solve(self, *args)
+
+    monkeypatch.setattr(CurveSweep, "_solve", counted)
+    place = tmp_path / "curve.json"
+    asked = ["what-if", "minigpt", "--points", "8", "--time-limit", "4", "--budget", "80%", "--devices", "h100"]
+    assert cli.main([*asked, "--json", str(place)]) == 130
+    output = capsys.readouterr()
+    report = json.loads(place.read_text(encoding="utf-8"))
+    assert report["interrupted"] and not report["is_complete"]
+    assert report["asked"] and len(report["points"]) == (2 if lost == "nothing" else 1)
+    assert report["points"][-1]["overhead"] == 0.0
+    assert "Interrupted" in output.out and "interrupted" in output.err and report["devices"] == []

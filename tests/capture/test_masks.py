@@ -1,0 +1,203 @@
+"""Masks that tracing writes out are given back as flags, and never where a batch needs the mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.capture.inputs import Inputs
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import capture
+from planner.capture.memory import measure_peak
+from tests.tiers import tiered
+
+transformers = pytest.importorskip("transformers", reason="the Hugging Face models of the zoo")
+
+LENGTH, BATCH, WIDTH = 32, 3, 32
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def batch(**others: torch.Tensor) -> dict[str, torch.Tensor]:
+    ids = torch.randint(50, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids, **others}
+
+
+def masks(joint: JointGraph) -> list[bool]:
+    """Tell for each attention call whether it is given a mask."""
+    calls = [n for n in joint.graph.nodes if "attention_for_cpu.default" in str(n.target)]
+    assert calls
+    return [n.kwargs.get("attn_mask") is not None for n in calls]
+
+
+def gradients(model: nn.Module, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(**kwargs).loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("runtime", tiered(["graph", "modules", "regional"], slow=["modules"]))
+@pytest.mark.parametrize("given", tiered([False, True], slow=[False]))
+def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime: str) -> None:
+    model = llama()
+    kwargs = batch(**({"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if given else {}))
+    gradients(model, kwargs)  # what is built once is built
+    model.zero_grad()
+
+    def step() -> Any:
+        outputs = model(**kwargs)
+        outputs.loss.backward()
+        return outputs  # logits are held, as in a step that is verified
+
+    eager_bytes, _ = measure_peak(step, torch.device("cpu"))
+    plan = planner.plan(model, kwargs, budget="100%", runtime=runtime, compare=False)
+    proof = planner.verify(model, kwargs, plan, timed_steps=1)
+    assert proof.peak_bytes - plan.total_static_bytes <= eager_bytes
+    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("runtime", tiered(["modules", "regional"], slow=["modules"]))
+def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runtime: str) -> None:
+    whole = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    padded = whole.clone()
+    padded[0, LENGTH // 2 :] = 0
+    model = llama()
+    batches = [batch(attention_mask=mask) for mask in (whole, padded, whole)]
+    expected = [gradients(model, kwargs) for kwargs in batches]
+    model.zero_grad()
+    planner.auto_wrap(model, activation_budget="90%", runtime=runtime, time_limit_seconds=1.0)
+    for kwargs, gradient in zip(batches, expected, strict=True):
+        assert close(gradients(model, kwargs), gradient)  # planned
+        model.zero_grad()
+        peak_bytes, _ = measure_peak(lambda kwargs=kwargs: model(**kwargs).loss.backward(), torch.device("cpu"))
+        plan = planner.plan_of(model)
+        assert peak_bytes + plan.total_static_bytes <= plan.budget_bytes
+
+
+def test_padding_gets_its_mask_and_the_plan_keeps_the_budget() -> None:
+    whole = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    padded = whole.clone()
+    padded[0, LENGTH // 2 :] = 0
+    model = llama()
+    batches = [batch(attention_mask=mask) for mask in (whole, padded, whole, padded)]
+    expected = [gradients(model, kwargs) for kwargs in batches]
+    assert not close(expected[0], expected[1])
+    plan = planner.plan(model, batches[0], activation_budget="80%", time_limit_seconds=1.0)
+    assert [w for w in plan.warnings if w.rule == "mask-left-out" and "attention_mask" in w.evidence]
+    planner.auto_wrap(model, plan=plan)
+    for kwargs, gradient in zip(batches, expected, strict=True):
+        assert close(gradients(model, kwargs), gradient)
+        assert planner.plan_of(model).peak_bytes <= plan.budget_bytes
+
+
+def test_packed_sequences_get_their_mask() -> None:
+    straight = torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous()
+    packed = torch.arange(LENGTH).remainder(LENGTH // 2).expand(BATCH, LENGTH).contiguous()
+    model = llama()
+    batches = [batch(position_ids=ids) for ids in (straight, packed, straight)]
+    expected = [gradients(model, kwargs) for kwargs in batches]
+    assert not close(expected[0], expected[1])
+    planner.auto_wrap(model, budget="100%")
+    for kwargs, gradient in zip(batches, expected, strict=True):
+        assert close(gradients(model, kwargs), gradient)
+
+
+def test_the_first_batch_may_be_the_one_that_needs_the_mask() -> None:
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[1, LENGTH // 2 :] = 0
+    model = llama()
+    expected = gradients(model, batch(attention_mask=mask))
+    plan = planner.plan(model, batch(attention_mask=torch.ones_like(mask)), budget="100%", compare=False)
+    planner.auto_wrap(model, plan=plan)
+    assert close(gradients(model, batch(attention_mask=mask)), expected)
+
+
+class Attention(nn.Module):
+    """Attention with a mask of its own making."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.make(x)).square().mean()
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:, 0] = False
+    mask[0, 0] = True
+    return mask
+
+
+def _additive(hidden: float) -> torch.Tensor:
+    return torch.zeros(LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), hidden)
+
+
+@pytest.mark.parametrize(
+    ("make", "stays"),
+    [
+        (lambda x: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(), False),
+        (lambda x: torch.ones(1, 1, 1, LENGTH, dtype=torch.bool), False),
+        (
+            lambda x: torch.zeros(LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf),
+            False,
+        ),
+        (lambda x: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-4), True),
+        (lambda x: _additive(-1e4), True),
+        (lambda x: torch.rand(LENGTH, LENGTH) >= 0, True),
+        (lambda x: x[:, :1, :1].unsqueeze(1) > -100, True),
+        (_written, True),
+    ],
+    ids=["causal", "none", "additive", "window", "finite", "random", "from-data", "written"],
+)
+def test_a_mask_goes_only_where_a_flag_says_the_same(make: Any, stays: bool) -> None:
+    model, x = Attention(make), torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
+    assert masks(capture(model, Inputs.of(x))) == [stays]
+    model(x).backward()
+    expected = model.project.weight.grad.clone()
+    model.zero_grad()
+    planner.auto_wrap(model, x, budget="100%")
+    model(x).backward()
+    assert torch.allclose(model.project.weight.grad, expected, rtol=1e-3, atol=1e-7)
+
+
+def test_a_window_as_long_as_the_sequence_is_none() -> None:
+    config = transformers.MistralConfig(
+        num_hidden_layers=1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+        use_cache=False,
+        attn_implementation="sdpa",
+        sliding_window=LENGTH + 1,
+    )
+    for window, stays in ((LENGTH + 1, False), (LENGTH // 2, True)):
+        config.sliding_window = window
+        assert masks(capture(transformers.MistralForCausalLM(config), Inputs.of(batch()))) == [stays]

@@ -1,0 +1,311 @@
+"""The command line: exit codes, one-line errors, what goes to which stream."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cli
+import planner
+from planner.commands import _asked
+from planner.errors import CaptureError
+from planner.plans.planning import Plan, Verification
+from tests.example_graphs import transformer
+from tests.planned import make_plan
+
+ROOT = Path(__file__).parent.parent.parent
+GRAPH, COSTS = transformer(4)
+VERDICT = re.compile(r"FITS .* of .* · \+[\d.]+% step time .*recomputed")
+
+
+class Outcome:
+    """What a command gave: exit code and both streams."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def assert_error(self, code: int, *words: str) -> None:
+        """Check for one line on standard error, and no traceback."""
+        assert self.code == code, self.err
+        assert re.fullmatch(r"error: [^\n]+\n", self.err), self.err
+        for word in words:
+            assert word in self.err
+
+
+class FakeApi(types.ModuleType):
+    """``planner.api`` with a toy graph in place of a captured model."""
+
+    def __init__(self) -> None:
+        super().__init__("planner.api")
+        self.fails: BaseException | None = None
+        self.asked: dict[str, Any] = {}
+        self.measured = Verification(
+            peak_bytes=1, baseline_peak_bytes=2, overhead=0.1, loss_equal=True, gradients_bitwise_equal=True,
+            buffers_equal=True,
+        )  # fmt: skip
+
+    def plan(self, model: object, example_inputs: object, **options: Any) -> Plan:
+        self.asked = options
+        if self.fails:
+            raise self.fails
+        options["progress"]("capturing [bold]")
+        names = ("budget", "activation_budget", "solver", "time_limit_seconds")
+        return make_plan(GRAPH, COSTS, **{name: options[name] for name in names})
+
+    def verify(self, model: object, example_inputs: object, plan: Plan, **options: Any) -> Verification:
+        return self.measured
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
+    fake = FakeApi()
+    monkeypatch.setitem(sys.modules, "planner.api", fake)
+    monkeypatch.setattr(planner, "api", fake, raising=False)
+
+    def load(args: argparse.Namespace, *, real: bool) -> types.SimpleNamespace:
+        return types.SimpleNamespace(name=args.name, model=None, example_args=(), example_kwargs={}, loss_fn=None)
+
+    monkeypatch.setattr(_asked, "load", load)
+    return fake
+
+
+@pytest.fixture
+def run(api: FakeApi, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run_command(*arguments: str) -> Outcome:
+        code = cli.main(arguments)
+        streams = capsys.readouterr()
+        return Outcome(code, streams.out, streams.err)
+
+    return run_command
+
+
+PLAN = ("plan", "minigpt", "--solver", "sqrt")
+
+
+def test_a_plan_that_fits(run: Any, api: FakeApi) -> None:
+    found = run(*PLAN, "--budget", "65%", "--time-limit", "7", "--optimizer", "adam", "--device", "a100-80")
+    assert found.code == 0 and found.err == ""
+    assert VERDICT.fullmatch(found.out.splitlines()[0])
+    assert "\x1b" not in found.out
+    assert (api.asked["time_limit_seconds"], api.asked["optimizer"], api.asked["device"]) == (7.0, "adam", "a100-80")
+
+
+def test_activation_budget(run: Any) -> None:
+    found = run(*PLAN, "--activation-budget", "60%", "--json", "-")
+    report = json.loads(found.out)
+    assert report["budget_bytes"] == report["activation_budget_bytes"] + sum(report["static_bytes"].values())
+
+
+def test_json_to_standard_output_stands_alone(run: Any) -> None:
+    found = run(*PLAN, "--budget", "65%", "--json", "-")
+    report = json.loads(found.out)
+    assert report["schema"] == 1 and report["status"] in ("optimal", "feasible") and "operations" not in report
+    with_operations = json.loads(run(*PLAN, "--budget", "65%", "--json", "-", "--operations").out)
+    assert {"operation", "module", "flops", "moved_bytes", "seconds"} <= set(with_operations["operations"][0])
+
+
+def test_files(run: Any, tmp_path: Path) -> None:
+    report, plan = tmp_path / "report.json", tmp_path / "plan.json"
+    found = run(*PLAN, "--budget", "65%", "--json", str(report), "--save", str(plan))
+    assert found.code == 0 and VERDICT.match(found.out)
+    assert json.loads(report.read_text())["predicted"]["peak_bytes"] == Plan.load(plan).peak_bytes
+    Plan.load(plan).schedule_for(GRAPH)
+
+
+def test_operations(run: Any) -> None:
+    assert "Operations, " not in run(*PLAN, "--budget", "65%").out
+    assert "Operations, " in run(*PLAN, "--budget", "65%", "--operations").out
+
+
+def test_timings(run: Any) -> None:
+    shown = run(*PLAN, "--budget", "65%", "--timings").out
+    assert "Where the time went" in shown and "solving" in shown and "simulation" in shown
+    assert "Where the time went" not in run(*PLAN, "--budget", "65%").out
+    seconds = json.loads(run(*PLAN, "--budget", "65%", "--timings", "--json", "-").out)["timings_seconds"]
+    assert {"solving", "simulation", "baselines"} <= seconds.keys() and min(seconds.values()) >= 0.0
+
+
+def test_a_second_search_is_left_out_unless_asked_for(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
+    again = "(from the cache)"
+    assert again not in run(*PLAN, "--budget", "65%").out
+    assert again in run(*PLAN, "--budget", "65%").out.replace("\n", " ")
+    assert again not in run(*PLAN, "--budget", "65%", "--no-cache").out.replace("\n", " ")
+
+
+def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    found = run(*PLAN, "--budget", "35MiB", "--save", str(saved), "--json", str(tmp_path / "report.json"))
+    found.assert_error(3, "the smallest feasible budget is", "bound by aten.")
+    assert found.out.startswith("DOES NOT FIT 35.0 MiB · smallest feasible budget ")
+    assert not saved.exists()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["status"] == "infeasible"
+
+    smallest = str(report["minimum_feasible_peak_bytes"])
+    assert (
+        run("plan", "minigpt", "--budget", smallest, "--time-limit", "2").code == 0
+    )  # by the best solver: sqrt may not reach it
+    assert json.loads(run(*PLAN, "--budget", "1", "--json", "-").out)["status"] == "infeasible"
+
+
+def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
+    api.fails = CaptureError("model.py:3: .item() makes the graph depend on data;\n keep it a tensor")
+    run(*PLAN, "--budget", "65%").assert_error(4, "model.py:3", "keep it a tensor")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ("COMMAND",)),
+        (("plna",), ("plna",)),
+        (("plan",), ("name one model",)),
+        (("plan", "minigpt"), ("--budget",)),
+        (("plan", "--budget", "1GiB"), ("name one model",)),
+        (("plan", "minigpt", "--model", "a.py:f", "--budget", "1GiB"), ("name one model",)),
+        (("plan", "minigbt", "--budget", "1GiB"), ("minigbt", "minigpt")),
+        (("plan", "minigpt", "--budget", "1GiB", "--activation-budget", "1GiB"), ("not allowed",)),
+        (("plan", "minigpt", "--budget", "lots"), ("lots", "8GiB")),
+        (("plan", "minigpt", "--budget", "0"), ("above zero",)),
+        (("plan", "minigpt", "--budget", "-5GiB"), ("--budget",)),
+        (("plan", "minigpt", "--budget=-5GiB"), ("-5GiB",)),
+        (("plan", "minigpt", "--budget", "8XB"), ("unit",)),
+        (("plan", "minigpt", "--activation-budget", "0%"), ("above zero",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--batch-size", "0"), ("batch-size", "above zero")),
+        (("plan", "minigpt", "--budget", "1GiB", "--seq-len", "1e3"), ("seq-len",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--time-limit", "nan"), ("time-limit",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--time-limit", "-1"), ("time-limit",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--dtype", "int8"), ("dtype",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--optimizer", "lion"), ("optimizer",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--solver", "sqr"), ("sqr", "sqrt")),
+        (("plan", "minigpt", "--budget", "1GiB", "--device", "a1000"), ("a1000",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--save", "/nowhere/plan"), ("/nowhere",)),
+        (("plan", "minigpt", "--budget", "1GiB", "--json", "/"), ("directory",)),
+        (("verify", "minigpt", "--plan", "/nowhere/plan"), ("/nowhere/plan",)),
+        (("verify", "minigpt"), ("--budget", "--plan")),
+        (("models", "extra"), ("extra",)),
+    ],
+)
+def test_wrong_usage(run: Any, arguments: Sequence[str], words: Sequence[str]) -> None:
+    found = run(*arguments)
+    found.assert_error(2, *words)
+    assert found.out == ""
+
+
+def test_the_report_as_page_tree_and_memory_snapshot(run: Any, tmp_path: Path) -> None:
+    page, snapshot = tmp_path / "report.html", tmp_path / "step.pickle"
+    done = run("plan", "minigpt", "--budget", "80%", "--tree", "--html", str(page), "--memory-viz", str(snapshot))
+    assert done.code == 0 and "Modules: saved, freed, added" in done.out
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and snapshot.stat().st_size
+    nowhere = str(tmp_path / "missing" / "file")
+    for option in ("--html", "--memory-viz"):
+        run("plan", "minigpt", "--budget", "80%", option, nowhere).assert_error(2, "cannot write")
+        run(
+            "plan", "minigpt", "--budget", "80%", "--pipeline-stages", "2", "--micro-batches", "2", option, str(page)
+        ).assert_error(2, option)
+
+
+def test_a_truncated_plan_file(run: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run(*PLAN, "--budget", "65%", "--save", str(path)).code == 0
+    path.write_text(path.read_text()[:1000])
+    run("verify", "minigpt", "--plan", str(path)).assert_error(2, str(path), "not a whole plan")
+
+
+def test_verify(run: Any, api: FakeApi, tmp_path: Path) -> None:
+    found = run("verify", "minigpt", "--budget", "65%", "--solver", "sqrt")
+    assert found.code == 0 and "gradients equal" in found.out
+    measured = json.loads(run(*PLAN, "--budget", "65%", "--verify", "--json", "-").out)["measured"]
+    assert measured["gradients_bitwise_equal"] is True and measured["peak_bytes"] == 1
+
+    path = tmp_path / "plan.json"
+    run(*PLAN, "--budget", "65%", "--save", str(path))
+    assert run("verify", "minigpt", "--plan", str(path)).code == 0
+
+
+def test_verify_fails_where_the_plan_is_broken(run: Any, api: FakeApi) -> None:
+    whole = api.measured
+    api.measured = dataclasses.replace(whole, gradients_bitwise_equal=False, differences=("gradient of wte.weight",))
+    found = run(*PLAN, "--budget", "65%", "--verify")
+    found.assert_error(1, "gradient of wte.weight")
+    assert "gradients DIFFERENT" in found.out
+    api.measured = dataclasses.replace(whole, peak_bytes=2**40)
+    run(*PLAN, "--budget", "65%", "--verify").assert_error(1, "measured peak")
+
+
+def test_what_should_not_happen(run: Any, api: FakeApi) -> None:
+    api.fails = KeyError("a\nb")
+    found = run(*PLAN, "--budget", "65%")
+    found.assert_error(1, "KeyError", "--debug")
+    debugged = run(*PLAN, "--budget", "65%", "--debug")
+    assert debugged.code == 1 and "Traceback" in debugged.err
+    api.fails = CaptureError("cause")
+    debugged = run(*PLAN, "--budget", "65%", "--debug")
+    assert debugged.code == 4 and "Traceback" in debugged.err and debugged.err.endswith("error: cause\n")
+    api.fails = KeyboardInterrupt()
+    run(*PLAN, "--budget", "65%").assert_error(130, "interrupted")
+
+
+def test_models(run: Any) -> None:
+    found = run("models")
+    assert found.code == 0 and found.out.startswith("minigpt ") and "llama-7b" in found.out
+
+
+def test_a_factory_is_asked_only_for_sizes_that_it_takes(tmp_path: Path) -> None:
+    # Not the fake: the real loader must refuse before it calls the factory.
+    (tmp_path / "m.py").write_text("def make(batch_size=1):\n    raise SystemExit\n", encoding="utf-8")
+    asked = ["plan", f"{tmp_path}/m.py:make", "--budget", "1GiB"]
+    code = f"import cli, sys; sys.exit(cli.main({[*asked, '--batch-size', '2', '--layers', '3']}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "takes no layers" in done.stderr
+
+
+# The process itself.
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, cli\n"
+        "try:\n    cli.main(['plan', '--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'pulp', 'rich', 'networkx', 'numpy', 'cost_models'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--activation-budget" in done.stdout
+    assert time.perf_counter() - started < 5  # 0.05 s on an idle machine; a shared one may be slow
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["--help"]])
+def test_a_closed_pipe_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "cli.py", *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_an_output_that_is_not_unicode(api: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w+", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert cli.main((*PLAN, "--budget", "65%")) == 0
+        stream.seek(0)
+        assert stream.readline().startswith("FITS ")

@@ -1,0 +1,464 @@
+"""Every rule fires on a small model that has the trouble, stays silent on one that has not, and tells the truth."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils import checkpoint as checkpointing
+
+import cli
+import planner
+from planner.diagnose.check import RULES
+from planner.findings.finding import Diagnosis, Severity
+from planner.zoo.modules import MixtureOfExperts
+
+ROOT = Path(__file__).parent.parent.parent
+X = (16, 8)
+
+
+class Trained(nn.Module):
+    """Layers and a loss, so that nothing is outside."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Region(nn.Module):
+    """Layers that are checkpointed."""
+
+    def __init__(self, *layers: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*layers)
+        self.options = {"use_reentrant": False, **options}
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpointing.checkpoint(self.inner, x, **self.options)
+        return result
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.gru(x.unsqueeze(0))[0]
+        return result
+
+
+class Counting(nn.Module):
+    """Writes into a buffer of its own."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.mul_(2)
+        return x * self.scale
+
+
+class Tied(nn.Module):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+        self.region = Region(nn.Tanh(), self.last, use_reentrant=use_reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.region(self.first(x)).float().square().mean()
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x).mean()
+        return y if y > 0 else -y
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(1, 2, 16, 12).chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Classifying(nn.Module):
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(8, 8)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def save_products(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> checkpointing.CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    policy = checkpointing.CheckpointPolicy
+    return policy.MUST_SAVE if operator in products else policy.PREFER_RECOMPUTE
+
+
+SELECTIVE = {
+    "context_fn": functools.partial(checkpointing.create_selective_checkpoint_contexts, save_products),
+}
+
+
+def hooked() -> nn.Module:
+    model = Trained(linear())
+    model.layers[0].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+def gpt2(*, dropout: float = 0.0, use_cache: bool = False, **checkpoint_options: Any) -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 16}
+    rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates, use_cache=use_cache)).train()
+    model.loss_type = "ForCausalLM"
+    if checkpoint_options:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_options)
+    return model
+
+
+def sharded(*, checkpointed: bool) -> nn.Module:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    model = Trained(Region(linear()) if checkpointed else linear())
+    unit = model.layers[0].inner if checkpointed else model.layers[0]
+    fully_shard(unit, mesh=init_device_mesh("cpu", (1,)))
+    return model
+
+
+def data_parallel(*, find_unused_parameters: bool) -> nn.Module:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(Trained(linear()), find_unused_parameters=find_unused_parameters)
+
+
+def wrapper_around(module: nn.Module) -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+Example = Callable[[], nn.Module]
+TOKENS = {"input_ids": torch.zeros(2, 8, dtype=torch.int64), "labels": torch.zeros(2, 8, dtype=torch.int64)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "optimizer-dominates": {"optimizer": "adamw"},
+    "loss-outside": {"loss_fn": lambda output: output.square().mean() if output.dim() else output},
+    "use-cache": {"example_kwargs": TOKENS},
+}
+"""What a rule's two examples are checked with, beside an input of 16 rows."""
+
+EXAMPLES: dict[str, tuple[Example, Example]] = {
+    "random-state-not-kept": (
+        lambda: Trained(linear(), Region(linear(), nn.Dropout(), preserve_rng_state=False)),
+        lambda: Trained(linear(), Region(linear(), nn.Dropout())),
+    ),
+    "reentrant-without-gradient": (
+        lambda: Trained(Region(linear(), use_reentrant=True), linear()),
+        lambda: Trained(linear(), Region(linear(), use_reentrant=True)),
+    ),
+    "state-updated-twice": (
+        lambda: Trained(linear(), Region(linear(), nn.BatchNorm1d(8))),
+        lambda: Trained(linear(), Region(linear(), nn.LayerNorm(8)), nn.BatchNorm1d(8)),
+    ),
+    "inplace-on-saved": (
+        lambda: Trained(linear(), Region(Recurrent(), **SELECTIVE)),
+        lambda: Trained(linear(), Region(linear(), nn.GELU(), **SELECTIVE)),
+    ),
+    "routing-recomputed": (
+        lambda: Trained(linear(), Region(MixtureOfExperts(8, 8, 4, chosen=2))),
+        lambda: Trained(Region(linear()), MixtureOfExperts(8, 8, 4, chosen=2)),
+    ),
+    "nested-checkpoints": (
+        lambda: Trained(linear(), Region(linear(), Region(linear()))),
+        lambda: Trained(linear(), Region(linear()), Region(linear())),
+    ),
+    "nothing-to-save": (
+        lambda: Trained(Region(frozen(linear())), linear()),
+        lambda: Trained(linear(), Region(frozen(linear()))),
+    ),
+    "tied-weights-under-autocast": (lambda: Tied(use_reentrant=True), lambda: Tied(use_reentrant=False)),
+    "checkpointing-already-on": (lambda: Trained(linear(), Region(linear())), lambda: Trained(linear())),
+    "not-captured": (Branching, lambda: Trained(linear())),
+    "full-backward-hooks": (hooked, lambda: Trained(linear())),
+    "use-cache": (lambda: gpt2(use_cache=True), lambda: gpt2(use_cache=False)),
+    "ddp-finds-unused": (
+        lambda: data_parallel(find_unused_parameters=True),
+        lambda: data_parallel(find_unused_parameters=False),
+    ),
+    "sharded-inside-checkpoint": (lambda: sharded(checkpointed=True), lambda: sharded(checkpointed=False)),
+    "sharded-before-planning": (lambda: sharded(checkpointed=False), lambda: Trained(linear())),
+    "loss-not-counted": (lambda: nn.Sequential(linear()), lambda: Trained(linear())),
+    "loss-outside": (lambda: nn.Sequential(linear()), lambda: Trained(linear())),
+    "batch-norm": (lambda: Trained(linear(), nn.BatchNorm1d(8)), lambda: Trained(linear(), nn.BatchNorm1d(8)).eval()),
+    "frozen-region": (lambda: Trained(frozen(linear()), linear()), lambda: Trained(linear(), linear())),
+    "not-followed": (Branching, lambda: Trained(linear())),
+    "static-dominates": (
+        lambda: Trained(frozen(nn.Sequential(nn.Linear(8, 500), nn.Linear(500, 500), nn.Linear(500, 8))), linear()),
+        lambda: Trained(linear(), linear()),
+    ),
+    "optimizer-dominates": (
+        lambda: Trained(nn.Linear(8, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 1)),
+        lambda: Trained(linear(), nn.GELU(), linear(), nn.GELU()),
+    ),
+    "logits-dominate": (lambda: Classifying(2000), lambda: Trained(nn.Linear(8, 2000))),
+    "one-value-dominates": (
+        lambda: Trained(nn.Linear(8, 2000, bias=False), nn.AvgPool1d(2000)),
+        lambda: Trained(*(nn.Sequential(linear(), nn.GELU()) for _ in range(6))),
+    ),
+    "attention-is-cheap-to-save": (lambda: Trained(Attending()), lambda: Trained(linear())),
+    "routing": (lambda: Trained(MixtureOfExperts(8, 8, 4, chosen=2)), lambda: Trained(linear())),
+}
+"""For each rule a model on which it fires, and a near one on which it does not."""
+
+
+def checked(model: nn.Module, **options: Any) -> Diagnosis:
+    inputs = None if "example_kwargs" in options else torch.randn(X)
+    return planner.check(model, inputs, **options)
+
+
+def rules(diagnosis: Diagnosis) -> set[str]:
+    return {finding.rule for finding in diagnosis.findings}
+
+
+def test_names_are_unique_and_kebab_case():
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names) and all(re.fullmatch(r"[a-z]+(-[a-z]+)*", name) for name in names)
+    assert set(EXAMPLES) == set(names)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_fires_on_its_trouble_and_nowhere_else(rule: Any):
+    fires, silent = EXAMPLES[rule.name]
+    options = OPTIONS.get(rule.name, {})
+    found = {finding.rule: finding for finding in checked(fires(), **options).findings}
+    assert rule.name in found
+    finding = found[rule.name]
+    assert finding.severity is rule.severity
+    assert finding.evidence and finding.cause and finding.fix
+    assert rule.name not in rules(checked(silent(), **options))
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.severity is Severity.ERROR], ids=lambda rule: rule.name
+)
+def test_what_is_called_an_error_gives_wrong_numbers(rule: Any, monkeypatch: pytest.MonkeyPatch):
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        model(torch.randn(X)).backward()
+        gradients = {name: torch.zeros(0) if p.grad is None else p.grad for name, p in model.named_parameters()}
+        return {**gradients, **dict(model.named_buffers())}
+
+    def same(build: Example) -> bool:
+        torch.manual_seed(0)
+        model = build()
+        torch.manual_seed(0)
+        plain = build()
+        checkpointed = step(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpointing, "checkpoint", lambda function, *args, **_: function(*args))
+            expected = step(plain)
+        return all(torch.equal(expected[name], checkpointed[name]) for name in expected)
+
+    fires, silent = EXAMPLES[rule.name]
+    assert not same(fires)
+    assert same(silent)
+
+
+def test_a_buffer_of_ones_own_counts_as_state():
+    found = checked(Trained(linear(), Region(Counting())))
+    (finding,) = [finding for finding in found.findings if finding.rule == "state-updated-twice"]
+    assert "layers.1.inner.0.scale" in finding.evidence
+
+
+def test_the_switch_of_hugging_face_is_seen_through():
+    found = planner.check(gpt2(dropout=0.1, use_reentrant=False, preserve_rng_state=False), TOKENS)
+    by_rule = {finding.rule: finding for finding in found.findings}
+    assert {"random-state-not-kept", "checkpointing-already-on"} <= set(by_rule)
+    assert "transformer.h.0, transformer.h.1" in by_rule["random-state-not-kept"].evidence
+    assert "random-state-not-kept" not in rules(planner.check(gpt2(dropout=0.1, use_reentrant=False), TOKENS))
+
+
+def test_swin_checkpoints_stages_and_layers_both():
+    hf = pytest.importorskip("transformers")
+    sizes = {"image_size": 16, "patch_size": 2, "depths": [1, 1], "num_heads": [2, 2], "embed_dim": 8, "window_size": 2}
+    model = hf.SwinForImageClassification(
+        hf.SwinConfig(**sizes, drop_path_rate=0.0, problem_type="regression", num_labels=1)
+    )
+    model.train().gradient_checkpointing_enable()
+    inputs = {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.randn(2)}
+    assert "nested-checkpoints" in rules(planner.check(model, inputs))
+
+
+def test_a_plan_warns_of_a_models_own_checkpointing():
+    warned = planner.plan(Trained(linear(), wrapper_around(linear())), torch.randn(X), budget="100%").warnings
+    assert [finding.rule for finding in warned] == ["checkpointing-already-on"]
+    assert "layers.1" in warned[0].evidence
+    assert planner.plan(Trained(linear(), linear()), torch.randn(X), budget="100%").warnings == ()
+
+
+def test_the_model_is_left_as_it_was():
+    class Stepping(Trained):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x)
+
+    model = Stepping(linear(), Region(nn.BatchNorm1d(8), nn.Dropout()))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x = torch.randn(X)
+    random_state, profiled = torch.get_rng_state(), sys.getprofile()
+    found = planner.check(model, x)
+    assert "state-updated-twice" in rules(found)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert model.steps == 0 and sys.getprofile() is profiled
+    model(torch.randn(X)).backward()  # and it still trains
+
+
+def test_a_wrapped_model_can_be_checked():
+    model = planner.auto_wrap(Trained(linear(), nn.GELU(), linear()), torch.randn(X), budget="100%")
+    assert checked(model).captured
+
+
+def test_the_worst_comes_first():
+    found = checked(
+        Trained(frozen(linear()), linear(), Region(nn.BatchNorm1d(8), nn.Dropout(), preserve_rng_state=False))
+    )
+    severities = [finding.severity for finding in found.findings]
+    assert severities == sorted(severities, key=list(Severity).index)
+    assert len(found.problems) + len(found.notes) == len(found.findings)
+
+
+def test_the_documentation_lists_every_rule():
+    text = (ROOT / "docs" / "diagnose.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([a-z-]+)` \| (\w+) \|", text, re.MULTILINE)
+    assert sorted(listed) == sorted((rule.name, str(rule.severity)) for rule in RULES)
+
+
+FACTORIES = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class Model(torch.nn.Module):
+    def __init__(self, trouble):
+        super().__init__()
+        self.linear, self.norm, self.trouble = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), trouble
+
+    def forward(self, x):
+        if self.trouble == "print":
+            print(x.shape)
+        if self.trouble == "branch" and x.sum() > 0:
+            x = -x
+        x = self.linear(x)
+        return (checkpoint(self.norm, x, use_reentrant=False) if self.trouble else self.norm(x)).square().mean()
+
+
+def sound():
+    return Model(""), torch.randn(16, 8)
+
+
+def twice():
+    return Model("twice"), torch.randn(16, 8)
+
+
+def branch():
+    return Model("branch"), torch.randn(16, 8)
+
+
+def prints():
+    return Model("print"), torch.randn(16, 8)
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(FACTORIES, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("factory", "code", "answer"),
+    [
+        ("sound", 0, "no problems, 1 note in mine.py:sound"),
+        ("twice", 1, "2 problems in mine.py:twice"),
+        ("branch", 4, "1 problem, 2 notes in mine.py:branch, which cannot be captured"),
+        ("prints", 4, "3 problems in mine.py:prints, which cannot be captured"),
+    ],
+)
+@pytest.mark.usefixtures("factories")
+def test_the_first_line_is_the_answer(factory: str, code: int, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", f"mine.py:{factory}"]) == code
+    streams = capsys.readouterr()
+    assert answer in streams.out.splitlines()[:3]
+    assert streams.err == ""
+    if code == 4:
+        assert re.search(r"warning \[not-captured\].*mine\.py:\d+", " ".join(streams.out.split()))
+
+
+@pytest.mark.usefixtures("factories")
+def test_json_stands_alone_and_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "mine.py:twice", "--json", "-"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == 2 and report["captured"] is True
+    assert {"rule", "severity", "evidence", "cause", "fix"} == set(report["findings"][0])
+    assert cli.main(["check", "mine.py:twice", "--json", "found.json"]) == 1
+    assert json.loads(Path("found.json").read_text(encoding="utf-8")) == report
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["nosuchmodel"], [], ["minigpt", "--device", "nosuchdevice"], ["minigpt", "--json", "no/such/folder/x.json"],
+     ["minigpt", "--optimizer", "nosuch"], ["mine.py:nosuch"]],
+)  # fmt: skip
+@pytest.mark.usefixtures("factories")
+def test_wrong_usage_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *wrong]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == "" and streams.err.startswith("error: ") and streams.err.count("\n") == 1

@@ -1,0 +1,603 @@
+"""Exporters: what they write is accepted and does what it says, and nothing that they can say costs less."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import dataclasses
+import itertools
+import json
+import re
+import shlex
+import sys
+import types
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+import cli
+import cost_models
+import planner
+from planner import exporters
+from planner.analysis.study import Study
+from planner.capture.inputs import Inputs, run_backward
+from planner.capture.memory import measure_peak
+from planner.errors import PlanMismatchError, UsageError
+from planner.exporters._export import Export, Label
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.module_regions import module_region
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.baselines import checkpointed_blocks
+from planner.plans.module_choices import modules_of
+from planner.plans.plan import PlanOrigin
+from planner.zoo.modules import MiniGPT
+from tests.example_graphs import Builder, transformer
+from tests.tiers import tiered
+
+TARGETS = {"accelerate", "axolotl", "deepspeed", "fsdp", "huggingface", "jax", "keras", "lightning", "megatron",
+           "torchtitan", "unsloth"}  # fmt: skip
+NAMING = ("accelerate", "fsdp", "lightning")
+
+
+def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> Study:
+    fingerprint = {"model": "toy.Toy", "assumes": "", "device": "cpu"}
+    fingerprint |= {"parameters": len(graph.values), "graph": f"{len(graph.operations)}"}
+    return Study(graph=graph, costs=costs, origin=PlanOrigin(fingerprint=fingerprint), static_memory=StaticMemory())
+
+
+def eager(study: Study) -> Study:
+    """Give a step in which every block, and every part of one, can be checkpointed."""
+    modules = dict.fromkeys(
+        module[: end.start()]
+        for module in (f"{op.module}." for op in study.graph.operations if ".h." in op.module)
+        for end in [*re.finditer(r"\.", module)][2:4]
+    )
+    regions = (module_region(study.graph, [module]) for module in modules)
+    return Study(
+        graph=study.graph, costs=study.costs, static_memory=study.static_memory,
+        origin=dataclasses.replace(study.origin, runtime="modules"), regions=tuple(r for r in regions if r),
+    )  # fmt: skip
+
+
+STUDY = study_of(*transformer(6))
+STUDIES = {"graph": STUDY, "modules": eager(STUDY)}
+
+
+def export(plan: planner.Plan, to: str, study: Study | None = None) -> Export:
+    runtime = exporters.runtime_for(to)
+    wanted = STUDIES[runtime] if study is None else eager(study) if runtime == "modules" else study
+    return planner.export(plan, to=to, study=wanted)
+
+
+def plan_of(budget: str, study: Study = STUDY) -> planner.Plan:
+    return study.plan(budget=budget, solver="auto", time_limit_seconds=2, deterministic=True, compare=False)
+
+
+PLANS = {budget: plan_of(budget) for budget in ("100%", "80%", "60%")}
+
+
+def run(made: Export) -> dict[str, Any]:
+    """Run generated Python and give its names."""
+    names: dict[str, Any] = {}
+    exec(compile(made.text, made.target, "exec"), names)
+    return names
+
+
+# The contract, of every exporter.
+
+
+def test_all_targets_are_found():
+    assert set(exporters.targets()) == TARGETS
+    with pytest.raises(UsageError, match="did you mean 'megatron'"):
+        exporters.get("megatronn")
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+@pytest.mark.parametrize("budget", ["80%", "60%"])
+def test_an_export_keeps_the_budget_and_says_what_it_costs(to: str, budget: str):
+    plan = PLANS[budget]
+    made = export(plan, to)
+    assert made.label is Label.APPROXIMATE and made.reason and made.predicted is not None
+    assert made.predicted.peak_bytes <= plan.budget_bytes
+    assert made.predicted.overhead >= plan.lower_bound_overhead > 0
+    assert made.plan.peak_bytes == plan.peak_bytes
+    assert made.modules
+    assert json.loads(json.dumps(made.report()))["label"] == "approximate"
+    header = "\n".join(line for line in made.text.splitlines() if line.startswith("#")).replace("\n#  ", "")
+    assert f"# approximate: {made.reason}." in header
+    assert f"{made.predicted.peak_bytes:,} bytes" in header and f"{plan.peak_bytes:,} bytes" in header
+    for line in made.lost:
+        assert line in header
+    reads = {"python": ast.parse, "yaml": yaml.safe_load, "shell": lambda text: shlex.split(text, comments=True)}
+    reads[made.language](made.text)
+    assert made == export(plan, to), "the same every time"
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+def test_a_plan_without_recompute_is_carried_over_exactly(to: str):
+    made = planner.export(PLANS["100%"], to=to)
+    assert made.label is Label.EXACT and made.modules == () and made.predicted == made.plan
+    if made.language == "python":
+        ast.parse(made.text)
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+def test_what_cannot_keep_the_budget_is_unsupported_and_says_what_would_work(to: str):
+    lowest = export(PLANS["80%"], to)
+    tight = dataclasses.replace(PLANS["60%"], budget_bytes=STUDY.graph.total_static_bytes + 2**20)
+    made = export(tight, to)
+    assert made.label is Label.UNSUPPORTED and made.text == "" and made.predicted is None
+    found = re.search(r"plan for --budget (\d+)", made.reason)
+    assert found is not None and "auto_wrap" in made.reason
+    with pytest.raises(UsageError, match="unsupported"):
+        made.save("nowhere.txt")
+    enough = dataclasses.replace(tight, budget_bytes=int(found[1]))
+    made = export(enough, to)
+    assert made.predicted is not None and lowest.predicted is not None
+    assert made.predicted.peak_bytes == int(found[1]) <= lowest.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+def test_the_step_is_needed_and_must_be_the_plans(to: str):
+    with pytest.raises(UsageError, match=r"planner\.study"):
+        planner.export(PLANS["60%"], to=to)
+    with pytest.raises(UsageError, match=r"planner\.study"):
+        planner.export(PLANS["60%"], to=to, study=STUDIES["graph" if exporters.get(to).eager else "modules"])
+    with pytest.raises(PlanMismatchError, match="parameters is"):
+        export(PLANS["60%"], to, study_of(*transformer(4)))
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+def test_a_model_without_blocks_is_unsupported(to: str):
+    b = Builder()
+    x = b.add("aten.mm.default", [], [2**20], module="a")[0]
+    y = b.add("aten.gelu.default", [x], [2**20], module="b")[0]
+    z = b.add("aten.mm.default", [y], [64], module="c", retained=True)[0]
+    b.add("aten.mm.default", [x, y, z], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
+    study = study_of(b.graph("flat", {}), tuple(b.costs))
+    again = {study.graph.operations[3].key: (study.graph.operations[1].key,)}
+    plan = dataclasses.replace(
+        PLANS["60%"], budget_bytes=2**20, fingerprint=dict(study.origin.fingerprint), recomputations=again
+    )
+    made = export(plan, to, study)
+    assert made.label is Label.UNSUPPORTED and "no repeated blocks" in made.reason
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+def test_a_batch_norm_is_never_run_again(to: str):
+    graph, costs = transformer(4)
+    operations = tuple(
+        dataclasses.replace(op, target=op.target.replace("native_layer_norm", "native_batch_norm"))
+        for op in graph.operations
+    )
+    study = study_of(dataclasses.replace(graph, operations=operations), costs)
+    made = export(plan_of("80%", study), to, study)
+    if to in (*NAMING, "deepspeed", "megatron"):  # these can name the parts without one
+        assert made.modules and all("mlp" in module or "attn" in module for module in made.modules)
+    else:
+        assert made.label is Label.UNSUPPORTED and "BatchNorm" in made.reason
+
+
+@pytest.mark.parametrize("to", exporters.targets())
+def test_layers_are_counted_only_in_one_row(to: str):
+    graph, costs = transformer(6)
+    operations = tuple(
+        dataclasses.replace(op, module=re.sub(r"transformer\.h\.([345])", r"decoder.h.\1", op.module))
+        for op in graph.operations
+    )
+    study = study_of(dataclasses.replace(graph, operations=operations), costs)
+    plan = dataclasses.replace(PLANS["80%"], fingerprint=dict(study.origin.fingerprint), runtime="regional")
+    made = export(plan, to, study)
+    if to in (*NAMING, "deepspeed", "huggingface", "keras"):
+        assert made.label is Label.APPROXIMATE and any("runtime 'regional'" in line for line in made.lost)
+    else:
+        assert made.label is Label.UNSUPPORTED and "2: transformer.h.*, decoder.h.*" in made.reason
+
+
+# What is chosen.
+
+
+def test_what_offloads_is_chosen_anew_and_what_is_in_slices_is_refused():
+    study = replace(STUDY, device=cost_models.device("h100"))
+    plan = study.plan(budget="75%", offload=True, host_budget="1GiB", time_limit_seconds=1.0)
+    assert plan.offloading is not None and plan.offloading.values
+    with pytest.raises(UsageError, match="the step is needed"):
+        exporters.export(plan, to="jax")
+    made = exporters.export(plan, to="jax", study=study)
+    assert made.label is not Label.EXACT and any("host's memory" in line for line in made.lost)
+    sliced = replace(plan, fingerprint={**plan.fingerprint, "slices": 8})
+    with pytest.raises(UsageError, match="in 8 slices, which no framework"):
+        exporters.export(sliced, to="jax", study=study)
+
+
+def test_figures_are_those_of_the_schedule():
+    made = export(PLANS["60%"], "huggingface")
+    evaluation = simulate(STUDY.graph, STUDY.costs, checkpointed_blocks(STUDY.graph, made.modules))
+    assert made.predicted is not None
+    assert made.predicted.peak_bytes == evaluation.peak_bytes + STUDY.graph.total_static_bytes
+    assert made.predicted.overhead == pytest.approx(evaluation.recompute_seconds / STUDY.problem().baseline.seconds)
+
+
+@pytest.mark.parametrize("percent", [90, 80, 70, 60, 55])
+def test_no_other_set_of_layers_costs_less(percent: int):
+    graph, costs = transformer(6)
+    costs = tuple(  # layers that differ, so that it matters which
+        dataclasses.replace(cost, seconds=cost.seconds * (1 + int(op.module.split(".")[2]) * 0.3))
+        if op.module.startswith("transformer.h.")
+        else cost
+        for op, cost in zip(graph.operations, costs, strict=True)
+    )
+    study = study_of(graph, costs)
+    problem = study.problem(f"{percent}%")
+    budget_bytes = problem.budget_bytes + graph.total_static_bytes
+    plan = dataclasses.replace(PLANS["60%"], budget_bytes=budget_bytes)
+    made = export(plan, "huggingface", study)
+    blocks = [f"transformer.h.{i}" for i in range(6)]
+    sets = itertools.chain.from_iterable(itertools.combinations(blocks, count) for count in range(7))
+    evaluations = [simulate(graph, costs, checkpointed_blocks(graph, chosen)) for chosen in sets]
+    least = min(e.recompute_seconds for e in evaluations if e.peak_bytes <= problem.budget_bytes)
+    assert made.predicted is not None
+    assert made.predicted.overhead == pytest.approx(least / problem.baseline.seconds, rel=1e-6)
+    finer = export(plan, "fsdp", study)
+    assert finer.predicted is not None and finer.predicted.overhead <= made.predicted.overhead
+
+
+def test_running_to_the_end_costs_more():
+    keras, huggingface = (export(PLANS["60%"], to) for to in ("keras", "huggingface"))
+    assert [m.replace(".", "_") for m in keras.modules] == list(run_without(keras, "keras")["LAYERS"])
+    assert keras.predicted is not None and huggingface.predicted is not None
+    assert keras.predicted.overhead > 1.2 * huggingface.predicted.overhead  # the last product of each layer too
+
+
+def run_without(made: Export, library: str, **attributes: Any) -> dict[str, Any]:
+    """Run generated Python whose library is not here, with a stand-in for it."""
+    stand_ins = {name: types.ModuleType(name) for name in accumulate(library)}
+    vars(stand_ins[library]).update(attributes)
+    for name, module in stand_ins.items():
+        if "." in name:
+            parent, _, child = name.rpartition(".")
+            setattr(stand_ins[parent], child, module)
+    before = dict(sys.modules)
+    sys.modules.update(stand_ins)
+    try:
+        return run(made)
+    finally:
+        sys.modules.clear()
+        sys.modules.update(before)
+
+
+def accumulate(dotted: str) -> list[str]:
+    parts = dotted.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+
+
+# What the frameworks accept, by the rules of their present releases.
+
+
+@pytest.mark.parametrize("budget", ["80%", "60%"])
+def test_megatron(budget: str):
+    made = export(PLANS[budget], "megatron")
+    inside = re.search(r"RECOMPUTE_ARGS=\((.*?)\)", made.text, re.DOTALL)
+    assert inside is not None
+    words = shlex.split(inside[1])
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    if options["--recompute-granularity"] == "selective":
+        assert options == {"--recompute-granularity": "selective", "--recompute-modules": "mlp"}
+        assert made.modules == tuple(f"transformer.h.{i}.mlp" for i in range(6))
+    else:
+        count = int(options["--recompute-num-layers"])
+        assert options["--recompute-method"] in ("block", "uniform") and 1 <= count <= 6
+        blocks = tuple(f"transformer.h.{i}" for i in range(6))
+        assert made.modules == (blocks if options["--recompute-method"] == "uniform" else blocks[:count])
+
+
+def test_axolotl():
+    data = yaml.safe_load(export(PLANS["60%"], "axolotl").text)
+    assert data["gradient_checkpointing"] is True
+    assert set(data) <= {"gradient_checkpointing", "gradient_checkpointing_kwargs", "selective_checkpointing"}
+    assert data["gradient_checkpointing_kwargs"]["use_reentrant"] is False
+    assert data["gradient_checkpointing_kwargs"]["every_n_layers"] >= 1
+    assert yaml.safe_load(planner.export(PLANS["100%"], to="axolotl").text) == {"gradient_checkpointing": False}
+
+
+def test_unsloth():
+    made = export(PLANS["80%"], "unsloth")
+    options = run(made)["CHECKPOINTING"]
+    assert options["use_gradient_checkpointing"] is True
+    count = options["checkpoint_skip_layers"]
+    kept = {(share + 1) * 6 // count - 1 for share in range(count)}
+    assert made.modules == tuple(f"transformer.h.{i}" for i in range(6) if i not in kept)
+    assert run(planner.export(PLANS["100%"], to="unsloth"))["CHECKPOINTING"]["use_gradient_checkpointing"] is False
+
+
+def test_keras():
+    made = export(PLANS["60%"], "keras")
+    scope = run_without(made, "keras", RematScope=lambda **options: options)["planned_scope"]
+    assert scope() == {"mode": "list_of_layers", "layer_names": [m.replace(".", "_") for m in made.modules]}
+
+
+def test_jax():
+    made = export(PLANS["60%"], "jax")
+    assert "save_anything_except_these_names" not in made.text
+    policies = types.SimpleNamespace(save_only_these_names=lambda *names: names)
+    checkpoint = lambda fn, policy: (fn, policy)  # noqa: E731
+    ad = types.ModuleType("jax.ad_checkpoint")
+    ad.checkpoint_name = None  # type: ignore[attr-defined]
+    sys.modules["jax.ad_checkpoint"] = ad
+    try:
+        names = run_without(made, "jax", checkpoint_policies=policies, checkpoint=checkpoint, __path__=[])
+    finally:
+        sys.modules.pop("jax.ad_checkpoint", None)
+    assert {f"transformer.h.{i}" for i in names["BLOCKS"]} == set(made.modules)
+    assert names["planned_block"](min(names["BLOCKS"]), "block") == ("block", names["SAVED"])
+    assert names["planned_block"](99, "block") == "block"
+    for name in names["SAVED"]:
+        assert f'checkpoint_name(x, "{name}")' in re.sub(r"\n#\s+", " ", made.text)
+
+
+def test_torchtitan():
+    class FullAC:
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config:
+            preserve_rng_state: bool = True
+
+        def _wrap_block(self, module: Any, *, base_fqn: str | None = None) -> Any:
+            return ("wrapped", module)
+
+    library = "torchtitan.distributed.activation_checkpoint"
+    made = export(PLANS["80%"], "torchtitan")
+    names = run_without(made, library, FullAC=FullAC)
+    wrapped = [i for i in range(6) if names["PlannedAC"]()._wrap_block(i, base_fqn=f"layers.{i}") == ("wrapped", i)]
+    assert [f"transformer.h.{i}" for i in wrapped] == list(made.modules) and 0 < len(wrapped) < 6
+    assert isinstance(names["ACTIVATION_CHECKPOINT"], FullAC.Config)
+
+
+# What runs: the libraries that are here, on real models.
+
+
+def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = MiniGPT(layers=4, width=64, heads=4, hidden=256, vocabulary=128, positions=64, dropout=0.2)
+    return model, (torch.randint(128, (8, 64)), torch.randint(128, (8, 64)))
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, Export]:
+    model, inputs = gpt()
+    study = planner.study(model, inputs, runtime="modules")
+    plan = planner.plan(model, inputs, budget="75%", time_limit_seconds=2, deterministic=True, compare=False)
+    return {to: planner.export(plan, to=to, study=study) for to in (*NAMING, "deepspeed")}
+
+
+def step(model: nn.Module, inputs: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Run a step with the same random numbers each time, and give loss and gradients."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    given = Inputs.of(inputs)
+    outputs = model(*given.args, **given.kwargs)
+    run_backward(outputs, None)
+    loss = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+    names = (name.replace("_checkpoint_wrapped_module.", "") for name, _ in model.named_parameters())
+    return loss.detach(), dict(
+        zip(names, [p.grad.clone() for p in model.parameters() if p.grad is not None], strict=True)
+    )
+
+
+def assert_same_bits(model: nn.Module, checkpointed: nn.Module, inputs: Any) -> None:
+    (loss, gradients), (other, others) = step(model, inputs), step(checkpointed, inputs)
+    assert torch.equal(loss, other) and gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, others[name]), name
+
+
+def runs_of(model: nn.Module, inputs: Any) -> Counter[str]:
+    """Count how often each module without parts runs in a step."""
+    seen: Counter[str] = Counter()
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: seen.update([name]))
+        for name, module in ((n.replace("._checkpoint_wrapped_module", ""), m) for n, m in model.named_modules())
+        if not list(module.children())
+    ]
+    step(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def assert_runs_again(model: nn.Module, checkpointed: nn.Module, inputs: Any, modules: tuple[str, ...]) -> None:
+    """Check that some of each of these modules runs again, and nothing of others."""
+    again = runs_of(checkpointed, inputs) - runs_of(model, inputs)
+    inside = lambda name, module: f"{name}.".startswith(f"{module}.")  # noqa: E731
+    assert all(any(inside(name, module) for module in modules) for name in again), (again, modules)
+    assert all(any(inside(name, module) for name in again) for module in modules), (again, modules)
+
+
+def assert_peak(made: Export, model: nn.Module, inputs: Any, tolerance: float = 0.001) -> None:
+    """Hold the predicted peak against that of a real step."""
+    assert made.predicted is not None
+    step(model, inputs)
+    model.zero_grad(set_to_none=True)
+    given = Inputs.of(inputs)
+    resident = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers(), *given.tensors())}
+    resident_bytes = sum(t.untyped_storage().nbytes() for t in resident.values())
+
+    def one() -> Any:
+        outputs = model(*given.args, **given.kwargs)
+        run_backward(outputs, None)
+        return outputs
+
+    measured_bytes = measure_peak(one, torch.device("cpu"))[0] + resident_bytes
+    assert (1 - tolerance) * made.predicted.peak_bytes <= measured_bytes <= made.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("to", NAMING)
+def test_named_modules_are_checkpointed_and_bits_stay(to: str, exported: dict[str, Export]):
+    made = exported[to]
+    assert made.label is Label.APPROXIMATE and made.modules
+    model, inputs = gpt()
+    checkpointed, names = copy.deepcopy(model), run(made)
+    if to == "lightning":
+        fsdp = pytest.importorskip("lightning.fabric.strategies.fsdp")
+        strategy = names["planned_strategy"](checkpointed)
+        fsdp._setup_activation_checkpointing(checkpointed, strategy._activation_checkpointing_kwargs)
+    else:
+        names["checkpoint_modules"](checkpointed)
+    if to == "accelerate":
+        accelerate = pytest.importorskip("accelerate")
+        assert accelerate.FullyShardedDataParallelPlugin(**names["FSDP_OPTIONS"]).activation_checkpointing is False
+        checkpointed = accelerate.Accelerator(cpu=True).prepare(checkpointed)
+    assert list(checkpointed.state_dict()) == list(model.state_dict())
+    assert_same_bits(model, checkpointed, inputs)
+    assert_runs_again(model, checkpointed, inputs, made.modules)
+    assert_peak(made, checkpointed, inputs)
+
+
+def test_deepspeed(exported: dict[str, Export], monkeypatch: pytest.MonkeyPatch):
+    made = exported["deepspeed"]
+    model, inputs = gpt()
+    configured: list[Any] = []
+    library = types.ModuleType("deepspeed")
+    library.checkpointing = types.SimpleNamespace(  # type: ignore[attr-defined]
+        configure=lambda mpu_, deepspeed_config=None: configured.append(deepspeed_config),
+        checkpoint=lambda function, *args, **kwargs: torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=True, **kwargs
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", library)
+    names = run(made)
+    options = json.loads(json.dumps(names["DEEPSPEED_CONFIG"]))["activation_checkpointing"]
+    assert set(options) == {"partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+                            "number_checkpoints", "synchronize_checkpoint_boundary", "profile"}  # fmt: skip
+    assert not options["contiguous_memory_optimization"] and options["number_checkpoints"] == len(made.modules)
+    checkpointed = names["checkpoint_modules"](copy.deepcopy(model), {"a": 1})
+    assert configured == [{"a": 1}]
+    assert_same_bits(model, checkpointed, inputs)
+    assert_runs_again(model, checkpointed, inputs, made.modules)
+
+
+@pytest.mark.parametrize("family", tiered(["llama", "bert"], slow=["bert"]))
+def test_huggingface_checkpoints_just_these_layers(family: str):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes |= {"vocab_size": 128, "max_position_embeddings": 64, "use_cache": False}
+    if family == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes))
+    else:
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
+    model.train()
+    inputs = {"input_ids": torch.randint(128, (4, 64)), "labels": torch.randint(128, (4, 64))}
+    study = planner.study(model, inputs, runtime="modules")
+    plan = planner.plan(model, inputs, budget="85%", time_limit_seconds=2, deterministic=True, compare=False)
+    made = planner.export(plan, to="huggingface", study=study)
+    assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 5
+    checkpointed = run(made)["checkpoint_layers"](copy.deepcopy(model))
+    flagged = [
+        name for name, module in checkpointed.named_modules() if getattr(module, "gradient_checkpointing", False)
+    ]
+    assert flagged == list(made.modules)
+    assert checkpointed.is_activation_checkpointing
+    assert_same_bits(model, checkpointed, inputs)
+    assert_runs_again(model, checkpointed, inputs, made.modules)
+    assert_peak(made, checkpointed, inputs)
+
+
+def test_the_options_of_the_trainer_choose_the_same_layers(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    step_of = exporters.Step(PLANS["60%"], STUDIES["modules"])
+    from planner.exporters.huggingface import _as_trainer_options
+
+    options = _as_trainer_options(step_of, tuple(f"transformer.h.{i}" for i in (0, 2, 4)))
+    assert transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options).activation_checkpointing
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=6, n_embd=32, n_head=2, n_positions=16, vocab_size=32)
+    )
+    kwargs = dict(options["activation_checkpointing_kwargs"])  # type: ignore[call-overload]
+    model.activation_checkpointing_enable(
+        every_n_layers=kwargs.pop("every_n_layers"), activation_checkpointing_kwargs=kwargs
+    )
+    assert [layer.gradient_checkpointing for layer in model.transformer.h] == [True, False] * 3
+    assert _as_trainer_options(step_of, ("transformer.h.1",)) == {}
+
+
+def test_a_plan_of_modules_is_carried_over_exactly_with_its_peak(tmp_path: Path):
+    model, inputs = gpt()
+    study = planner.study(model, inputs, runtime="modules")
+    assert study.regions is not None
+    selective = study.plan(budget="65%")
+    whole = dataclasses.replace(study, regions=tuple(dataclasses.replace(r, keepable=()) for r in study.regions))
+    plan = whole.plan(budget="65%")
+    plan.save(tmp_path / "a.plan")
+    plan = planner.Plan.load(tmp_path / "a.plan")
+    made = planner.export(plan, to="fsdp")
+    assert made.label is Label.EXACT and set(made.modules) == set(modules_of(plan)) and made.predicted == made.plan
+    checkpointed = run(made)["checkpoint_modules"](copy.deepcopy(model))
+    assert_same_bits(model, checkpointed, inputs)
+    assert_peak(made, checkpointed, inputs)
+    with pytest.raises(UsageError, match=r"planner\.study"):
+        planner.export(plan, to="megatron")
+    assert selective.kept and not plan.kept
+    made = planner.export(selective, to="fsdp", study=study)
+    assert made.label is Label.APPROXIMATE and any("plan keeps results" in line for line in made.lost)
+
+
+# The command.
+
+MODEL = """
+import torch
+
+def make(width=256):
+    layers = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()) for _ in range(8)]
+    return torch.nn.Sequential(*layers), torch.randn(1024, width), lambda output: output.square().mean()
+
+def wider():
+    return make(320)
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    Path("toy.py").write_text(MODEL, encoding="utf-8")
+    assert cli.main(["plan", "toy.py:make", "--budget", "80%", "--save", "toy.plan", "--deterministic"]) == 0
+    capsys.readouterr()
+    assert cli.main(["export", "toy.py:make", "toy.plan", "--to", "fsdp"]) == 0
+    output = capsys.readouterr()
+    ast.parse(output.out)
+    assert output.err.startswith("fsdp: ") and "the export peaks at" in output.err and output.err.count("\n") == 1
+    assert cli.main(["export", "toy.py:make", "toy.plan", "--to", "fsdp", "--output", "a.py", "--json", "a.json"]) == 0
+    assert capsys.readouterr().out == output.err
+    assert Path("a.py").read_text(encoding="utf-8") == output.out
+    report = json.loads(Path("a.json").read_text(encoding="utf-8"))
+    assert report["label"] in ("exact", "approximate") and report["predicted"]["peak_bytes"] <= report["budget_bytes"]
+    assert cli.main(["export", "toy.py:make", "toy.plan", "--to", "jax", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == "jax"
+    assert cli.main(["export", "toy.plan", "--to", "keras"]) == 0, "the plan names its model"
+    capsys.readouterr()
+    for arguments, words in (
+        (["toy.py:make", "toy.plan", "--to", "nothing"], "there is no exporter"),
+        (["toy.py:wider", "toy.plan", "--to", "fsdp"], "parameters is"),
+        (["toy.py:make", "toy.plan", "--to", "fsdp", "--output", "absent/a.py"], "no directory"),
+        (["toy.py:make", "toy.plan"], "--to"),
+    ):
+        assert cli.main(["export", *arguments]) == 2
+        output = capsys.readouterr()
+        assert words in output.err and output.out == "", output
+
+
+def test_the_command_refuses_what_cannot_be_expressed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    STUDY.plan(budget="52%", solver="sqrt", compare=False).save(tmp_path / "a.plan")
+    monkeypatch.setattr("planner.commands.export._study", lambda args, runtime: STUDIES[runtime])
+    monkeypatch.setattr("planner.commands._asked.check_model", lambda args: None)
+    code = cli.main(["export", str(tmp_path / "a.plan"), "--to", "megatron", "--json", str(tmp_path / "a.json")])
+    output = capsys.readouterr()
+    assert code == 2 and output.out == "" and "megatron: unsupported" in output.err and "auto_wrap" in output.err
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["label"] == "unsupported"

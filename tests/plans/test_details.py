@@ -1,0 +1,149 @@
+"""What a plan says of its step over time and of its peak: held against the simulator, and as a memory snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+
+from planner.errors import PlanFileError, UsageError
+from planner.ir.host import Host
+from planner.plans import memory_viz
+from planner.plans.plan import AliveTensors
+from planner.plans.planning import Plan
+from planner.plans.timeline import MOST_POINTS
+from tests.example_graphs import transformer
+from tests.planned import make_plan
+from tests.report.test_report import example_plan
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return example_plan()
+
+
+def test_timelines_peak_where_the_plan_does(plan: Plan) -> None:
+    assert plan.details is not None
+    assert plan.details.before.peak_bytes == plan.baseline_peak_bytes
+    assert plan.details.after.peak_bytes == plan.peak_bytes
+    (highest,) = (point for point in plan.details.after.points if point.size_bytes == plan.peak_bytes)
+    assert (highest.operation, highest.phase) == (plan.peak_at.operation, plan.peak_at.phase)
+    assert plan.details.after.step_seconds == pytest.approx(plan.baseline_step_seconds + plan.recompute_seconds)
+    assert any(point.phase == "recompute" for point in plan.details.after.points)
+
+
+def test_a_long_step_has_few_points_and_the_same_peak() -> None:
+    graph, costs = transformer(60)
+    plan = make_plan(graph, costs, budget="70%", solver="sqrt")
+    assert plan.details is not None and len(graph.operations) > 2 * MOST_POINTS
+    for line, peak_bytes in ((plan.details.before, plan.baseline_peak_bytes), (plan.details.after, plan.peak_bytes)):
+        assert MOST_POINTS // 2 < len(line.points) <= MOST_POINTS
+        assert line.peak_bytes == peak_bytes
+
+
+def test_what_is_alive_fills_the_peak(plan: Plan) -> None:
+    assert plan.details is not None
+    made = {kind: size for kind, size in plan.anatomy.items()
+            if kind not in (*plan.static_bytes, "workspace", "random state")}  # fmt: skip
+    by_kind: dict[str, int] = {}
+    for row in plan.details.alive:
+        by_kind[row.kind] = by_kind.get(row.kind, 0) + row.size_bytes
+    assert sum(by_kind.values()) == sum(made.values())
+    assert all(by_kind[kind] <= made[kind] for kind in by_kind if kind)
+    sizes = [row.size_bytes for row in plan.details.alive if row.kind]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_equal_layers_are_one_row() -> None:
+    graph, costs = transformer(8)
+    graph = dataclasses.replace(
+        graph, operations=tuple(dataclasses.replace(op, source="model.py:1") for op in graph.operations)
+    )
+    plan = make_plan(graph, costs, budget="200%")
+    assert plan.details is not None
+    assert AliveTensors(
+        count=8, size_bytes=8 * 4 * 2**20, kind="saved activations", operation="aten.gelu.default",
+        module="transformer.h.0-7.mlp.1", source="model.py:1",
+    ) in plan.details.alive  # fmt: skip
+
+
+def test_one_more_gib_never_costs_more() -> None:
+    graph, costs = transformer(8, unit_bytes=2**27)
+    plan = make_plan(graph, costs, activation_budget="60%", solver="ilp")
+    assert plan.details is not None and plan.details.one_more_gib is not None
+    assert plan.details.one_more_gib.budget_bytes == plan.budget_bytes + 2**30
+    assert 0 < plan.details.one_more_gib.overhead < plan.overhead
+    free = make_plan(graph, costs, budget="100%")
+    assert free.details is not None and free.details.one_more_gib is None
+    host = Host(bytes_per_second=3e10, budget_bytes=2**40)
+    both = make_plan(graph, costs, budget=plan.budget_bytes, host=host, deterministic=True, time_limit_seconds=2.0)
+    assert both.details is not None and both.details.one_more_gib is not None
+    assert 0 <= both.details.one_more_gib.overhead < both.overhead
+
+
+def test_details_are_kept_in_the_file_and_held_to_the_plan(plan: Plan) -> None:
+    read = Plan.from_json(plan.to_json())
+    assert read == plan and read.details == plan.details
+    assert read.details is not None and not read.details.allocations
+    for change, message in (
+        (lambda details: details["timeline"]["after"]["points"].clear() or
+         details["timeline"]["after"]["points"].append(plan_point()), "peaks at 1"),
+        (lambda details: details["timeline"]["before"]["points"].reverse(), "order of time"),
+        (lambda details: details["alive_at_peak"][0].update(size_bytes=2**60), "adds up"),
+    ):  # fmt: skip
+        data = json.loads(plan.to_json())
+        change(data["details"])
+        with pytest.raises(PlanFileError, match=message):
+            Plan.from_json(json.dumps(data))
+
+
+def plan_point() -> dict[str, object]:
+    return {"seconds": 0.0, "size_bytes": 1, "operation": "", "module": "", "phase": ""}
+
+
+def test_the_same_plan_comes_out_every_time() -> None:
+    graph, costs = transformer(6, unit_bytes=2**27)
+    plans = [make_plan(graph, costs, activation_budget="60%", solver="ilp", deterministic=True) for _ in range(2)]
+    assert plans[0].details == plans[1].details
+    first, second = ([dataclasses.replace(row, seconds=0.0) for row in plan.baselines] for plan in plans)
+    assert first == second
+
+
+# As a memory snapshot.
+
+
+def test_the_snapshot_rises_to_the_peak_and_falls_to_what_is_left(plan: Plan, tmp_path: Path) -> None:
+    memory_viz.save(plan, tmp_path / "step.pickle")
+    snapshot = pickle.loads((tmp_path / "step.pickle").read_bytes())
+    (trace,), (segment,) = snapshot["device_traces"], snapshot["segments"]
+    live = {block["address"]: block["size"] for block in segment["blocks"][: len(plan.static_bytes)]}
+    assert sum(live.values()) == plan.total_static_bytes
+    peak_bytes = 0
+    for event in trace:
+        if event["action"] == "alloc":
+            start, end = event["addr"], event["addr"] + event["size"]
+            assert all(end <= at or at + size <= start for at, size in live.items()), "memory is handed out twice"
+            live[event["addr"]] = event["size"]
+        elif event["action"] == "free_completed":
+            assert live.pop(event["addr"]) == event["size"]
+        peak_bytes = max(peak_bytes, sum(live.values()))
+    assert peak_bytes == plan.peak_bytes
+    left = {block["address"]: block["size"] for block in segment["blocks"] if block["state"] == "active_allocated"}
+    assert left == live and segment["allocated_size"] == sum(live.values())
+    assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"] >= plan.peak_bytes
+
+
+def test_torch_reads_the_snapshot(plan: Plan) -> None:
+    viewer = pytest.importorskip("torch.cuda._memory_viz")
+    snapshot = memory_viz.snapshot(plan)
+    assert "segments: 1" in viewer.segsum(snapshot)
+    assert "seg_0" in viewer.trace(snapshot)
+    assert "MemoryViz" in viewer.trace_plot(snapshot) and "MemoryViz" in viewer.segment_plot(snapshot)
+
+
+def test_a_plan_from_a_file_does_not_know_its_allocations(plan: Plan) -> None:
+    with pytest.raises(UsageError, match="allocations"):
+        memory_viz.snapshot(Plan.from_json(plan.to_json()))

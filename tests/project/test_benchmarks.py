@@ -1,0 +1,267 @@
+"""Each benchmark at tiny sizes: that it runs, measures something, and writes whole files."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers")
+
+from benchmarks import capture, cases, common, comparison, exactness, levers, partitioner, runtimes
+from planner.capture.lowering import CPU_RANDOM_STATE_BYTES
+from planner.errors import UsageError
+from planner.zoo import ZooModel
+
+TINY = ["--layers", "1", "--seq-len", "32", "--batch-size", "4"]
+
+
+def _results(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(path.read_text())
+    assert {"benchmark", "command", "date", "torch", "python", "threads", "cpus"} <= result.keys()
+    assert str(path) not in path.read_text() + path.with_suffix(".md").read_text()
+    return result
+
+
+@pytest.mark.slow
+def test_exactness_runs_real_steps_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "exactness.json"
+    arguments = ["--models", "minimind-26m", *TINY, "--budgets", "10", "--steps", "1", "--json", str(file)]
+    assert exactness.main(arguments) == 0
+    rows = _results(file)["rows"]
+    kept = [row for row in rows if row["status"] != "infeasible"]
+    assert {row["status"] for row in rows} > {"infeasible"}
+    assert all(row["bitwise_equal"] and row["measured_peak_bytes"] <= row["budget_bytes"] for row in kept)
+    assert rows[-1]["kind"] == "smallest feasible"
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a row that is there was run again")
+
+    monkeypatch.setattr("planner.api.verify", never)
+    assert exactness.main([*arguments, "--resume"]) == 0
+    assert [row for row in _results(file)["rows"] if row["status"] != "infeasible"] == kept
+
+
+def test_levers_shows_what_all_together_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "levers.json"
+    sizes = {"layers": 1, "width": 64, "heads": 4, "vocabulary": 4000, "batch_size": 2, "seq_len": 64}
+    case = levers.Case(levers.CASES["128k-vocabulary"].build, sizes, ("80%",), device="rtx-4090")
+    floor = levers._Step(case, 0.5).planned("80%", levers.LEVERS["recompute"])["proven_floor_bytes"]
+    monkeypatch.setitem(levers.CASES, "tiny", dataclasses.replace(case, budgets=(str(floor - 2**20),)))
+    arguments = ["--cases", "tiny", "--time-limit", "0.5", "--json", str(file)]
+    assert levers.main(arguments) == 0
+    rows = {row["lever"]: row for row in _results(file)["rows"]}
+    assert rows["recompute"]["status"] == "infeasible" and "chunk" in rows["recompute"]["why"]
+    assert rows["all"]["slices"] > 1 and rows["all"]["peak_bytes"] <= rows["all"]["budget_bytes"] < floor
+    before = file.read_text()
+    assert levers.main([*arguments, "--resume"]) == 0
+    assert json.loads(before)["rows"] == _results(file)["rows"]
+
+
+def test_levers_fails_where_one_alone_is_better() -> None:
+    row = {
+        "case": "a",
+        "budget": "50%",
+        "status": "feasible",
+        "peak_bytes": 5,
+        "proven_floor_bytes": 9,
+        "floor_at": "_log_softmax_backward_data",
+    }
+    alone, together = ({**row, "lever": lever, "overhead": 0.1} for lever in ("recompute", "all"))
+    assert list(levers._missed([alone, together], "a")) == []
+    assert "recompute alone is better" in next(levers._missed([alone, {**together, "overhead": 0.2}], "a"))
+    assert "is better" in next(levers._missed([alone, {**together, "status": "infeasible"}], "a"))
+    reached = {**together, "peak_bytes": 9}
+    assert "below what recompute" in next(levers._missed([alone, reached], "a"))
+    attention = {**alone, "floor_at": "_scaled_dot_product_backward"}
+    assert list(levers._missed([attention, {**reached, "floor_at": "mm"}], "a")) == []
+
+
+def test_exactness_fails_where_a_promise_is_broken() -> None:
+    row = {"status": "optimal", "kind": "budget", "bitwise_equal": True, "measured_peak_bytes": 10, "budget_bytes": 10}
+    assert not exactness._broken(row)
+    assert exactness._broken({**row, "measured_peak_bytes": 11})
+    assert exactness._broken({**row, "bitwise_equal": False})
+    assert exactness._broken({"status": "error"})
+
+
+def test_capture_reads_what_a_child_process_used() -> None:
+    idle = capture.finish([sys.executable, "-c", "print(1)"])
+    hungry = capture.finish([sys.executable, "-c", "x = bytearray(2**28); print(len(x))"])
+    assert (idle.exit_code, idle.output.strip()) == (0, "1")
+    assert idle.peak_resident_bytes < 2**26  # nothing of what this process holds
+    assert 2**28 <= hungry.peak_resident_bytes < 2**29
+
+
+def test_capture_stops_what_takes_too_long() -> None:
+    assert capture.finish([sys.executable, "-c", "import time; time.sleep(60)"], limit_seconds=0.2).exit_code == 124
+
+
+def test_capture_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = {
+        "capture_seconds": 1.0,
+        "solver": {"name": "ilp", "seconds": 0.5},
+        "status": "optimal",
+        "operations": [{}] * 3,
+        "budget_bytes": 2**30,
+        "activation_budget_bytes": 2**29,
+        "baseline": {"peak_bytes": 2**31},
+        "predicted": {"peak_bytes": 2**30, "overhead": 0.1},
+        "lower_bound": {"overhead": 0.1},
+    }
+    finished = capture.Finished(
+        exit_code=0, seconds=5.0, cpu_seconds=4.0, peak_resident_bytes=2**30, output=json.dumps(plan), errors=""
+    )
+    monkeypatch.setattr(capture, "finish", lambda _: finished)
+    file = tmp_path / "capture.json"
+    assert capture.main(["--models", "bert-large", "--json", str(file)]) == 0
+    assert _results(file)["rows"][0]["operations"] == 3
+    assert "| bert-large | 5.0 | 4.0 | 1.00 | met |" in file.with_suffix(".md").read_text()
+
+
+def test_partitioner_is_read_back_whole(tmp_path: Path) -> None:
+    file = tmp_path / "partitioner.json"
+    arguments = [
+        "--models",
+        "gpt2",
+        "--layers",
+        "1",
+        "--seq-len",
+        "64",
+        "--batch-size",
+        "2",
+        "--points",
+        "60,20",
+        "--devices",
+        "a100-80",
+    ]
+    exit_code = partitioner.main([*arguments, "--json", str(file)])
+    result = _results(file)
+    assert exit_code == (0 if result["geometric_mean"] <= 0.65 and result["worst"] <= 1.0 else 1)
+    tables = result["tables"]
+    assert [table["case"] for table in tables] == list(partitioner.CASES)
+    for row in (row for table in tables for row in table["rows"]):
+        assert row["recomputed"] > 0
+        random_state_bytes = row["peak_bytes"] - row["own_peak_bytes"]
+        assert 0 <= random_state_bytes <= row["recomputed"] * CPU_RANDOM_STATE_BYTES
+        assert row["planned"] is None or row["planned"]["peak_bytes"] <= row["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_runtimes_are_held_against_eager_and_their_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(model: nn.Module) -> Callable[[], ZooModel]:
+        return lambda: ZooModel(name="tiny", model=model, example_args=(torch.randn(4, 16),))
+
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    made = {"blocks": case(blocks), "no blocks": case(nn.Linear(16, 16))}
+    monkeypatch.setattr(cases, "CASES", made)
+    monkeypatch.setattr(runtimes, "CASES", made)
+    file = tmp_path / "runtimes.json"
+    arguments = ["--models", "blocks,no blocks", "--runtimes", "modules,regional", "--budgets", "50"]
+    arguments += ["--seconds", "0", "--time-limit", "1", "--json", str(file)]
+    assert runtimes.main(arguments) == 0
+    result = _results(file)
+    assert [row["runtime"] for row in result["host"]] == [runtimes.UNPLANNED, "modules", "regional"]
+    modules, regional, _, refused = result["full_save"]
+    assert modules["peak_bytes"] == modules["eager_peak_bytes"]  # nothing is checkpointed, so it is eager
+    assert regional["eager_peak_bytes"] == modules["eager_peak_bytes"]
+    assert refused["status"] == "refused" and "no repeated blocks" in refused["reason"]
+    assert f"- no blocks, regional: {refused['reason']}" in file.with_suffix(".md").read_text()
+    planned = [row for row in runtimes._rows(result["budgets"]) if row["status"] in ("optimal", "feasible")]
+    assert planned
+    assert all(row["bitwise_equal"] and runtimes._peak_held(row) for row in planned)
+
+    monkeypatch.setattr(cases, "CASES", {})  # nothing is built again
+    assert runtimes.main([*arguments, "--resume"]) == 0
+    again = _results(file)
+    assert [again[table] for table in ("full_save", "budgets")] == [result["full_save"], result["budgets"]]
+
+
+def test_runtimes_fail_where_a_goal_is_missed() -> None:
+    step = {"runtime": "graph", "status": "run", "eager_peak_bytes": 100, "peak_bytes": 102, "time_ratio": 1.05}
+    assert not runtimes._missed(step)
+    assert runtimes._missed({**step, "peak_bytes": 103})
+    assert runtimes._missed({**step, "time_ratio": 1.06})
+    assert not runtimes._missed({**step, "runtime": "modules", "time_ratio": 1.06})
+    assert runtimes._missed({"runtime": "graph", "status": "refused"})
+    assert not runtimes._missed({"runtime": "regional", "status": "refused"})
+    peaks = {"predicted_peak_bytes": 2000, "measured_peak_bytes": 2001, "budget_bytes": 2001}
+    row = {"runtime": "modules", "status": "optimal", "bitwise_equal": True, "gradient_distance": None, **peaks}
+    assert not runtimes._missed(row)
+    assert runtimes._missed({**row, "measured_peak_bytes": 2002})
+    assert runtimes._missed({**row, "measured_peak_bytes": 1997})
+    assert runtimes._missed({**row, "bitwise_equal": False})
+    assert not runtimes._missed({**row, "bitwise_equal": False, "gradient_distance": 1e-5})
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        common.ratios("80,much")
+    with pytest.raises(UsageError):
+        common.chosen("gpt3", ["gpt2"])
+    with pytest.raises(UsageError):
+        common.check_destination(str(tmp_path))
+    with pytest.raises(UsageError):
+        exactness.main(["--resume", "--json", "-"])
+    assert common._without_destination(["--json", "x", "--resume", "--models", "a", "--json=y"]) == ["--models", "a"]
+
+
+def test_a_usage_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["capture", "--models", "gpt3"])
+    assert common.run(capture.main) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: unknown name 'gpt3'") and errors.count("\n") == 1
+
+
+def test_alternatives_are_compared_at_the_same_or_a_lower_peak():
+    def row(
+        way: str, peak: int, ratio: float, predicted: float | None = None, gradients: str = "equal"
+    ) -> common.Result:
+        return {"way": way, "ours": predicted is not None, "status": "run", "peak_bytes": peak, "time_ratio": ratio,
+                "predicted_overhead": predicted, "gradients": gradients}  # fmt: skip
+
+    rows = [
+        row("eager", 100, 1.0),
+        row("every layer", 40, 1.30),
+        row("every second layer", 70, 1.01),  # within the noise
+        row("partitioner dp 0.5", 60, 1.20, gradients="wrong"),
+        row("planned a", 60, 1.02, 0.02),
+        row("planned b", 40, 1.12, 0.11),
+        row("planned c", 39, 1.10, 0.12),  # measured to be faster, and not to be trusted to be
+    ]
+    found = comparison.against(rows)
+    (point,) = found["compared"]
+    assert point["way"] == "every layer" and point["ours"] == pytest.approx(0.12)
+    assert point["quotient"] == pytest.approx(0.4)
+    assert found["lowest_peak_bytes"] == {"ours": 39, "theirs": 40}
+    (layer,) = (row for row in comparison.summary([{"model": "m", **found}]) if row["kind"] == "every layer")
+    assert layer["met"] and layer["points"] == 1
+
+
+def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
+    def worse(paid: float, error: float) -> bool:
+        shared = {"status": "run", "gradients": "equal", "time_ratio_error": error}
+        eager = {"way": "eager", "ours": False, "peak_bytes": 100, "time_ratio": 1.0, **shared}
+        theirs = {"way": "every layer", "ours": False, "peak_bytes": 50, "time_ratio": 1.1, **shared}
+        ours = {
+            "way": "planned",
+            "ours": True,
+            "peak_bytes": 50,
+            "time_ratio": paid,
+            "predicted_overhead": 0.1,
+            **shared,
+        }
+        entry = {"model": "m", **comparison.against([eager, theirs, ours])}
+        (row,) = (row for row in comparison.summary([entry]) if row["kind"] == "every layer")
+        return bool(row["worse"])
+
+    assert worse(1.2, 0.03) and not worse(1.2, 0.04) and not worse(1.05, 0.0)
+    assert comparison.error_of([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2533 * 0.3 / 1.349 / 5**0.5)

@@ -1,0 +1,151 @@
+"""What the README shows is what happens: its snippets, its commands, its set-up, its report."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cli
+from planner import zoo
+from planner.zoo.modules import MiniGPT
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+VERDICT = re.compile(
+    r"FITS \S+ of \S+ [KMG]iB · \+\d+\.\d% step time( \(no plan can pay less than .*\))? · .*recomputed"
+)
+
+
+def fenced(language: str) -> list[str]:
+    """Give the code blocks of a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Give the arguments of every ``python cli.py`` command that the README shows on its own line."""
+    lines = [line for block in fenced("sh") for line in block.splitlines()]
+    return [shlex.split(line)[2:] for line in lines if line.startswith("python cli.py ")]
+
+
+def setup_commands() -> list[str]:
+    """Give the set-up commands: the shell blocks that create a virtual environment."""
+    return [block.strip() for block in fenced("sh") if "-m venv" in block]
+
+
+def small(name: str) -> list[str]:
+    """Give the options that make a model of the zoo small enough to be planned and run in seconds."""
+    if name not in zoo.names():
+        return []
+    return ["--layers", "2", *(["--seq-len", "256"] if "tokens" in zoo.describe(name) else [])]
+
+
+def test_two_commands_do_all_the_set_up():
+    plan, test = setup_commands()
+    assert "\n" not in plan + test
+    assert plan.endswith(".venv/bin/python cli.py plan gpt2 --budget 60%")
+    assert test.split(" && ")[-1].startswith(".venv/bin/python -m pytest")
+    for command in (plan, test):
+        assert command.startswith("python3.11 -m venv .venv && ")
+        assert "-c constraints.txt" in command
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").count(test) == 1
+
+
+def test_every_installed_package_is_pinned():
+    pinned = dict(
+        re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    declared = re.findall(r"^    ([\w-]+)>=", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned["torch"] == "2.13.0"
+    assert {name.lower() for name in declared} <= {name.lower() for name in pinned}
+
+
+def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = MiniGPT(layers=3, width=64, heads=4, hidden=256, vocabulary=128, positions=64)
+    inputs, labels = torch.randint(128, (8, 64)), torch.randint(128, (8, 64))
+    names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
+    snippets = [block for block in fenced("python") if not block.startswith("# my_model.py")]
+    assert len(snippets) == 5
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        for snippet in snippets:
+            exec(compile(snippet, "README.md", "exec"), names)
+        names["model"](inputs, labels).backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert names["proof"].exact
+    assert VERDICT.search(capsys.readouterr().out)
+
+
+def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    (own,) = (block for block in fenced("python") if block.startswith("# my_model.py"))
+    Path("my_model.py").write_text(own, encoding="utf-8")
+    shown = commands()
+    assert {arguments[0] for arguments in shown} == {
+        "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit", "what-if",
+        "export", "cache", "strategies",
+    }  # fmt: skip
+    for arguments in shown:
+        code = cli.main([*arguments, *small(arguments[1] if len(arguments) > 1 else "")])
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        if arguments[0] == "models":
+            assert [line.split()[0] for line in output.out.splitlines()] == list(zoo.names())
+        elif arguments[0] == "export":
+            assert output.err.startswith("fsdp: ") and "def checkpoint_modules(model" in output.out
+        elif arguments[0] == "profile":
+            assert output.out.startswith("MEASURED ") and Path("minigpt.profile").stat().st_size
+        elif arguments[0] == "explain":
+            assert output.out.startswith("blocks.0 keeps ")
+        elif arguments[0] == "audit":
+            assert re.match(r"you pay \+[\d.]+%.*; it (fits|does not fit) 3\.00 GiB", output.out.splitlines()[0])
+        elif arguments[0] == "diff":
+            assert output.out.startswith(("B peaks ", "B does what A does"))
+        elif arguments[0] == "check":
+            assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
+        elif arguments[0] == "what-if":
+            assert re.match(r"(KNEE|TRADE-OFF) ", output.out) and Path("curve.svg").stat().st_size
+        elif arguments[0] == "strategies":
+            assert re.match(r"of \d+ established ways ", output.out)
+        elif arguments[0] == "cache":
+            assert output.out.startswith("the cache is off")
+        elif arguments[0] == "calibrate":
+            assert output.out.startswith("CALIBRATED ") and Path("this-machine.json").stat().st_size
+        else:
+            assert VERDICT.fullmatch(output.out.splitlines()[0])
+    assert Path("minigpt.plan").stat().st_size and Path("plan.json").stat().st_size
+
+
+def test_the_report_that_is_shown_is_one_of_today(capsys: pytest.CaptureFixture[str]):
+    (shown,) = fenced("text")
+    assert VERDICT.fullmatch(shown.splitlines()[0])
+    assert cli.main(["plan", "minimind-26m", "--activation-budget", "70%", *small("minimind-26m")]) == 0
+    assert headings(capsys.readouterr().out) == headings(shown)
+
+
+def headings(report: str) -> list[str]:
+    """Give what stays the same from one report to the next: the first words of its parts."""
+    return re.findall(
+        r"^(Peak memory|The peak is in the|Largest there|Beside other ways|Placement, layer by layer|"
+        r"Memory over the step|With more memory, or less|How far to trust it|The step without)",
+        report,
+        re.MULTILINE,
+    )
+
+
+def test_every_zoo_model_and_exit_code_is_listed():
+    for name in zoo.names():
+        assert f"`{name}`" in README
+    assert re.findall(r"^\| (\d) \|", README, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target

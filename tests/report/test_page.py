@@ -1,0 +1,166 @@
+"""The HTML page: whole without a network, right in a browser, deaf to names that are code."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.plans.planning import Plan
+from tests.report.test_report import example_plan
+
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{7*7}}"
+VOID = ("meta", "input", "br", "img", "link")
+"""Elements that never end."""
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return example_plan()
+
+
+def hostile(plan: Plan) -> Plan:
+    """Give a plan in which every name is an attempt to run code."""
+    assert plan.details is not None
+    bad = {"operation": HOSTILE, "module": HOSTILE}
+    lines = {
+        name: dataclasses.replace(line, points=tuple(dataclasses.replace(p, **bad) for p in line.points))
+        for name, line in (("before", plan.details.before), ("after", plan.details.after))
+    }
+    return dataclasses.replace(
+        plan,
+        model=HOSTILE,
+        device=HOSTILE,
+        peak_at=dataclasses.replace(plan.peak_at, source=HOSTILE, **bad),
+        anatomy={HOSTILE: plan.peak_bytes},
+        placement=tuple(dataclasses.replace(x, module=HOSTILE, targets={HOSTILE: 1}) for x in plan.placement),
+        baselines=(dataclasses.replace(plan.baselines[0], name=HOSTILE, peak_bytes=None, reason=HOSTILE),),
+        details=dataclasses.replace(
+            plan.details,
+            alive=tuple(dataclasses.replace(row, source=HOSTILE, kind=HOSTILE, **bad) for row in plan.details.alive),
+            **lines,
+        ),
+    )
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects tags, addresses of anything outside, and what stands open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_is_whole_and_names_nothing_outside(plan: Plan) -> None:
+    text = plan.to_html()
+    reader = parsed(text)
+    assert reader.outside == [] and "http://" not in text and "https://" not in text and "url(" not in text
+    assert reader.tags.count("script") == 2 and "default-src 'none'" in text
+
+
+def test_the_page_of_a_saved_plan_is_the_same(plan: Plan) -> None:
+    assert Plan.from_json(plan.to_json()).to_html() == plan.to_html()
+
+
+def test_a_plan_without_parts_has_a_page(plan: Plan) -> None:
+    bare = dataclasses.replace(
+        plan, baselines=(), placement=(), warnings=(), verification=None, anatomy={}, details=None
+    )
+    assert "FITS" in bare.to_html()
+    parsed(bare.to_html())
+
+
+def test_hostile_names_stay_names(plan: Plan) -> None:
+    text = hostile(plan).to_html()
+    reader = parsed(text)
+    assert reader.tags.count("script") == 2 and "img" not in reader.tags
+    assert "&lt;/script&gt;" in text and "{{7*7}}" in text
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed; the page is parsed only")
+    from playwright.sync_api import sync_playwright
+
+    arguments = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+                 "--disable-sync", "--no-first-run")  # fmt: skip
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(arguments))
+        yield started
+        started.close()
+
+
+def opened(browser: Any, text: str, folder: Path, width: int = 1200) -> Any:
+    """Open a page, and fail on whatever it complains of or asks a network for."""
+    (folder / "page.html").write_text(text, encoding="utf-8")
+    page = browser.new_page(viewport={"width": width, "height": 800})
+    page.wrong = []
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    page.on("console", lambda message: page.wrong.append(message.text))
+    page.on("request", lambda request: request.url.startswith("file:") or page.wrong.append(request.url))
+    page.goto((folder / "page.html").as_uri())
+    return page
+
+
+def test_a_browser_shows_the_figures_and_a_click_chooses_a_layer(browser: Any, plan: Plan, tmp_path: Path) -> None:
+    page = opened(browser, plan.to_html(), tmp_path)
+    assert page.inner_text("#verdict").startswith("FITS 170.1 of 170.6 MiB")
+    sizes = [int(cell.get_attribute("data-bytes")) for cell in page.query_selector_all("#anatomy td[data-bytes]")]
+    assert sum(sizes) == plan.peak_bytes == int(page.get_attribute("#peak", "data-bytes"))
+    rows = page.query_selector_all("#placement tr[data-row]")
+    again = [int(row.query_selector_all("td")[3].inner_text()) for row in rows]
+    assert sum(again) == int(page.query_selector_all("#placement tr.sum td")[3].inner_text())
+
+    where = next(i for i, layer in enumerate(plan.placement) if layer.module == "transformer.h.2")
+    page.click(f"button[data-layer='{where}']")
+    assert re.match(r"transformer.h.2\s*saves 6.2 MiB, frees 10.0 MiB; runs 4", page.inner_text("#layer"))
+    (hot,) = page.query_selector_all("tr.hot")
+    assert hot.inner_text().startswith("transformer.h.2")
+
+    page.hover("#timeline-chart", position={"x": 300, "y": 20})
+    assert "as planned:" in page.inner_text(".tip") and "without recompute:" in page.inner_text(".tip")
+    page.uncheck("#show-before")
+    page.hover("#timeline-chart", position={"x": 400, "y": 20})
+    assert "without recompute" not in page.inner_text(".tip")
+    assert page.evaluate("getComputedStyle(document.querySelector('path.before')).visibility") == "hidden"
+    assert page.wrong == []
+
+
+def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan, tmp_path: Path) -> None:
+    page = opened(browser, hostile(plan).to_html(), tmp_path, width=400)
+    page.click("button[data-layer='0']")
+    assert HOSTILE in page.inner_text("#layer") and page.title() != "taken"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.wrong == []

@@ -1,0 +1,308 @@
+"""The report: golden at three widths, and its numbers added up again.
+
+Set ``UPDATE_GOLDEN=1`` to write the golden reports anew, and read the difference before committing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from planner.commands._terminal import encodable
+from planner.common.units import format_bytes
+from planner.ir.graph import Phase
+from planner.ir.problem import Solution
+from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.simulator import simulate
+from planner.plans.planning import NoPlanFitsError, Plan, PlanOrigin, Verification, plan_from_solution
+from planner.report import render, render_infeasible
+from planner.report.style import compact_count
+from planner.report.verdict import verdict
+from tests.example_graphs import transformer
+from tests.planned import make_plan, make_problem
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+WIDTHS = (80, 100, 160)
+
+
+def example_plan(*, verified: bool = True) -> Plan:
+    """Give a plan that recomputes two things in layers 0 to 4 and one more in layer 2, with fixed times."""
+    graph, costs = transformer(8)
+    turn = next(i for i, op in enumerate(graph.operations) if op.phase is not Phase.FORWARD)
+    dropped = [
+        value
+        for index, op in enumerate(graph.operations[:turn])
+        for value in op.outputs
+        if any(f"h.{i}." in op.module for i in range(5))
+        and ("gelu" in op.target or "norm" in op.target or (".2." in op.module and "mlp.0" in op.module))
+    ]
+    schedule = recompute_lazily(graph, {turn: dropped})
+    evaluation = simulate(graph, costs, schedule)
+    solution = Solution(
+        solver="ilp",
+        schedule=schedule,
+        peak_bytes=evaluation.peak_bytes,
+        recompute_seconds=evaluation.recompute_seconds,
+        lower_bound_seconds=0.45 * evaluation.recompute_seconds,
+        solve_seconds=1.25,
+    )
+    problem = make_problem(graph, costs, activation_budget=evaluation.peak_bytes + 2**19)
+    plan = plan_from_solution(problem, solution, origin=PlanOrigin(capture_seconds=2.5, torch_version="2.13.0"))
+    measured = Verification(
+        peak_bytes=plan.peak_bytes - 88,
+        baseline_peak_bytes=plan.baseline_peak_bytes + 64,
+        overhead=plan.overhead + 0.004,
+        loss_equal=True,
+        gradients_bitwise_equal=True,
+        buffers_equal=False,
+        differences=("buffer transformer.h.0.count: 1 and 2",),
+        steps=3,
+    )
+    return dataclasses.replace(
+        plan,
+        baselines=tuple(dataclasses.replace(row, seconds=0.015) for row in plan.baselines),
+        verification=measured if verified else None,
+    )
+
+
+def shown(plan: Plan, width: int, *, operations: bool = False) -> str:
+    stream = io.StringIO()
+    render(plan, Console(file=stream, width=width, highlight=False), show_operations=operations)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return example_plan()
+
+
+def compare(name: str, text: str) -> None:
+    path = GOLDEN / name
+    text = "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_golden_report(plan: Plan, width: int) -> None:
+    text = shown(plan, width)
+    compare(f"plan_{width}.txt", text)
+    assert all(len(line) <= width for line in text.splitlines()[1:]), "only the verdict may be longer"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_golden_infeasible_report(width: int) -> None:
+    graph, costs = transformer(8)
+    with pytest.raises(NoPlanFitsError) as caught:
+        make_plan(graph, costs, budget="64MiB", solver="sqrt")
+    stream = io.StringIO()
+    render_infeasible(caught.value.report, Console(file=stream, width=width, highlight=False))
+    compare(f"infeasible_{width}.txt", stream.getvalue())
+
+
+# The numbers of a golden report, added up again.
+
+
+def section(text: str, title: str) -> list[str]:
+    """Give the lines of a table below its head."""
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(title)) + 2
+    end = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
+    return lines[start:end]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_anatomy_adds_up_in_bytes_and_as_shown(width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    rows = [re.fullmatch(r"(\S.*?)  +([\d.,]+) (\w+)  +([\d,]+)  +([\d.]+)%(  █*)?", line.strip())
+            for line in section(text, "Peak memory")]  # fmt: skip
+    found = [match for match in rows if match]
+    *parts, total = found
+    assert total[1] == "peak" and len(parts) >= 6
+    assert len({match[3] for match in found}) == 1, "one unit in a column"
+    assert sum(int(match[4].replace(",", "")) for match in parts) == int(total[4].replace(",", ""))
+    assert sum(float(match[2]) for match in parts) == pytest.approx(float(total[2]), abs=0.05 * len(found))
+    assert sum(float(match[5]) for match in parts) == pytest.approx(100, abs=0.05 * len(found))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_placement_adds_up_as_shown(plan: Plan, width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    number = r"(-?[\d.,]+) MiB"
+    rows = [re.search(rf"{number}  +{number}  +(\d+)  +(-|[\d.]+ ms|\d+ us)", line)
+            for line in section(text, "Placement")]  # fmt: skip
+    found = [match for match in rows if match]
+    *parts, total = found
+    assert len(parts) < len(plan.placement), "identical layers are shown as one"
+    for column in (1, 2, 3):
+        expected = float(total[column])
+        assert sum(float(match[column]) for match in parts) == pytest.approx(expected, abs=0.05 * len(found))
+    assert float(total[1]) * 2**20 == pytest.approx(sum(x.saved_bytes for x in plan.placement), abs=0.05 * 2**20)
+    assert int(total[3]) == sum(len(again) for again in plan.recomputations.values())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_parts_come_in_their_order(width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    parts = ("FITS ", "Peak memory", "Beside other ways", "Placement, layer by layer", "Memory over the step",
+             "With more memory, or less", "Measured in", "How far to trust it")  # fmt: skip
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_way_shows_its_distance_to_the_bound(plan: Plan, width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    rows = [re.fullmatch(r"(\S.*?)  +([\d.]+) MiB  +(yes|no)  +\+([\d.]+)%  +(-|\+[\d.]+%).*", line)
+            for line in section(text, "Beside other ways")]  # fmt: skip
+    found = [match for match in rows if match]
+    names = ["none", "every layer", "every second layer", "sqrt(L)", "chain DP", "this plan"]
+    assert [match[1] for match in found] == names
+    for match in found:
+        fits = float(match[2]) * 2**20 <= plan.budget_bytes + 0.05 * 2**20
+        assert (match[3] == "yes") == fits == (match[5] != "-")
+        if fits:
+            bound = 100 * plan.lower_bound_overhead
+            assert float(match[4]) - float(match[5].strip("+%")) == pytest.approx(bound, abs=0.11)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_chart_stands_where_the_bytes_are(plan: Plan, width: int) -> None:
+    text = (GOLDEN / f"plan_{width}.txt").read_text(encoding="utf-8")
+    lines = section(text, "Memory over the step")
+    lines = [text.splitlines()[text.splitlines().index("Memory over the step") + 1], *lines]
+    rows = [line.partition("│")[2] for line in lines if re.match(r"\s*([\d.]+ MiB)? *│", line)]
+    assert lines[0].startswith(f"{plan.baseline_peak_bytes / 2**20:.1f} MiB │")
+    assert any(line.startswith(f"{plan.budget_bytes / 2**20:.1f} MiB │─") for line in lines)
+    cell_bytes = plan.baseline_peak_bytes / len(rows)
+
+    def top_bytes(drawn: str) -> float:
+        """Give how high the highest column stands that is drawn with some characters."""
+        for number, row in enumerate(rows):
+            if parts := [drawn.index(cell) + 1 for cell in row if cell in drawn]:
+                return cell_bytes * (len(rows) - number - 1 + max(parts) / len(drawn))
+        return 0.0
+
+    assert top_bytes("▁▂▃▄▅▆▇█") == pytest.approx(plan.peak_bytes, abs=cell_bytes / 8)
+    assert top_bytes("░") == pytest.approx(plan.baseline_peak_bytes, abs=cell_bytes)
+
+
+def test_the_tree_adds_up(plan: Plan) -> None:
+    stream = io.StringIO()
+    render(plan, Console(file=stream, width=100, highlight=False), show_tree=True)
+    lines = stream.getvalue().split("Modules: saved, freed, added\n")[1].split("\n\n")[0].splitlines()
+    sizes = [re.search(r"saved ([\d.]+) MiB", line) for line in lines]
+    saved = {line.split("  saved")[0].strip(" │├└─"): float(size[1]) for line, size in zip(lines, sizes, strict=True)
+             if size}  # fmt: skip
+    assert saved["toy"] == pytest.approx(sum(layer.saved_bytes for layer in plan.placement) / 2**20, abs=0.05)
+    assert saved["toy"] == pytest.approx(saved["transformer"] + saved["lm_head"], abs=0.15)
+    assert "0-1,3-4 (x4)" in saved and "5-7 (x3)" in saved
+    assert "Modules" not in shown(plan, 100)
+
+
+def test_ascii_stands_for_what_an_encoding_lacks(plan: Plan) -> None:
+    text = shown(plan, 80)
+    assert encodable(text, "utf-8") == text
+    plain = encodable(text, "ascii")
+    assert plain.isascii() and "?" not in plain and "|" in plain and "####" in plain and "...." in plain
+
+
+def test_identical_layers_are_named_as_a_range() -> None:
+    text = (GOLDEN / "plan_100.txt").read_text(encoding="utf-8")
+    assert "transformer.h 0-1,3-4 (x4)" in text and "transformer.h 5-7 (x3)" in text and "transformer.h.2 " in text
+
+
+# The verdict.
+
+
+def test_the_verdict_is_the_first_line_whole_at_any_width(plan: Plan) -> None:
+    pattern = (
+        r"FITS [\d.]+ of [\d.]+ [KMG]iB · \+[\d.]+% step time "
+        r"\(no plan can pay less than \+[\d.]+%\) · 5 of 8 layers recomputed"
+    )
+    for width in (1, 10, 40, 80, 400):
+        assert re.fullmatch(pattern, shown(plan, width).splitlines()[0])
+
+
+def test_the_verdict_rounds_the_bound_down_and_never_boasts(plan: Plan) -> None:
+    baseline = 1.0
+    plan = dataclasses.replace(
+        plan, baseline_step_seconds=baseline, recompute_seconds=0.0844, lower_bound_seconds=0.0839
+    )
+    assert "+8.4% step time (no plan can pay less than +8.3%)" in verdict(plan)
+    exact = dataclasses.replace(plan, recompute_seconds=0.083, lower_bound_seconds=0.083)
+    assert "+8.3% step time (no plan can pay less than +8.3%)" in verdict(exact)
+    unproven = dataclasses.replace(plan, lower_bound_seconds=0.0)
+    assert "(no lower bound proven)" in verdict(unproven)
+
+
+def test_the_verdict_where_nothing_is_recomputed() -> None:
+    graph, costs = transformer(2)
+    line = verdict(make_plan(graph, costs, budget="200%"))
+    assert line.endswith("· +0.0% step time · nothing recomputed")
+
+
+def test_the_verdict_counts_gigabytes() -> None:
+    plan = dataclasses.replace(example_plan(), peak_bytes=int(22.9 * 2**30), budget_bytes=24 * 2**30)
+    assert verdict(plan).startswith("FITS 22.9 of 24.0 GiB · ")
+
+
+# Odd circumstances.
+
+
+@pytest.mark.parametrize("width", [1, 20, 40, 79, 1000])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_any_width_and_any_output(plan: Plan, width: int, terminal: bool) -> None:
+    stream = io.StringIO()
+    colour = "truecolor" if terminal else None
+    console = Console(file=stream, width=width, force_terminal=terminal, highlight=False, color_system=colour)
+    render(plan, console, show_operations=True)
+    assert ("\x1b[" in stream.getvalue()) == terminal
+
+
+def test_names_with_brackets_are_shown_as_they_are(plan: Plan) -> None:
+    odd = dataclasses.replace(
+        plan,
+        peak_at=dataclasses.replace(plan.peak_at, module="[bold]x[/bold]"),
+        placement=tuple(dataclasses.replace(layer, module="m[0]") for layer in plan.placement[:1]),
+    )
+    text = shown(odd, 100)
+    assert "[bold]x[/bold]" in text and "m[0]" in text
+
+
+def test_the_operations_table_adds_up(plan: Plan) -> None:
+    text = shown(plan, 160, operations=True)
+    lines = section(text, "Operations")
+    assert len(lines) == len(plan.operations) + 1
+    total = lines[-1]
+    assert compact_count(sum(row.flops for row in plan.operations)) in total
+    assert format_bytes(sum(row.moved_bytes for row in plan.operations)) in total
+    assert total.split()[-1] == str(sum(row.runs for row in plan.operations))
+    assert "Operations" not in shown(plan, 160)
+
+
+def test_a_plan_without_parts_can_be_shown(plan: Plan) -> None:
+    bare = dataclasses.replace(
+        plan, baselines=(), placement=(), warnings=(), verification=None, anatomy={}, details=None
+    )
+    assert shown(bare, 80).startswith("FITS")
+
+
+def test_warnings_name_rule_cause_and_fix() -> None:
+    graph, costs = transformer(4, vocabulary=64)
+    graph = dataclasses.replace(graph, static_bytes={"parameters": 2**31})
+    plan = make_plan(graph, costs, activation_budget="80%", solver="sqrt")
+    assert {warning.rule for warning in plan.warnings} == {"static-dominates", "logits-dominate"}
+    lines = [line.strip() for line in shown(plan, 400).splitlines()]
+    for warning in plan.warnings:
+        at = lines.index(f"warning [{warning.rule}] {warning.evidence}")
+        assert lines[at + 1 : at + 3] == [warning.cause, f"fix: {warning.fix}"]
+    keep_all = simulate(graph, costs, Schedule.keep_all(graph))
+    assert not make_plan(graph, costs, activation_budget=keep_all.peak_bytes).warnings

@@ -1,0 +1,516 @@
+"""Every case in which checkpointing is known to go wrong, bit for bit against the full-save graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.diagnose.verification import bitwise_equal
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.runtimes import graph as graph_runtime
+from tests.tiers import tiered
+
+WIDTH = 64
+
+
+class Residual(nn.Module):
+    """A stack of blocks, each of which keeps much more than it gives on."""
+
+    def __init__(self, block: Callable[[], nn.Module], depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Mlp(nn.Module):
+    def __init__(self, middle: nn.Module | None = None, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 8 * width)
+        self.middle = middle or nn.GELU()
+        self.down = nn.Linear(8 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.middle(self.up(self.norm(x))))
+
+
+class Function(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class Recurrent(nn.Module):
+    """The rows as four steps in time."""
+
+    def __init__(self, layer: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.layer = layer(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.layer(x.unflatten(0, (4, -1)))[0].flatten(0, 1))
+
+
+class FunctionalDropout(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.dropout(x, 0.2, self.training))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(8, -1, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        return y.transpose(1, 2).reshape(x.shape)
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8 * WIDTH)
+        self.norm = nn.BatchNorm1d(8 * WIDTH)
+        self.down = nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.norm(self.up(x))))
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 1, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x.view(-1, 1, 8, WIDTH // 8)
+        return self.second(F.relu(self.norm(self.first(image)), inplace=True)).view(x.shape)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        y[:, :WIDTH] *= 0.5
+        y.add_(1.0)
+        return self.down(F.relu_(y))
+
+
+class MutatedBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        with torch.no_grad():
+            self.count += 1
+            self.average.lerp_(y.mean(0), 0.1)
+        return y - self.average
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a trained adapter, as LoRA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp().requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + self.b(self.a(self.dropout(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.body = nn.ModuleList(Mlp(nn.Sequential(nn.GELU(), nn.Dropout(0.1))) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x[:, 0].abs().mul(10).long().clamp_(max=WIDTH - 1)
+        y = self.embedding(tokens)
+        for block in self.body:
+            y = y + block(y)
+        return F.cross_entropy(self.head(y), tokens)
+
+
+def noisy(draw: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Mlp(Function(lambda x: F.gelu(x) * draw(x)))
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Residual(Mlp),
+    "native dropout": lambda: Residual(lambda: Mlp(nn.Sequential(nn.GELU(), nn.Dropout(0.2)))),
+    "functional dropout": lambda: Residual(lambda: Mlp(FunctionalDropout())),
+    "alpha dropout": lambda: Residual(lambda: Mlp(nn.Sequential(nn.SELU(), nn.AlphaDropout(0.1)))),
+    "feature dropout": lambda: Residual(lambda: Mlp(nn.Sequential(nn.GELU(), nn.Dropout1d(0.1)))),
+    "attention dropout": lambda: Residual(Attention),
+    "rrelu": lambda: Residual(lambda: Mlp(nn.RReLU())),
+    "bernoulli": lambda: Residual(noisy(lambda x: torch.bernoulli(torch.full_like(x, 0.7)))),
+    "rand_like": lambda: Residual(noisy(torch.rand_like)),
+    "randn": lambda: Residual(noisy(lambda x: torch.randn(x.shape))),
+    "randint": lambda: Residual(noisy(lambda x: torch.randint(0, 3, x.shape))),
+    "normal": lambda: Residual(noisy(lambda x: torch.normal(0.0, 1.0, x.shape))),
+    "uniform": lambda: Residual(noisy(lambda x: torch.empty_like(x).uniform_(0.5, 1.5))),
+    "exponential": lambda: Residual(noisy(lambda x: torch.empty_like(x).exponential_())),
+    "randperm": lambda: Residual(lambda: Mlp(Function(lambda x: F.gelu(x)[torch.randperm(x.shape[0])]))),
+    "multinomial": lambda: Residual(
+        lambda: Mlp(Function(lambda x: F.gelu(x) * torch.multinomial(x.detach().exp(), 1).to(x.dtype)))
+    ),
+    "gumbel softmax": lambda: Residual(lambda: Mlp(Function(lambda x: F.gumbel_softmax(x, hard=True)))),
+    "batch norm": lambda: Residual(BatchNorm),
+    "convolutions": lambda: Residual(Convolutions),
+    "in place": lambda: Residual(InPlace),
+    "mutated buffer": lambda: Residual(MutatedBuffer),
+    "lstm": lambda: Residual(lambda: Recurrent(nn.LSTM)),
+    "gru": lambda: Residual(lambda: Recurrent(nn.GRU)),
+    "rnn": lambda: Residual(lambda: Recurrent(nn.RNN)),
+    "low rank adapter": lambda: Residual(LowRank),
+    "tied weights": Tied,
+    "frozen half": lambda: _freeze(Residual(Mlp)),
+    "group norm": lambda: Residual(lambda: Mlp(nn.Sequential(nn.GroupNorm(8, 8 * WIDTH), nn.SiLU()))),
+    "softmax": lambda: Residual(lambda: Mlp(nn.Softmax(-1))),
+    "sorted": lambda: Residual(lambda: Mlp(Function(lambda x: x.sort(-1).values))),
+    "max pool": lambda: Residual(lambda: Mlp(Function(lambda x: F.max_pool1d(x, 3, 1, 1) * x))),
+    "cumsum": lambda: Residual(lambda: Mlp(Function(lambda x: x.cumsum(0).tanh()))),
+    "split and cat": lambda: Residual(
+        lambda: Mlp(Function(lambda x: torch.cat([a.exp() for a in x.chunk(4, -1)], -1)))
+    ),
+}
+
+
+MORE = (
+    "alpha dropout", "feature dropout", "rrelu", "rand_like", "randint", "normal", "uniform", "exponential", "gru",
+    "rnn", "randperm", "multinomial", "gumbel softmax", "group norm", "softmax", "sorted", "max pool", "cumsum",
+    "split and cat",
+)  # fmt: skip
+"""Cases like one of the others: more draws of random numbers, more pointwise functions."""
+
+
+def _freeze(model: Residual) -> Residual:
+    for block in list(model.blocks)[:2]:
+        block.requires_grad_(False)
+    return model
+
+
+def data(rows: int = 512) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+Snapshot = dict[str, torch.Tensor | None]
+
+
+def run(model: nn.Module, step: Callable[[nn.Module], Any]) -> Snapshot:
+    """Give everything that training steps leave behind."""
+    torch.manual_seed(11)
+    result = step(model)
+    found: Snapshot = {f"result {i}": r.detach().clone() for i, r in enumerate(result)}
+    found |= {f"gradient of {n}": None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    found |= {f"buffer {n}": b.clone() for n, b in model.named_buffers()}
+    found["random state"] = torch.get_rng_state()
+    return found
+
+
+def assert_same(expected: Snapshot, actual: Snapshot) -> None:
+    assert expected.keys() == actual.keys()
+    for name, value in expected.items():
+        other = actual[name]
+        assert (value is None) == (other is None), f"{name}: {value is None} {other is None}"
+        if value is not None and other is not None:
+            assert bitwise_equal(value, other), f"{name} differs by {(value.double() - other.double()).abs().max()}"
+
+
+def assert_exact(
+    build: Callable[[], nn.Module], step: Callable[[nn.Module], Any], budgets: tuple[str, ...] = ("70%", "45%")
+) -> None:
+    """Take the same step with the full-save graph and with plans, and compare every bit."""
+    torch.manual_seed(5)
+    original = build()
+    saved_all = planner.auto_wrap(copy.deepcopy(original), activation_budget="100%")
+    expected = run(saved_all, step)
+    assert not planner.plan_of(saved_all).recomputations
+    recomputed = 0
+    for budget in budgets:
+        wrapped = planner.auto_wrap(copy.deepcopy(original), activation_budget=budget, time_limit_seconds=1.0)
+        try:
+            actual = run(wrapped, step)
+        except InfeasibleBudgetError as error:  # then what it names must do
+            wrapped = planner.auto_wrap(copy.deepcopy(original), budget=error.minimum_feasible_peak_bytes)
+            actual = run(wrapped, step)
+        assert_same(expected, actual)
+        recomputed += len(planner.plan_of(wrapped).recomputations)
+    assert recomputed, "nothing was recomputed: the case tests nothing"
+
+
+def one_step(model: nn.Module) -> list[torch.Tensor]:
+    loss = model(data())
+    loss.backward()
+    return [loss]
+
+
+@pytest.mark.parametrize("case", tiered(CASES, slow=MORE))
+def test_one_step(case: str) -> None:
+    assert_exact(CASES[case], one_step)
+
+
+@pytest.mark.parametrize("case", ["plain", "native dropout", "batch norm", "tied weights", "attention dropout"])
+@pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16], quick=[torch.bfloat16]))
+def test_autocast(case: str, dtype: torch.dtype) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(data())
+        loss.backward()
+        return [loss]
+
+    assert_exact(CASES[case], step)
+
+
+def test_low_precision_dropout() -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(data().bfloat16())
+        loss.backward()
+        return [loss]
+
+    assert_exact(lambda: CASES["native dropout"]().bfloat16(), step)
+
+
+@pytest.mark.parametrize("case", ["native dropout", "batch norm", "mutated buffer"])
+def test_gradient_accumulation(case: str) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        losses = []
+        for scale in (1.0, 0.5):
+            loss = model(data() * scale)
+            loss.backward()
+            losses.append(loss)
+        return losses
+
+    assert_exact(CASES[case], step)
+
+
+@pytest.mark.parametrize("case", ["native dropout", "batch norm", "bernoulli"])
+def test_two_forwards_then_one_backward(case: str) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(data()) + 3.0 * model(data() * 0.5)
+        loss.backward()
+        return [loss]
+
+    assert_exact(CASES[case], step)
+
+
+@pytest.mark.parametrize("case", ["native dropout", "batch norm"])
+def test_retain_graph(case: str) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(data())
+        loss.backward(retain_graph=True)
+        first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        loss.backward()
+        return [loss, *first]
+
+    assert_exact(CASES[case], step)
+
+
+@pytest.mark.parametrize("case", ["native dropout", "batch norm"])
+def test_several_training_steps(case: str) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(data())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return [*losses, *model.parameters()]
+
+    assert_exact(CASES[case], step)
+
+
+def test_gradient_of_the_input() -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        x = data().requires_grad_()
+        loss = model(x)
+        loss.backward()
+        assert x.grad is not None
+        return [loss, x.grad]
+
+    assert_exact(CASES["native dropout"], step)
+
+
+def test_autograd_grad_of_some_parameters() -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        loss = model(data())
+        chosen = list(model.parameters())[::2]
+        return [loss, *torch.autograd.grad(loss, chosen)]
+
+    assert_exact(CASES["native dropout"], step)
+
+
+def test_loss_outside_the_model() -> None:
+    class Features(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        loss = F.mse_loss(model(data()), torch.zeros(512, WIDTH))
+        loss.backward()
+        return [loss]
+
+    assert_exact(lambda: Features(lambda: Mlp(nn.Dropout(0.1))), step)
+
+
+class TwoHeads(nn.Module):
+    """A body with two heads, whose outputs a loss may or may not use."""
+
+    def __init__(self, scalar: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Mlp(nn.Sequential(nn.GELU(), nn.Dropout(0.1))) for _ in range(3)))
+        self.left, self.right = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)
+        self.scalar = scalar
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.body(x)
+        left, right = self.left(y), self.right(y)
+        return {"loss": left.square().mean(), "right": right} if self.scalar else {"left": left, "right": right}
+
+
+def test_parameters_of_an_unused_output_stay_without_gradient() -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        losses = []
+        for _ in range(3):
+            loss = model(data())["left"].square().mean()
+            loss.backward()
+            losses.append(loss)
+        assert model.right.weight.grad is None and model.right.bias.grad is None
+        assert model.left.weight.grad is not None
+        return losses
+
+    assert_exact(TwoHeads, step)
+
+
+def test_an_output_beside_the_loss_still_has_its_gradient() -> None:
+    torch.manual_seed(5)
+    eager = TwoHeads(scalar=True)
+    wrapped = planner.auto_wrap(copy.deepcopy(eager), activation_budget="60%", time_limit_seconds=1.0)
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        outputs = model(data())
+        (outputs["loss"] + outputs["right"].square().mean()).backward()
+        return [outputs["loss"], outputs["right"]]
+
+    with pytest.warns(UserWarning, match="second time"):
+        first = run(wrapped, step)
+    expected = run(eager, step)
+    assert torch.equal(first["random state"], expected["random state"])
+    for name, value in expected.items():
+        if name.startswith("gradient"):
+            torch.testing.assert_close(first[name], value)
+    wrapped.zero_grad(), eager.zero_grad()
+    second = run(wrapped, step)  # planned with both outputs now: no warning
+    expected = run(eager, step)
+    for name, value in expected.items():
+        if name.startswith("gradient"):
+            torch.testing.assert_close(second[name], value)
+
+
+def test_only_the_loss_is_differentiated_beside_other_outputs() -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        outputs = model(data())
+        outputs["loss"].backward()
+        assert outputs["right"].requires_grad
+        assert model.right.weight.grad is None
+        return [outputs["loss"], outputs["right"]]
+
+    assert_exact(lambda: TwoHeads(scalar=True), step)
+
+
+def test_double_backward_is_refused() -> None:
+    model = planner.auto_wrap(CASES["plain"](), activation_budget="70%", time_limit_seconds=1.0)
+    loss = model(data().requires_grad_())
+    with pytest.raises(RuntimeUnsupportedError, match="differentiated twice"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_full_backward_hooks_are_refused() -> None:
+    model = CASES["plain"]()
+    model.blocks[1].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeUnsupportedError, match=r"blocks\.1"):
+        planner.plan(model, data(), activation_budget="70%", runtime="graph", time_limit_seconds=1.0)
+
+
+def test_forward_hooks_run() -> None:
+    def build() -> nn.Module:
+        model = CASES["plain"]()
+        model.blocks[0].register_forward_hook(lambda _module, _inputs, output: output * 2.0)
+        return model
+
+    torch.manual_seed(5)
+    hooked = build()
+    wrapped = planner.auto_wrap(copy.deepcopy(hooked), activation_budget="100%")
+    torch.testing.assert_close(wrapped(data()), hooked(data()))
+    assert_exact(build, one_step)
+
+
+def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
+    model = CASES["native dropout"]()
+    eager = copy.deepcopy(model)
+    planner.auto_wrap(model, data(), activation_budget="60%", time_limit_seconds=1.0)
+    model.train(), one_step(model)
+    model.eval(), eager.eval()
+    with torch.no_grad():
+        assert torch.equal(model(data()), eager(data()))
+    with torch.inference_mode():
+        assert torch.equal(model(data()), eager(data()))
+    loss, expected = model(data()), eager(data())
+    assert torch.equal(loss, expected)
+    loss.backward()
+    model.train(), one_step(model)
+
+
+def test_views_that_show_what_is_there_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    halves: list[Any] = []
+    monkeypatch.setattr(
+        graph_runtime, "extract_fwd_bwd", lambda *given: halves.append(extract_fwd_bwd(*given)) or halves[-1]
+    )
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        result = model(torch.ones(4, 8)).sum()
+        result.backward()
+        return [result]
+
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%")
+    assert_same(run(plain, step), run(wrapped, step))
+    ((_, backward),) = halves
+    detached, transposed = torch.ops.aten.detach.default, torch.ops.aten.t.default
+    views = [node.target for node in backward.graph.nodes if node.target in (detached, transposed)]
+    assert views == [transposed] * 2  # for the gradients of the weights

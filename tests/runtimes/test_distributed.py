@@ -1,0 +1,124 @@
+"""Two processes that train together: the same bits, the predicted peak on each, gradients as early as in eager."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import planner
+
+ROOT = Path(__file__).parent.parent.parent
+RANKS = range(2)
+
+
+def launch(scenarios: str, folder: Path) -> None:
+    """Run scenarios of ``ranks.py`` one after the other on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(ROOT / "tests" / "runtimes" / "ranks.py"), scenarios, str(folder)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    launch("ddp,fsdp2,mixed_precision,fails_on_rank_0,fails_on_rank_1,differs,wrong_order", made)
+    return made
+
+
+def results(folder: Path, scenario: str) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{scenario}.{rank}.json").read_text(encoding="utf-8")) for rank in RANKS]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_gradients_are_the_mean_of_what_single_processes_compute(folder: Path, way: str) -> None:
+    for result in results(folder, way):
+        assert result["equal"], result["difference"]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_every_rank_has_the_same_plan_and_every_block_another(folder: Path, way: str) -> None:
+    plans = [planner.Plan.from_json(result["plan"]) for result in results(folder, way)]
+    assert plans[0] == plans[1]
+    assert plans[0].runtime == "regional"
+    again: dict[str, list[str]] = {f"blocks.{number}": [] for number in range(4)}
+    for keys in plans[0].recomputations.values():
+        for key in keys:
+            module, _, rest = key.partition("|")
+            block = ".".join(module.split(".")[:2])
+            again[block].append(f"{module.removeprefix(block)}|{rest}")
+    assert len({tuple(keys) for keys in again.values()}) == len(again), again
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_every_rank_keeps_its_predicted_peak(folder: Path, way: str) -> None:
+    for result in results(folder, way):
+        assert result["predicted_bytes"] < result["baseline_bytes"]
+        assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_the_first_gradient_comes_as_early_as_in_eager(folder: Path, way: str) -> None:
+    for result in results(folder, way):
+        assert result["first"][0] <= 1.5 * result["eager_first"][0]  # shares of operations; times are beside them
+
+
+def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
+    for result in results(folder, "fsdp2"):
+        assert result["first"][2] == result["eager_first"][2] == 4  # one for each block
+
+
+def test_fsdp2_in_mixed_precision_is_exact_and_below_its_prediction(folder: Path) -> None:
+    for result in results(folder, "mixed_precision"):
+        assert result["recomputed"] > 0
+        assert result["equal"]
+        assert result["peaks"][1] < result["peaks"][0]
+        assert result["peaks"][1] <= result["predicted_bytes"]
+
+
+def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:
+    own, told = results(folder, "fails_on_rank_0")
+    assert own["error"] == "NoPlanFitsError"
+    assert told["error"] == "PlannerError"
+    assert told["message"] == f"rank 0, which plans for all, failed: NoPlanFitsError: {own['message']}"
+
+
+def test_a_failure_on_another_rank_is_told_to_all(folder: Path) -> None:
+    told, own = results(folder, "fails_on_rank_1")
+    assert own["error"] == "CaptureError" and "normalized_shape=[3]" in own["message"]
+    assert told["message"].startswith("rank 1 failed while it captured the step: CaptureError: ")
+
+
+def test_ranks_whose_steps_differ_are_told_in_what(folder: Path) -> None:
+    for result in results(folder, "differs"):
+        assert result["error"] == "PlanMismatchError"
+        assert "rank 1 has another step than rank 0" in result["message"]
+        assert "blocks is 'blocks.0 blocks.1 blocks.2' there" in result["message"]
+
+
+def test_the_order_of_wrapping_is_said(folder: Path) -> None:
+    for result in results(folder, "wrong_order"):
+        assert "wrap the module inside, before" in result["ddp"]["message"]
+        assert "wrap before sharding" in result["sharded"]["message"]
+        assert "call fully_shard after it" in result["late"]["message"]
+
+
+def test_a_rank_that_dies_while_planning_leaves_nobody_waiting(tmp_path: Path) -> None:
+    launch("dies", tmp_path)
+    result = json.loads((tmp_path / "dies.0.json").read_text(encoding="utf-8"))
+    assert result["error"] == "PlannerError"
+    assert "a rank went away while the ranks agreed on a plan" in result["message"]

@@ -1,0 +1,127 @@
+"""Inductor compiles the planned graphs: what it does to random draws, to peaks and to errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler, self_test
+from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
+from planner.runtimes.inductor import InductorRuntime
+
+
+class Towers(nn.Module):
+    """Random draws on branches that do not wait for each other, around matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.fall = nn.Linear(64, 256), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            left, right = F.gelu(self.left(x)), F.gelu(self.right(x))
+            x = x + self.fall(F.dropout(left, 0.2) * F.dropout(right, 0.3))
+        return x.square().mean()
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
+
+
+def test_this_torch_has_what_the_runtime_stands_on():
+    self_test()
+
+
+def test_the_peak_is_that_of_the_code():
+    # What Inductor fuses is not in memory, and what it orders otherwise is: the graph's peak is another.
+    model = Towers()
+    plan = planner.plan(model, inputs(), activation_budget="60%", runtime="inductor", time_limit_seconds=1.0)
+    assert plan.recomputations
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert any(finding.rule == "compiled-peak" for finding in plan.warnings)
+    proof = planner.verify(model, inputs(), plan, timed_steps=1)
+    assert 0.9 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes  # workspace is counted at its most
+    assert proof.agrees, proof.differences
+
+
+class Images(nn.Module):
+    """Convolutions, whose layout Inductor would change, BatchNorm, and an input that two layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.normal = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.fall, self.head = nn.Conv2d(8, 8, 3, padding=1, stride=2), nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.normal(self.stem(x)))
+        x = F.relu(self.fall(x) + F.max_pool2d(x, 2))
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.slow
+def test_convolutions_and_a_loss_outside_keep_the_bound():
+    model = Images()
+    x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    plan = planner.plan(model, x, activation_budget="120%", runtime="inductor", time_limit_seconds=1.0)
+    proof = planner.verify(model, x, plan, timed_steps=1)
+    assert proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    assert proof.agrees, proof.differences
+
+
+@pytest.mark.slow
+def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
+    honest, graphs = InductorRuntime._peak_bytes, []
+
+    def more(self: InductorRuntime, step: object, drafts: object) -> int:
+        graphs.append(step.plan.peak_bytes)
+        return honest(self, step, drafts) + 200_000
+
+    monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
+    plan = planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert len(graphs) > 1 and graphs == sorted(graphs, reverse=True)
+    monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
+    with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
+        planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
+    model = planner.auto_wrap(Towers(), plan=plan)
+    with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
+        model(inputs())
+
+
+def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):
+    def altered(*arguments: object) -> list[Draft]:
+        return [replace(draft, source=f"{draft.source}\n") for draft in draft_with_inductor(*arguments)]
+
+    monkeypatch.setattr("planner.runtimes.inductor.draft_with_inductor", altered)
+    model = planner.auto_wrap(nn.Linear(4, 4), activation_budget="100%", runtime="inductor")
+    with pytest.raises(PlannerError, match="wrote other code than it had drafted"):
+        model(torch.ones(2, 4))
+
+
+def test_recomputed_random_operations_draw_what_they_drew():
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Dropout(0.5))))
+    x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
+    plan = planner.plan(model, x, activation_budget="60%", runtime="inductor", time_limit_seconds=1.0)
+    assert any("native_dropout" in key for again in plan.recomputations.values() for key in again)
+    proof = planner.verify(model, x, plan, timed_steps=1)
+    assert proof.agrees, proof.differences
+
+
+def test_without_a_compiler_nothing_is_begun():
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert "C++ compiler" in str(missing_compiler(torch.device("cpu")))
+        for ask in (planner.plan, planner.auto_wrap):
+            with pytest.raises(RuntimeUnsupportedError, match=r"needs a C\+\+ compiler"):
+                ask(Towers(), inputs(), budget="90%", runtime="inductor")
+
+
+def test_a_budget_that_nothing_fits_is_refused_out_of_the_compiler():
+    model = planner.auto_wrap(Towers(), activation_budget="1%", runtime="inductor")
+    with pytest.raises(InfeasibleBudgetError, match="no plan fits"):
+        model(inputs())

@@ -1,0 +1,454 @@
+"""The runtime of checkpointed modules: what eager would do, to the byte and to the bit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import planner
+from planner.capture.eager.graph import lower_eager
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
+from planner.capture.memory import measure_peak
+from planner.capture.torch_internals import installed_call
+from planner.common.limits import SolveLimits
+from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
+from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of
+from planner.ir.graph import OperationCost
+from planner.ir.problem import Problem
+from planner.ir.simulator import simulate
+from planner.ir.static_memory import LossMemory
+from planner.plans.module_choices import modules_of
+from planner.solving.modules.ilp import Chooser
+from planner.solving.modules.peaks import Needs
+from planner.solving.modules.variants import cheapest, ways_of
+
+WIDTH = 32
+
+
+def rows(count: int = 256) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> tuple[torch.Tensor, str]:
+        return x + scale * self.inner(x), "beside"
+
+
+class Stack(nn.Module):
+    """Blocks that take keyword arguments and numbers, and give tuples."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mlp() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, _ = block(x, scale=0.5)
+        return x.square().mean()
+
+
+class Branching(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 1e9 else -x)
+
+
+class Mixed(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Convolutions(nn.Module):
+    """BatchNorm, with and without a fixed momentum, and activations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16, momentum=momentum), nn.ReLU(inplace=True),
+                    nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16),
+                )
+                for momentum in (0.1, None, 0.1, None)
+            )
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+def check(model: nn.Module, x: Any, budget: str = "70%", **options: Any) -> planner.Plan:
+    """Plan, verify, and give a plan that checkpoints something."""
+    plan = planner.plan(model, x, activation_budget=budget, runtime="modules", compare=False, **options)
+    proof = planner.verify(model, x, plan, timed_steps=1)
+    assert proof.exact, proof.differences
+    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    assert 0.999 * plan.baseline_peak_bytes <= proof.baseline_peak_bytes <= plan.baseline_peak_bytes
+    assert modules_of(plan)
+    return plan
+
+
+def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:
+    inputs = Inputs.of(x)
+    step = lower_eager(
+        record(model, inputs, has_loss=False), model, inputs.tensors(),
+        alignment_bytes=64, static_bytes={}, name="", loss=LossMemory(), on_cpu=True,
+    )  # fmt: skip
+    graph = step.lowered.graph
+    costs = tuple(
+        OperationCost(seconds=1e-6 * (op.moved_bytes + op.flops), workspace_bytes=op.flops % 4096)
+        for op in graph.operations
+    )
+    return Problem(graph=graph, costs=costs, budget_bytes=0), step.regions
+
+
+@pytest.mark.parametrize("model", [Stack(), Convolutions(), Branching()])
+def test_peak_and_bits_are_those_that_were_predicted(model: nn.Module) -> None:
+    x = torch.randn(4, 16, 24, 24) if isinstance(model, Convolutions) else rows()
+    check(model, x)
+
+
+class Scaled(nn.Module):
+    """Saves 64 numbers, and next to nothing else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(32):
+            x = 1.5 * x / 1.5
+        return x.sum()
+
+
+def test_numbers_that_autograd_keeps_are_counted() -> None:
+    x = torch.randn(16, requires_grad=True)  # a storage of 64 bytes: no rounding hides what is missed
+    plan = planner.plan(Scaled(), x, budget="100%", runtime="modules", compare=False)
+    peak_bytes, _ = measure_peak(lambda: Scaled()(x).backward(), torch.device("cpu"))
+    predicted_bytes = plan.peak_bytes - plan.total_static_bytes
+    assert 64 * 8 < peak_bytes <= predicted_bytes <= peak_bytes + 70 * 64
+
+
+def test_frozen_parameters_autocast_and_other_dtypes() -> None:
+    model = Mixed()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[2].inner[0].weight.requires_grad_(False)
+    check(model, rows())
+    check(Stack().double(), rows().double())
+
+
+def test_a_loss_outside() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Tanh()) for _ in range(6)))
+    loss = lambda y: y.exp().mean()  # noqa: E731
+    plan = planner.plan(model, rows(), activation_budget="80%", loss_fn=loss, runtime="modules")
+    proof = planner.verify(model, rows(), plan, loss_fn=loss, timed_steps=1)
+    assert proof.exact and 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes
+    assert [row.name for row in plan.baselines] == ["none", "every layer", "every second layer", "this plan"]
+
+
+@pytest.mark.parametrize("model", [Stack(2), Convolutions()])
+def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
+    x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else rows(16)
+    problem, regions = problem_of(model, x)
+    ways = ways_of(regions, problem.graph, problem.costs)
+    assert any(way.kept for way in ways)
+    needs = Needs(problem.graph, problem.costs, ways)
+    for chosen in choices(ways, at_most=2):
+        check_needs(problem, ways, needs, chosen)
+
+
+def check_needs(problem: Problem, ways: Sequence[Region], needs: Needs, chosen: Collection[int]) -> None:
+    """Hold what the programme says of every moment of a choice against the simulator."""
+    schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
+    ran: set[int] = set()
+    within: dict[int, int] = {}
+    for index, size in zip(schedule.order, problem.evaluate(schedule).timeline_bytes, strict=True):
+        if index not in ran:
+            assert needs.at(index).bytes_with(chosen) == size
+        ran_again = [r for r in chosen if index in ways[r].recompute]
+        if index in ran and ran_again:
+            within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
+        ran.add(index)
+    assert within == {r: needs.within(r).bytes_with(chosen) for r in within}
+
+
+def test_the_choice_is_the_best_of_all() -> None:
+    problem, regions = problem_of(Stack(3), rows(64))
+    ways = ways_of(regions, problem.graph, problem.costs)
+    outcome = {
+        chosen: (
+            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [ways[r] for r in chosen])).peak_bytes,
+            sum(seconds_of(ways[r], problem.costs) for r in chosen),
+        )
+        for chosen in choices(ways)
+    }
+    lowest = min(peak for peak, _ in outcome.values())
+    whole = {chosen: found for chosen, found in outcome.items() if not any(ways[r].kept for r in chosen)}
+    cheaper = 0
+    for budget in {lowest + (problem.baseline.peak_bytes - lowest) * part // 4 for part in range(5)}:
+        posed = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=budget)
+        chooser = Chooser(posed, ways, SolveLimits(time_limit_seconds=30).clock())
+        solution = chooser.cheapest()
+        best = min(seconds for peak, seconds in outcome.values() if peak <= budget)
+        assert solution.recompute_seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
+        assert solution.lower_bound_seconds <= best * (1 + 1e-9)
+        assert solution.lower_bound_seconds == pytest.approx(best, rel=1e-4, abs=1e-12)
+        assert outcome[tuple(sorted(chooser.lowest()))][0] == lowest
+        cheaper += all(best < seconds for peak, seconds in whole.values() if peak <= budget)
+    assert cheaper
+
+
+class RunsOut:
+    """A clock that says so many times that there is time left."""
+
+    counts_work = False
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def left(self) -> float:
+        self.times -= 1
+        return 30.0 if self.times >= 0 else 0.0
+
+
+def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
+    problem, regions = problem_of(Stack(3), rows(64))
+    problem = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=problem.baseline.peak_bytes * 3 // 4)
+    clock: Any = RunsOut(10**6)
+    whole = Chooser(problem, regions, clock).cheapest()
+    assert cheapest(problem, regions, clock).recompute_seconds < whole.recompute_seconds
+    clock = RunsOut(10**6)
+    Chooser(problem, regions, clock).cheapest()
+    found = cheapest(problem, regions, RunsOut(10**6 - clock.times))  # type: ignore[arg-type]
+    assert found.schedule == whole.schedule and found.lower_bound_seconds <= whole.recompute_seconds
+    with pytest.raises(InfeasibleBudgetError):
+        cheapest(replace(problem, budget_bytes=64), regions, RunsOut(10**6))  # type: ignore[arg-type]
+
+
+def choices(ways: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
+    """Give every choice of so many ways, at most one on each path of the module tree."""
+    together = [set(numbers) for numbers in rivals(ways)]
+    found: list[tuple[int, ...]] = [()]
+    for number in range(len(ways)):
+        found += [
+            (*chosen, number)
+            for chosen in found
+            if (at_most is None or len(chosen) < at_most)
+            and not any(number in numbers and not numbers.isdisjoint(chosen) for numbers in together)
+        ]
+    return found
+
+
+def test_recording_leaves_no_trace() -> None:
+    model = Convolutions()
+    model.blocks[0][0].weight.grad = torch.ones_like(model.blocks[0][0].weight)
+    before = copy.deepcopy(model.state_dict())
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    inputs = Inputs.of(torch.randn(2, 16, 8, 8))
+    state = torch.get_rng_state()
+    record(model, inputs, has_loss=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
+
+
+def test_nothing_is_left_in_the_model_between_calls() -> None:
+    model = planner.auto_wrap(Stack(), rows(), activation_budget="60%", runtime="modules")
+    assert modules_of(planner.plan_of(model))
+    loss = model(rows())
+    assert all(installed_call(m) is None for name, m in model.named_modules() if name)
+    pickle.loads(pickle.dumps(model))
+    copy.deepcopy(model)
+    loss.backward()
+
+
+def test_hooks_and_double_backward_work_as_in_eager() -> None:
+    torch.manual_seed(0)
+    plain = Stack().eval()
+    wrapped = copy.deepcopy(plain)
+    seen: list[str] = []
+    wrapped.blocks[1].inner.register_full_backward_hook(lambda *_: seen.append("hook"))
+    planner.auto_wrap(wrapped, rows().requires_grad_(), activation_budget="60%", runtime="modules")
+    for model in (plain, wrapped):
+        x = rows().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
+        gradient.square().sum().backward()
+    assert seen
+    for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+class GradientCheckpointingLayer(Mlp):
+    """Named like the class of transformers from which its layers derive."""
+
+    gradient_checkpointing = False
+
+
+def test_layers_that_a_model_declares_are_the_candidates() -> None:
+    model = Stack()
+    model.blocks[1] = GradientCheckpointingLayer()
+    model.blocks[2] = GradientCheckpointingLayer()
+    plan = planner.plan(model, rows(), activation_budget="75%", runtime="modules", compare=False)
+    assert all(name.startswith(("blocks.1", "blocks.2")) for name in modules_of(plan))
+    model.blocks[1].gradient_checkpointing = True
+    with pytest.raises(UsageError, match="gradient_checkpointing_disable"):
+        planner.plan(model, rows(), activation_budget="75%", runtime="modules")
+
+
+def test_a_plan_is_kept_in_a_file_and_refused_elsewhere() -> None:
+    plan = planner.Plan.from_json(planner.plan(Stack(), rows(), activation_budget="70%", runtime="modules").to_json())
+    model = planner.auto_wrap(Stack(), plan=plan)
+    model(rows()).backward()
+    assert modules_of(planner.plan_of(model)) == modules_of(plan)
+    with pytest.raises(PlanMismatchError, match="made for something else"):
+        planner.auto_wrap(Stack(3), rows(), plan=plan)
+
+
+class CheckpointsItself(Stack):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0].inner(x)
+        x = checkpoint(torch.sin, x, use_reentrant=self.use_reentrant)
+        return x.square().mean()
+
+
+class CheckpointsInARow(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint_sequential(self.blocks[0].inner, 2, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [CheckpointsItself(use_reentrant=False), CheckpointsItself(use_reentrant=True), CheckpointsInARow()],
+    ids=["non-reentrant", "reentrant", "sequential"],
+)
+def test_a_model_that_calls_checkpoint_itself_is_refused_with_the_line(model: nn.Module) -> None:
+    source, first = inspect.getsourcelines(type(model).forward)
+    line = first + next(number for number, text in enumerate(source) if "checkpoint" in text)
+    with pytest.raises(UsageError, match=rf"test_modules.py:{line};.*decides.*runtime 'graph'"):
+        planner.plan(model, rows(), activation_budget="80%", runtime="modules")
+    with pytest.raises(UsageError, match="checkpoint itself, at"):
+        planner.auto_wrap(model, activation_budget="80%", runtime="modules")(rows())
+    assert all(installed_call(module) is None for name, module in model.named_modules() if name)
+
+
+def test_a_wrapped_model_may_run_under_a_checkpoint_of_the_callers() -> None:
+    model = planner.auto_wrap(Stack(), activation_budget="100%", runtime="modules")
+    checkpoint(model, rows(), use_reentrant=False).backward()
+    assert planner.plan_of(model).recomputations == {}
+
+
+class Classifier(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x, _ = block(x)
+        return nn.functional.cross_entropy(self.head(x), torch.zeros(len(x), dtype=torch.int64))
+
+
+class Given(NamedTuple):
+    """Named as models of transformers name what they return."""
+
+    loss: torch.Tensor
+    past_key_values: torch.Tensor | None
+
+
+class Caching(Stack):
+    config = SimpleNamespace(use_cache=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Given(loss=super().forward(x), past_key_values=x if self.config.use_cache else None)
+
+
+def test_findings_are_those_of_whole_graphs() -> None:
+    model = Classifier()
+    model.head.register_full_backward_hook(lambda *_: None)
+    assert findings(model) == set()  # hooks are called, as in eager
+    part = model.blocks[0].inner
+    assert findings(part) == {"loss-not-counted"} and findings(part, loss_fn=torch.sum) == set()
+    model = Caching()
+    assert findings(model) == {"use-cache"}
+    model.config = SimpleNamespace(use_cache=False)
+    assert findings(model) == set()
+    found = findings(Classifier(), budget="95%")
+    assert "logits-dominate" in found and found == findings(Classifier(), budget="95%", runtime="graph")
+
+
+def findings(model: nn.Module, *, budget: str = "100%", runtime: str = "modules", **options: Any) -> set[str]:
+    made = planner.plan(model, rows(), budget=budget, runtime=runtime, compare=False, **options)
+    return {warning.rule for warning in made.warnings}
+
+
+class CountsItsCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).sigmoid().tanh()
+
+
+def test_what_cannot_run_twice_is_left_alone() -> None:
+    _, regions = problem_of(nn.Sequential(*(CountsItsCalls() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
+    assert regions == ()
+
+
+def test_auto_falls_back_and_says_why() -> None:
+    with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
+        plan = planner.plan(Branching(), rows(), activation_budget="70%", compare=False)
+    assert plan.runtime == "modules"
+    assert {"runtime", "recorded-for-real"} <= {warning.rule for warning in plan.warnings}
+    with pytest.raises(CaptureError, match="one graph"):
+        planner.plan(Branching(), rows(), activation_budget="70%", runtime="graph")
+    with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
+        model = planner.auto_wrap(Branching(), activation_budget="70%")
+        model(rows()).backward()
+    assert "runtime" in {warning.rule for warning in planner.plan_of(model).warnings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(rows()).backward()
+
+
+def test_auto_names_the_models_own_failure() -> None:
+    with pytest.raises(CaptureError, match="forward of Stack fails"):
+        planner.plan(Stack(), torch.randn(8, WIDTH + 1), budget="60%")
+
+
+class Recurrent(nn.Module):
+    """A kernel of LSTMs keeps memory of a size that only a real run shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)[0])
+        return x.square().mean()
+
+
+def test_kernels_that_keep_memory_of_their_own() -> None:
+    plan = check(Recurrent(), rows(256).reshape(8, 32, WIDTH), budget="80%")
+    assert "workspace-unknown" not in {warning.rule for warning in plan.warnings}

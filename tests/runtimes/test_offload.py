@@ -1,0 +1,449 @@
+"""Offload: what a schedule with it means, plans that mix it with recompute, and the same steps run."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+import cost_models
+import planner
+from planner import solvers
+from planner.capture.memory import record
+from planner.errors import (
+    HostBudgetError,
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    RuntimeUnsupportedError,
+    ScheduleError,
+    UsageError,
+)
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.host import Host, host_of
+from planner.ir.problem import Problem
+from planner.ir.schedule import Offload, Schedule
+from planner.ir.simulator import Copy, FetchedCopy, lifetimes, simulate
+from planner.plans.device_file import load, save
+from planner.plans.offload import offloading_of, with_offloads
+from planner.plans.planning import NoPlanFitsError
+from planner.report import render
+from planner.rewrite import host_copies
+from planner.solvers.mixed import ENOUGH
+from planner.solving.milp import Library
+from planner.solving.offload_bound import build
+from planner.solving.offload_reduction import OffloadReduction
+from planner.solving.peak_bounds import lowest_peak
+from planner.solving.transfer_windows import widened
+from tests.example_graphs import transformer
+from tests.offload_oracle import cheapest_offloading, walk
+from tests.oracle import random_graph
+from tests.planned import make_plan
+from tests.runtimes.test_correctness import CASES, assert_same, one_step, run
+from tests.tiers import tiered
+
+LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1)
+
+
+def chain() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+    """Four operations forward with results of 4 bytes, and four backward, each of which reads one of them."""
+    reads = [(), (0,), (1,), (2,), (3,), (4, 2), (5, 1), (6, 0)]
+    graph = TrainingGraph(
+        operations=tuple(
+            Operation(
+                name=f"o{i}",
+                key=f"o{i}",
+                target="",
+                inputs=inputs,
+                outputs=(i,),
+                phase=Phase.FORWARD if i < 4 else Phase.BACKWARD,
+            )
+            for i, inputs in enumerate(reads)
+        ),
+        values=tuple(Value(name=f"v{i}", size_bytes=4) for i in range(len(reads))),
+    )
+    return graph, (OperationCost(seconds=1.0),) * len(reads)
+
+
+def posed(share: float, host: Host = LINK, seed: int | None = None) -> Problem:
+    graph, costs = chain() if seed is None else random_graph(seed, plain=seed % 2 == 0)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=host)
+    return replace(problem, budget_bytes=int(share * problem.baseline.peak_bytes))
+
+
+def posed_by(seed: int) -> Problem:
+    """Pose a random graph with a budget, a link and a host that its seed says."""
+    share, rate = (0.85, 0.7, 0.6, 0.5)[seed % 4], (0.25, 0.5, 1.0, 2.0)[seed // 4 % 4]
+    return posed(share, replace(LINK, bytes_per_second=rate, budget_bytes=6 if seed % 3 == 0 else 1000), seed)
+
+
+def test_an_offloaded_value_is_away_between_the_runs_that_say_so():
+    graph, costs = chain()
+    schedule = Schedule(tuple(range(8)), (Offload(0, leaves=3, returns=(6,)),))
+    copies = [c for c in lifetimes(graph, schedule) if c.value == 0]
+    assert copies == [Copy(0, 0, 2), FetchedCopy(0, 6, 7)]
+    before = simulate(graph, costs, Schedule.keep_all(graph)).timeline_bytes
+    after = simulate(graph, costs, schedule, LINK)
+    assert [b - a for b, a in zip(before, after.timeline_bytes, strict=True)] == [0, 0, 0, 4, 4, 4, 0, 0]
+    assert after.host_bytes == 4 and after.recompute_seconds == 0
+
+
+@pytest.mark.parametrize(
+    ("offloads", "stall", "transfer"),
+    [
+        ([Offload(0, 6, (7,))], 4.0, 8.0),  # sent from 1 to 5; fetched from 7 to 11, wanted at 7
+        ([Offload(0, 2, (3,))], 3.0, 8.0),  # 3 before it leaves, and the fetching hides
+        ([Offload(0, 5, (6,)), Offload(1, 5, (5,))], 0.0, 0.0),
+    ],
+)
+def test_waiting_is_what_does_not_hide(offloads: list[Offload], stall: float, transfer: float):
+    graph, costs = chain()
+    if len(offloads) == 2:  # the second is sent after the first, and fetched before it: 2 engines, 4 transfers
+        evaluation = simulate(graph, costs, Schedule(tuple(range(8)), tuple(offloads)), LINK)
+        # Sent until 5 and 9. Position 5 waits from 5 to 9; v1 comes from 9 to 13, v0, asked for at 10, to 17.
+        # Position 6 reads v1 at 13 instead of 10; position 7 reads v0 at 17 instead of 14.
+        assert (evaluation.stall_seconds, evaluation.transfer_seconds, evaluation.seconds) == (10.0, 16.0, 18.0)
+        return
+    evaluation = simulate(graph, costs, Schedule(tuple(range(8)), tuple(offloads)), LINK)
+    assert (evaluation.stall_seconds, evaluation.transfer_seconds) == (stall, transfer)
+    assert evaluation.seconds == 8.0 + stall == 8.0 + evaluation.added_seconds
+
+
+@pytest.mark.parametrize(
+    ("offload", "said"),
+    [
+        (Offload(0, 1, (6,)), "is away"),
+        (Offload(0, 0, (6,)), "before it is made"),
+        (Offload(0, 5, (3,)), "out of order"),
+        (Offload(0, 3, ()), "out of order"),
+        (Offload(0, 3, (8,)), "after the end"),
+        (Offload(3, 5, (6,)), "fetched and not read"),
+        (Offload(0, 3, (5, 6)), "fetched twice"),
+    ],
+)
+def test_an_offload_that_cannot_be_carried_out_is_refused(offload: Offload, said: str):
+    graph, costs = chain()
+    with pytest.raises(ScheduleError, match=said):
+        simulate(graph, costs, Schedule(tuple(range(8)), (offload,)), LINK)
+
+
+def test_without_a_host_nothing_can_be_offloaded():
+    graph, costs = chain()
+    with pytest.raises(ScheduleError, match="no host"):
+        simulate(graph, costs, Schedule(tuple(range(8)), (Offload(0, 3, (6,)),)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.5, 0.7, 0.85]), rate=st.sampled_from([0.3, 1.0, 5.0]))
+def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float):
+    """Carry a mixed schedule out on a set of what is there, value by value."""
+    problem = posed(share, replace(LINK, bytes_per_second=rate), seed)
+    asked = OffloadReduction(problem, problem.host.movable(problem.graph))
+    try:
+        found = solvers.get("sqrt").solve(asked.problem, effort=solvers.Effort())
+    except InfeasibleBudgetError:
+        return
+    tight = asked.invert(found.schedule)
+    for schedule in (tight, widened(problem, tight)):
+        evaluation = problem.evaluate(schedule)
+        assert list(evaluation.timeline_bytes) == walk(problem, schedule)
+        assert 0 <= evaluation.stall_seconds <= evaluation.transfer_seconds + 1e-9
+        assert evaluation.peak_bytes <= problem.budget_bytes
+    assert problem.evaluate(widened(problem, tight)).stall_seconds <= problem.evaluate(tight).stall_seconds + 1e-9
+
+
+@pytest.mark.parametrize(
+    "seed",
+    # 60: two at once; 158: fetched in order of reading; 445: returning takes the room before leaving does; 564: single
+    # decisions the other way; 797: no waiting for what leaves beside a return; 1454: something runs again right after
+    # what is sent is made; 2921: transfers at their full price.
+    [*range(24), 60, 158, 445, 564, 797, 1454, 2921],
+)
+def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
+    problem = posed_by(seed)
+    best = cheapest_offloading(problem)
+    if best is None:
+        with pytest.raises(InfeasibleBudgetError):
+            solvers.solve(problem, time_limit_seconds=3, deterministic=True)
+        return
+    found = solvers.solve(problem, time_limit_seconds=3, deterministic=True)
+    assert found.lower_bound_seconds <= best + 1e-9
+    assert found.recompute_seconds == pytest.approx(best, abs=1e-9)
+    for step in range(len(problem.graph.operations)):
+        cut = build(problem, step)
+        assert cut is not None
+        for relax in (True, False):
+            assert Library(print).minimise(cut.model, relax=relax).bound * cut.scale <= best + 1e-6
+
+
+def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
+    graph, costs = transformer(3)
+    graph = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, budget_bytes=2**40))
+    whole_bytes = problem.baseline.peak_bytes
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solvers.solve(replace(problem, budget_bytes=whole_bytes // 5), time_limit_seconds=3)
+    known_bytes = caught.value.minimum_feasible_peak_bytes - graph.total_static_bytes
+    assert caught.value.is_proven and known_bytes < whole_bytes
+    assert solvers.solve(replace(problem, budget_bytes=known_bytes), time_limit_seconds=3).peak_bytes <= known_bytes
+
+
+def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
+    graph, costs = transformer(3)
+    baseline = Problem(graph=graph, costs=costs, budget_bytes=0).baseline
+    budget = baseline.peak_bytes // 2
+    alone = solvers.solve(Problem(graph=graph, costs=costs, budget_bytes=budget), time_limit_seconds=3)
+    assert not alone.schedule.offloads
+    added = [alone.recompute_seconds]
+    for rate in (1e7, 1e9, 1e11):
+        host = Host(bytes_per_second=rate, budget_bytes=2**40)
+        problem = Problem(graph=graph, costs=costs, budget_bytes=budget, host=host)
+        found = solvers.solve(problem, time_limit_seconds=3)
+        assert all(graph.values[o.value].size_bytes >= host.least_bytes for o in found.schedule.offloads)
+        added.append(found.recompute_seconds)
+    near_seconds = ENOUGH * baseline.seconds  # what is nearer to the bound is not searched for
+    assert all(later <= before + near_seconds for before, later in pairwise(added)) and added[-1] < added[0]
+
+
+def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
+    """Counted work: solves that end early once used up the whole effort, and waiting that could be hidden was left."""
+    graph, costs = transformer(2)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=Host(bytes_per_second=1e9, budget_bytes=2**40))
+    problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
+    assert solvers.solve(problem, time_limit_seconds=4, deterministic=True).recompute_seconds == 0
+
+
+@pytest.mark.parametrize("rate", [1e8, 1e9])
+def test_both_together_are_no_worse_than_either_alone(rate: float):
+    graph, costs = transformer(4)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
+    host = Host(bytes_per_second=rate, budget_bytes=2**40)
+    fixed = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
+    alone = [
+        solvers.solve(one, time_limit_seconds=3).recompute_seconds
+        for one in (problem, replace(problem, graph=fixed, host=host))
+    ]
+    both = solvers.solve(replace(problem, host=host), time_limit_seconds=3)
+    near_seconds = 2e-3 * problem.baseline.seconds  # what three seconds of search on a busy machine leave open
+    assert both.recompute_seconds <= min(alone) + near_seconds
+    assert rate > 1e8 or both.recompute_seconds < 0.9 * min(alone), "what does not hide is recomputed, and no more"
+    assert both.recompute_seconds - both.lower_bound_seconds < 0.02 * problem.baseline.seconds
+
+
+def test_budgets_below_what_recompute_can_reach_are_kept():
+    graph, costs = transformer(2)
+    host = Host(bytes_per_second=1e10, budget_bytes=2**40)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    fixed = tuple(replace(operation, recomputable=False) for operation in graph.operations)
+    graph = replace(graph, operations=fixed)  # nothing can be recomputed
+    problem = Problem(graph=graph, costs=costs, budget_bytes=problem.baseline.peak_bytes * 2 // 3)
+    with pytest.raises(InfeasibleBudgetError):
+        solvers.solve(problem, time_limit_seconds=2)
+    found = solvers.solve(replace(problem, host=host), time_limit_seconds=2)
+    assert found.peak_bytes <= problem.budget_bytes and found.schedule.offloads
+    assert lowest_peak(replace(problem, host=host)).proven_peak_bytes <= found.peak_bytes
+    with pytest.raises(HostBudgetError) as small:
+        solvers.solve(replace(problem, host=replace(host, budget_bytes=2**20)), time_limit_seconds=2)
+    enough = replace(host, budget_bytes=small.value.host_budget_bytes)
+    assert solvers.solve(replace(problem, host=enough), time_limit_seconds=2).schedule.offloads
+    with pytest.raises(NoPlanFitsError, match=rf"{enough.budget_bytes} bytes.*--host-budget"):
+        make_plan(
+            graph,
+            costs,
+            activation_budget=problem.budget_bytes,
+            host=replace(host, budget_bytes=2**20),
+            time_limit_seconds=2,
+        )
+
+
+def test_solvers_that_only_recompute_refuse():
+    with pytest.raises(UsageError, match="'ilp' does not offload; those that do are 'auto', 'mixed'"):
+        solvers.solve(posed(0.7), "ilp")
+
+
+def test_what_a_plan_offloads_survives_its_file_and_shows_in_the_report():
+    graph, costs = transformer(3)
+    host = Host(bytes_per_second=2e9, budget_bytes=2**30)
+    plan = make_plan(graph, costs, activation_budget="40%", host=host, time_limit_seconds=2)
+    assert plan.offloading is not None and plan.offloading.values
+    again = planner.Plan.from_json(plan.to_json())
+    assert again == plan and again.schedule_for(graph) == plan.schedule_for(graph)
+    evaluation = simulate(graph, costs, again.schedule_for(graph), host)
+    assert evaluation.peak_bytes + graph.total_static_bytes == plan.peak_bytes
+    assert plan.overhead == pytest.approx(evaluation.added_seconds / plan.baseline_step_seconds)
+    assert sum(plan.anatomy.values()) == plan.peak_bytes
+    assert sum(layer.offloaded_bytes for layer in plan.placement) == plan.offloading.host_bytes
+    with Console(record=True, width=100, file=open("/dev/null", "w")) as console:
+        render(plan, console)
+    text = console.export_text()
+    assert "offloaded" in text.splitlines()[0] and "on the host" in text and "in the host's memory" in text
+    with pytest.raises(PlanMismatchError, match="offloads output"):
+        other = transformer(1)[0]
+        with_offloads(other, Schedule.keep_all(other), plan.offloading)
+
+
+def test_places_of_a_schedule_come_back_as_they_were():
+    problem = posed(0.6)
+    order = (0, 1, 2, 3, 4, 5, 0, 6, 7)
+    schedule = Schedule(order, (Offload(1, 3, (6,)), Offload(2, 4, (5,))))
+    offloading = offloading_of(problem, schedule, problem.evaluate(schedule))
+    assert with_offloads(problem.graph, Schedule(order), offloading) == schedule
+
+
+def test_a_device_without_a_link_to_the_host_is_refused(tmp_path):
+    spec = replace(cost_models.device("h100"), host_link_bytes_per_second=0.0)
+    with pytest.raises(UsageError, match="no figure for its link"):
+        host_of(spec)
+    save(spec, tmp_path / "device.json")
+    assert load(tmp_path / "device.json") == spec
+    assert host_of(cost_models.device("h100"), "8GiB").budget_bytes == 8 * 2**30
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+        self.drop = torch.nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Mlp(torch.nn.Module):
+    """Gives its loss."""
+
+    def __init__(self, layers: int = 3):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(Block(128) for _ in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+class Cnn(torch.nn.Module):
+    """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (3, 16, 16, 16)
+        self.layers = torch.nn.Sequential(
+            *(
+                layer
+                for a, b in pairwise(widths)
+                for layer in (torch.nn.Conv2d(a, b, 3, padding=1), torch.nn.BatchNorm2d(b), torch.nn.ReLU())
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "share"),
+    [(Mlp, (1024, 128), "60%"), (Mlp, (1024, 128), "48%"), (Cnn, (8, 3, 64, 64), "60%")],
+)
+def test_a_step_with_offload_gives_the_same_bits_in_the_bytes_that_were_predicted(model, inputs, share):
+    torch.manual_seed(0)
+    module, x = model(), torch.randn(*inputs)
+    plan = planner.plan(module, x, activation_budget=share, offload=True, time_limit_seconds=2)
+    assert plan.offloading is not None and plan.offloading.values
+    found = planner.verify(module, x, plan, timed_steps=1)
+    assert found.exact, found.differences
+    planner.auto_wrap(module, plan=plan)
+    module(x).backward()
+    module.zero_grad()
+    assert peak_of_rounded_sizes(lambda: module(x).backward()) == plan.peak_bytes - plan.total_static_bytes
+
+
+def peak_of_rounded_sizes(step) -> int:
+    """Measure a step, with each allocation rounded up as the planner counts it."""
+    with record() as recording:
+        step()
+    rounded = [(-1 if change < 0 else 1) * (-(-abs(change) // 64) * 64) for _, change in recording.changes]
+    return max(accumulate(rounded))
+
+
+QUICK = ("native dropout", "attention dropout", "batch norm", "convolutions", "in place", "mutated buffer", "lstm")
+
+
+@pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
+def test_offload_changes_no_bit(case: str):
+    torch.manual_seed(5)
+    original = CASES[case]()
+    expected = run(planner.auto_wrap(copy.deepcopy(original), activation_budget="100%"), one_step)
+    wrapped = copy.deepcopy(original)
+    planner.auto_wrap(wrapped, activation_budget="60%", offload=True, offload_at_least=1, time_limit_seconds=0.2)
+    try:
+        actual = run(wrapped, one_step)
+    except InfeasibleBudgetError as error:
+        budget = error.minimum_feasible_peak_bytes
+        wrapped = planner.auto_wrap(copy.deepcopy(original), budget=budget, offload=True, offload_at_least=1)
+        actual = run(wrapped, one_step)
+    assert_same(expected, actual)
+    assert planner.plan_of(wrapped).offloading.values, "nothing was offloaded: the case tests nothing"
+
+
+def test_host_memory_is_used_again_and_given_back_when_no_backward_comes():
+    module, x = Mlp(), torch.randn(1024, 128)
+    plan = planner.plan(module, x, activation_budget="50%", offload=True, time_limit_seconds=2)
+    assert plan.offloading is not None
+    pool = host_copies.POOL = host_copies.Pool()
+    planner.auto_wrap(module, plan=plan)
+    for _ in range(3):
+        module(x).backward()
+        assert pool.in_use_bytes == 0
+    assert pool.peak_bytes == plan.offloading.host_bytes
+    loss = module(x)  # and no backward
+    assert pool.in_use_bytes > 0
+    del loss
+    assert pool.in_use_bytes == 0 and pool.peak_bytes == plan.offloading.host_bytes
+    assert planner.plan_of(module).offloading == plan.offloading
+
+
+def test_two_steps_at_once_do_not_share_their_places():
+    torch.manual_seed(0)
+    module, inputs = Mlp(), [torch.randn(1024, 128), torch.randn(1024, 128)]
+    module.eval()  # without dropout, so that the order of steps does not matter
+    wanted = [torch.autograd.grad(module(x), list(module.parameters())) for x in inputs]
+    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=2)
+    losses = [module(x) for x in inputs]
+    found = [torch.autograd.grad(loss, list(module.parameters())) for loss in reversed(losses)][::-1]
+    assert planner.plan_of(module).offloading.values
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("refusal", ["system", "driver"])
+def test_no_host_memory_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch, refusal: str):
+    def map_nothing(*_: object) -> None:
+        raise OSError("out of memory")
+
+    if refusal == "system":
+        monkeypatch.setattr(host_copies.mmap, "mmap", map_nothing)
+    else:
+        driver = SimpleNamespace(cudaHostRegister=lambda *_: 2)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    with pytest.raises(RuntimeUnsupportedError, match=r"host memory to be had .* 1\.0 MiB .*host_budget"):
+        host_copies.Pool().take(1 << 20, pinned=refusal == "driver")
+
+
+def test_memory_of_other_sizes_is_given_back():
+    pool = host_copies.Pool()
+    first = [pool.take(1 << 20, pinned=False) for _ in range(2)]
+    del first
+    second = pool.take(2 << 20, pinned=False)
+    assert pool.peak_bytes == pool.in_use_bytes == 2 << 20 and not any(pool._free.values())
+    second.fill_(1)
+
+
+def test_other_runtimes_refuse():
+    with pytest.raises(UsageError, match="only the runtimes 'graph' and 'modules' copy"):
+        planner.plan(Mlp(), torch.randn(8, 128), budget="90%", offload=True, runtime="regional")

@@ -1,0 +1,168 @@
+"""Blocks planned one by one, with eager PyTorch around them: what is seen there is what really happens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.capture import fake_mode
+from planner.capture.blocks.regions import find_blocks
+from planner.errors import PlanMismatchError, UsageError
+
+ROWS, WIDTH = 256, 32
+
+
+class Normed(nn.Module):
+    """Convolutions with running statistics; the backward of a block frees the gradient that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        block = lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))  # noqa: E731
+        self.layers = nn.Sequential(*(block() for _ in range(3)))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.layers(self.stem(x)).mean((2, 3)))
+        return F.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+
+
+class Decoding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x) * torch.sigmoid(self.other(memory)))
+
+
+class Shared(nn.Module):
+    """What one block returns goes to several, so autograd adds gradients up; a tied layer stands outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.decoder = nn.ModuleList(Decoding() for _ in range(3))
+        self.tied = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, y = x, self.tied(x)
+        for layer in self.encoder:
+            memory = torch.tanh(layer(memory))
+        for layer in self.decoder:
+            y = layer(y, memory)
+        return self.tied(y).square().mean()
+
+
+class Twice(nn.Module):
+    """A block that is called twice, and one that returns what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Passing() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.layers[0](x, x.sum(), False)
+        x, _ = self.layers[0](x, x.sum(), False)
+        x, _ = self.layers[1](x, x.sum(), False)
+        x, total = self.layers[2](x, x.sum(), True)
+        return (x * total).square().mean()
+
+
+class Passing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor, passes: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.layer(x)), total if passes else total + 1
+
+
+IMAGES, TABLE = torch.randn(8, 3, 16, 16), torch.randn(ROWS, WIDTH)
+
+
+def plan(model: nn.Module, x: torch.Tensor, budget: str) -> planner.Plan:
+    options = {"runtime": "regional", "time_limit_seconds": 1.0, "deterministic": True, "compare": False}
+    return planner.plan(model, x, activation_budget=budget, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "budget"),
+    [(Normed, IMAGES, "90%"), pytest.param(Shared, TABLE, "100%", marks=pytest.mark.slow), (Twice, TABLE, "100%")],
+)
+def test_bits_and_peak_are_exact(kind: type[nn.Module], x: torch.Tensor, budget: str) -> None:
+    model = kind()
+    made = plan(model, x, budget)
+    assert (made.recompute_seconds > 0) == (budget != "100%")
+    proof = planner.verify(model, x, made, timed_steps=1)
+    assert proof.exact, proof.differences
+    step = made.peak_bytes - made.total_static_bytes
+    assert 0.998 * step <= proof.peak_bytes - made.total_static_bytes <= step  # sizes are rounded up
+
+
+def test_blocks_that_do_not_fit_the_mould_stay_eager() -> None:
+    found = plan(Twice(), TABLE, "100%").warnings
+    left = {w.evidence: w.cause for w in found if w.rule == "block-left-eager"}
+    assert left.keys() == {"block layers.0", "block layers.2"}
+    assert "called 2 times" in left["block layers.0"]
+    assert "returns" in left["block layers.2"]
+
+
+def test_blocks_are_the_outermost_repeated_members() -> None:
+    assert list(find_blocks(Normed())) == ["layers.0", "layers.1", "layers.2"]
+    nested = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
+    assert list(find_blocks(nn.ModuleDict({"all": nested}))) == ["all.0.0", "all.0.1", "all.1.0", "all.1.1"]
+
+
+def test_a_model_without_blocks_is_sent_elsewhere() -> None:
+    with pytest.raises(UsageError, match=r"has no repeated blocks.*take runtime='graph'"):
+        plan(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), TABLE, "100%")
+
+
+def test_a_model_on_fake_tensors_gets_the_same_plan() -> None:
+    with fake_mode():
+        fake, x = Shared(), torch.randn(ROWS, WIDTH)
+    assert plan(fake, x, "100%").fingerprint == plan(Shared(), TABLE, "100%").fingerprint
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    made = plan(Normed(), IMAGES, "100%")
+    with pytest.raises(PlanMismatchError, match="made for something else"):
+        planner.auto_wrap(Shared(), TABLE, plan=made)
+    with pytest.raises(UsageError, match="verify runs one process"):
+        sharded = planner.plan(Shared(), TABLE, budget="100%", runtime="regional", data_parallel="fsdp2", ranks=2)
+        planner.verify(Shared(), TABLE, sharded)
+
+
+def test_a_block_has_its_own_forward_whenever_the_model_is_not_called() -> None:
+    model = planner.auto_wrap(Normed(), IMAGES, activation_budget="100%", runtime="regional", time_limit_seconds=1.0)
+    model(IMAGES).backward()
+    model.eval()
+    model(IMAGES).backward()  # planned anew: BatchNorm is another operation there
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+class Positions(nn.Module):
+    """Blocks that are given a part of a buffer, as rotary positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(4 * ROWS, WIDTH))
+        self.layers = nn.ModuleList(Decoding() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, self.table[: len(x)])
+        return x.square().mean()
+
+
+def test_a_block_may_be_given_a_part_of_something_larger() -> None:
+    model, x = Positions(), torch.randn(ROWS, WIDTH)
+    plan = planner.plan(model, x, activation_budget="90%", runtime="regional", compare=False)
+    proof = planner.verify(model, x, plan, timed_steps=1)
+    assert proof.exact
+    assert 0 <= plan.peak_bytes - proof.peak_bytes < 2**10  # sizes are rounded up

@@ -1,0 +1,239 @@
+"""Modules that run again all but what their checkpoint keeps: which ways there are, and that they are kept to."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import planner
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
+from planner.errors import PlanFileError
+from planner.exporters import carries_exactly
+from planner.ir.checkpoints import Keepable, Region
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.plans.module_choices import modules_of
+from planner.plans.planning import Plan
+from planner.report import render
+from planner.runtimes._contexts import contexts
+from planner.solving.modules.variants import keeping, way_named, ways_of
+from tests.example_graphs import Builder
+
+WIDTH, ROWS, HEADS = 64, 32, 4
+X = torch.randn(4, ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.project, self.out, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
+        query, key, value = (part.view(shape).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(dropout), nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, depth: int = 3, *, dropout: float = 0.1, cast: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
+        self.cast = cast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
+            for block in self.blocks:
+                x = block(x)
+            return x.float().square().mean()
+
+
+def plan_of(model: nn.Module, budget: str, x: torch.Tensor = X) -> Plan:
+    return planner.plan(model, x, activation_budget=budget, runtime="modules", compare=False)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("budget", "cast"), [("85%", True), ("65%", False)])
+def test_peak_and_bits_are_those_that_were_predicted(budget: str, cast: bool) -> None:
+    model = Transformer(cast=cast)
+    plan = plan_of(model, budget)
+    assert plan.kept and set(plan.kept) <= set(modules_of(plan))
+    proof = planner.verify(model, X, plan, timed_steps=1)
+    assert proof.exact, proof.differences
+    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+
+
+def test_keeping_is_cheaper_than_running_whole_modules_again() -> None:
+    step = planner.study(Transformer(), X, runtime="modules")
+    assert step.plan(activation_budget="65%").kept
+    whole = [Region(**{**fields(region), "keepable": ()}) for region in step.regions]
+    only_whole = type(step)(**{**fields(step), "regions": tuple(whole)})
+    for budget in ("85%", "65%"):
+        dearer = only_whole.plan(activation_budget=budget)
+        assert not dearer.kept
+        assert step.plan(activation_budget=budget).recompute_seconds < dearer.recompute_seconds
+
+
+def fields(of: Any) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in of.__dataclass_fields__}
+
+
+# Which ways there are.
+
+
+def region_of(*found: tuple[float, int, bool]) -> tuple[Region, TrainingGraph, tuple[OperationCost, ...]]:
+    """Give a region of operations with these seconds, bytes and randomness, each with its stand-in after it."""
+    build = Builder()
+    made = [build.add(f"operation {n}", [], [size], seconds=seconds) for n, (seconds, size, _) in enumerate(found)]
+    for n, values in enumerate(made):
+        build.add(f"stand-in {n}", values, [], seconds=0.0)
+    keepable = tuple(
+        Keepable(index=n, stand_in=len(found) + n, operator="mm", occurrence=n, is_random=is_random)
+        for n, (_, _, is_random) in enumerate(found)
+    )
+    everything = tuple(range(len(found)))
+    region = Region(module="m", hold=None, recompute=everything, recompute_before=0, release_at=0, keepable=keepable)
+    return region, build.graph("", {}), tuple(build.costs)
+
+
+def kept_in(region: Region, graph: Any, costs: Any) -> list[set[int]]:
+    return [{one.index for one in way.kept} for way in ways_of([region], graph, costs)]
+
+
+def test_what_saves_most_for_its_bytes_is_kept_first() -> None:
+    found = kept_in(*region_of((1.0, 64, False), (6.0, 128, False), (1.0, 128, False)))
+    assert found == [set(), {1}, {0, 1, 2}]
+    assert kept_in(*region_of((0.0, 64, False))) == [set()]
+    assert len(kept_in(*region_of(*[(1.0, 64, False)] * 40))) == 5
+
+
+def test_of_what_draws_random_numbers_all_is_kept_or_none() -> None:
+    for kept in kept_in(*region_of((5.0, 64, True), (1.0, 64, False), (1.0, 6400, True))):
+        assert len(kept & {0, 2}) in (0, 2)
+
+
+def test_a_way_is_found_by_what_it_keeps() -> None:
+    region, _, _ = region_of((1.0, 64, False), (1.0, 64, False))
+    assert way_named(region, {}) == region
+    assert way_named(region, {"mm": (1,)}) == keeping(region, region.keepable[1:])
+    assert way_named(region, {"mm": (2,)}) is None and way_named(region, {"bmm": (1,)}) is None
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(F.relu_(self.linear(x))))
+
+
+def test_what_is_written_into_is_never_kept() -> None:
+    model = nn.Sequential(*(InPlace() for _ in range(3)))
+    step = planner.study(model, X, runtime="modules")
+    found = {region.module: region for region in step.regions}
+    assert [(one.operator, one.occurrence) for one in found["1"].keepable] == [("aten.addmm.default", 1)]
+
+
+def test_occurrences_count_every_call_of_the_module() -> None:
+    trace = record(Transformer(1), Inputs.of(X), has_loss=False)
+    (call,) = trace.calls["blocks.0.mlp"]
+    runs = [run for run in trace.runs[call.begin : call.end] if str(run.node.target) == "aten.addmm.default"]
+    assert [run.occurrence - call.called[run.node.target] for run in runs] == [0, 1]
+
+
+# Running.
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _ = torch.native_dropout(self.linear(x).sin(), 0.3, True)
+        second, _ = torch.native_dropout(self.linear(first).sin(), 0.3, True)
+        return second * torch.native_dropout(first, 0.3, True)[0]
+
+
+@pytest.mark.parametrize(
+    "kept", [{"aten.native_dropout.default": (0, 1, 2)}, {"aten.addmm.default": (1,), "aten.sin.default": (0,)}]
+)
+def test_random_operations_that_are_all_kept_or_all_run_again_give_the_same_bits(kept: Any) -> None:
+    torch.manual_seed(0)
+    plain = Drawing()
+    again = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    plain(X).square().sum().backward()
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    loss = checkpoint(again, X, use_reentrant=False, context_fn=lambda: contexts(again, kept)).square().sum()
+    loss.backward(retain_graph=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    once = gradients(again)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), once, strict=True))
+    again.zero_grad()
+    loss.backward()  # nothing is kept any more: all runs again
+    assert all(torch.equal(a, b) for a, b in zip(gradients(again), once, strict=True))
+
+
+def test_double_backward_and_two_steps_under_one_autocast() -> None:
+    torch.manual_seed(0)
+    plain = Transformer(dropout=0.0)
+    wrapped = copy.deepcopy(plain)
+    planner.auto_wrap(wrapped, X, activation_budget="70%", runtime="modules")
+    assert planner.plan_of(wrapped).kept
+    for model in (plain, wrapped):
+        with sdpa_kernel(SDPBackend.MATH):  # the other kernel has no second derivative
+            (gradient,) = torch.autograd.grad(model(X), [model.blocks[0].first.weight], create_graph=True)
+            gradient.square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16):  # the second finds the weights cast
+            losses = [model(X), model(2 * X)]
+        sum(losses).backward()
+    for a, b in zip(gradients(plain), gradients(wrapped), strict=True):
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+
+
+def test_the_plan_says_what_is_kept() -> None:
+    plan = plan_of(Transformer(), "70%")
+    assert plan.kept
+    read = Plan.from_json(plan.to_json())
+    assert read.kept == plan.kept
+    model = planner.auto_wrap(Transformer(), plan=read)
+    model(X).backward()
+    assert planner.plan_of(model).kept == plan.kept
+    model(X[:2])  # carried over to other sizes
+    assert planner.plan_of(model).kept == plan.kept or not planner.plan_of(model).recomputations
+    console = Console(width=100, record=True, file=io.StringIO())
+    render(plan, console)
+    shown = console.export_text()
+    assert "Kept in modules that run again" in shown and "addmm #" in shown
+    assert not carries_exactly(plan, "fsdp")
+    damaged = plan.to_json().replace('"kept": {', '"kept": {"h.0": {"aten.mm.default": [-1]},', 1)
+    with pytest.raises(PlanFileError, match="kept"):
+        Plan.from_json(damaged)

@@ -1,0 +1,247 @@
+"""The dynamic programme over chains: against Revolve's closed form, the oracle, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner import solvers
+from planner.errors import InfeasibleBudgetError
+from planner.ir.cut_points import chain_places
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
+from planner.solvers import chain_dp
+from planner.solving.chain import Chain
+from tests import oracle
+from tests.example_graphs import Builder, transformer
+
+Step = tuple[TrainingGraph, tuple[OperationCost, ...]]
+
+
+def chain(states: list[int], tapes: list[int], seconds: list[float], *, workspace_bytes: int = 0) -> Step:
+    """Make a chain: step k reads state k-1 and makes state k; its backward reads its tape and state k-1.
+
+    A tape of 0 bytes is none. The first state cannot be made again.
+    """
+    operations: list[Operation] = []
+    values: list[Value] = []
+    costs: list[OperationCost] = []
+
+    def add(name: str, inputs: list[int], sizes: list[int], phase: Phase, cost: float, workspace: int = 0) -> list[int]:
+        first = len(values)
+        values.extend(Value(name=f"{name}:{i}", size_bytes=size) for i, size in enumerate(sizes))
+        outputs = tuple(range(first, len(values)))
+        operations.append(
+            Operation(
+                name=name,
+                key=name,
+                target="",
+                inputs=tuple(inputs),
+                outputs=outputs,
+                phase=phase,
+                recomputable=name != "input",
+            )
+        )
+        costs.append(OperationCost(seconds=cost, workspace_bytes=workspace))
+        return list(outputs)
+
+    state = add("input", [], states[:1], Phase.FORWARD, 1.0)
+    saved = []
+    for k, cost in enumerate(seconds, 1):
+        made = add(f"step{k}", state[:1], [states[k], *([tapes[k - 1]] if tapes[k - 1] else [])], Phase.FORWARD, cost)
+        saved.append([state[0], *made[1:]])
+        state = made
+    gradient = add("loss", state[:1], [0], Phase.LOSS, 1.0)
+    for k in reversed(range(len(seconds))):
+        gradient = add(f"back{k + 1}", [*gradient, *saved[k]], [0], Phase.BACKWARD, 1.0, workspace_bytes)
+    return TrainingGraph(operations=tuple(operations), values=tuple(values)), tuple(costs)
+
+
+def at(step: Step, share: float) -> Problem:
+    graph, costs = step
+    top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
+    return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
+
+
+def runs_of(schedule: Schedule, graph: TrainingGraph) -> list[int]:
+    return [schedule.order.count(index) for index in range(len(graph.operations))]
+
+
+# ----------------------------------------------------------------------------- uniform chains
+
+
+def uniform(steps: int, snapshots: int) -> Problem:
+    """Give a chain of equal steps and just the memory for some snapshots.
+
+    While a step is run again there are the snapshots, a state and the next one; during a backward
+    the snapshots, the state that it reads, and a byte of workspace.
+    """
+    graph, costs = chain([1] * (steps + 1), [0] * steps, [1.0] * steps, workspace_bytes=1)
+    return Problem(graph=graph, costs=costs, budget_bytes=snapshots + 2)
+
+
+def advances(steps: int, snapshots: int) -> int:
+    """Give the fewest forward steps that reverse a chain, those that are taped not counted.
+
+    Griewank and Walther, "Algorithm 799: revolve", 2000: r * l - binomial(c + r, r - 1).
+    """
+    repeats = 0
+    while comb(snapshots + repeats, snapshots) < steps:
+        repeats += 1
+    return repeats * steps - comb(snapshots + repeats, repeats - 1)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 5, 10, 21, 50])
+@pytest.mark.parametrize("snapshots", [1, 2, 3, 5, 9])
+def test_uniform_chains_take_as_many_forward_steps_as_revolve(steps: int, snapshots: int) -> None:
+    solution = solvers.solve(uniform(steps, snapshots), "chain-dp")
+    # The step's own forward runs all steps once; Revolve runs the last one taped only.
+    assert solution.recompute_seconds + steps - 1 == advances(steps, snapshots)
+
+
+@pytest.mark.parametrize(("steps", "snapshots"), [(5, 2), (10, 3), (21, 3), (40, 6)])
+def test_uniform_chains_take_as_many_forward_steps_as_checkpoint_schedules(steps: int, snapshots: int) -> None:
+    package = pytest.importorskip("checkpoint_schedules")
+    actions = list(package.Revolve(steps, snapshots))
+    forward = sum(action.n1 - action.n0 for action in actions if isinstance(action, package.Forward))
+    solution = solvers.solve(uniform(steps, snapshots), "chain-dp")
+    taped = steps
+    assert solution.recompute_seconds + steps - 1 + taped == forward
+
+
+def test_tight_memory_makes_recomputation_nested() -> None:
+    problem = uniform(20, 2)
+    solution = solvers.solve(problem, "chain-dp")
+    assert max(runs_of(solution.schedule, problem.graph)) > 2
+
+
+# ----------------------------------------------------------------------------- any chain
+
+
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.4, 0.55, 0.7, 0.85]))
+@settings(max_examples=80, deadline=None)
+def test_random_chains_never_beat_the_optimum_and_often_reach_it(seed: int, share: float) -> None:
+    rng = random.Random(seed)
+    steps = rng.choice([3, 4])
+    states = [rng.choice([1, 2, 4]) for _ in range(steps + 1)]
+    tapes = [rng.choice([0, 1, 3, 6]) for _ in range(steps)]
+    problem = at(chain(states, tapes, [float(rng.choice([1, 2, 5])) for _ in range(steps)]), share)
+    exact = oracle.cheapest(problem)
+    try:
+        solution = solvers.solve(problem, "chain-dp")
+    except InfeasibleBudgetError:
+        return
+    assert exact is not None
+    assert solution.peak_bytes <= problem.budget_bytes
+    assert solution.recompute_seconds >= exact[0] - 1e-9
+
+
+@given(seed=st.integers(0, 10**6), share=st.sampled_from([0.3, 0.45, 0.6, 0.8]))
+@settings(max_examples=20, deadline=None)
+def test_longer_random_chains_stay_above_the_proven_bound(seed: int, share: float) -> None:
+    rng = random.Random(seed)
+    steps = rng.randint(5, 14)
+    states = [rng.choice([2, 3, 5, 8]) for _ in range(steps + 1)]
+    tapes = [rng.choice([0, 1, 4, 9]) for _ in range(steps)]
+    problem = at(chain(states, tapes, [float(rng.choice([1, 2, 5, 7])) for _ in range(steps)]), share)
+    try:
+        found = [solvers.solve(problem, name, time_limit_seconds=3) for name in ("chain-dp", "ilp")]
+    except InfeasibleBudgetError:
+        return
+    assert found[0].peak_bytes <= problem.budget_bytes
+    assert found[0].recompute_seconds >= found[1].lower_bound_seconds - 1e-9
+
+
+# ----------------------------------------------------------------------------- training steps
+
+
+@pytest.mark.parametrize("share", [0.25, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize(
+    "step", [oracle.gpt_like(12, vocabulary=1024), oracle.resnet_like(16), transformer(8)], ids=["gpt", "cnn", "toy"]
+)
+def test_training_steps_cost_no_more_than_the_square_root_rule(step: Step, share: float) -> None:
+    problem = at(step, share)
+    try:
+        rule = solvers.solve(problem, "sqrt").recompute_seconds
+    except InfeasibleBudgetError:
+        rule = float("inf")
+    try:
+        found = solvers.solve(problem, "chain-dp").recompute_seconds
+    except InfeasibleBudgetError:
+        found = float("inf")
+    assert found <= rule
+
+
+def test_more_budget_never_costs_more() -> None:
+    step = oracle.gpt_like(8, vocabulary=1024)
+    found = [solvers.solve(at(step, share / 100), "chain-dp").recompute_seconds for share in range(30, 100, 10)]
+    assert found == sorted(found, reverse=True)
+
+
+def test_equal_stages_are_solved_once() -> None:
+    problem = at(oracle.gpt_like(24, vocabulary=1024), 0.5)
+    stages = Chain(problem, chain_places(problem.graph))
+    names = chain_dp.run_names(stages)
+    assert stages.count > 48
+    assert len({name for row in names for name in row}) < stages.count**2 / 4
+
+
+def test_depth_is_no_obstacle() -> None:
+    problem = at(oracle.gpt_like(48, vocabulary=1024), 0.3)
+    started = time.perf_counter()
+    solvers.solve(problem, "chain-dp")
+    assert time.perf_counter() - started < 20  # two seconds where nothing else runs
+
+
+def test_two_solves_give_the_same_plan() -> None:
+    problem = at(oracle.resnet_like(12), 0.5)
+    one, other = (solvers.solve(problem, "chain-dp").schedule for _ in range(2))
+    assert one == other
+
+
+def test_a_graph_that_cannot_be_cut_is_said_to_be_one() -> None:
+    b = Builder()
+    x = b.add("only", [], [640])
+    y = b.add("back", x, [640], phase=Phase.BACKWARD)
+    b.add("back", [*x, *y], [64], phase=Phase.BACKWARD)
+    graph = b.graph("one", {"parameters": 64})
+    problem = Problem(graph=graph, costs=tuple(b.costs), budget_bytes=700)
+    with pytest.raises(InfeasibleBudgetError, match=r"no cut points: .* a plan is known for 1408") as caught:
+        solvers.solve(problem, "chain-dp")
+    assert caught.value.minimum_feasible_peak_bytes == 1344 + 64
+
+
+def test_what_cannot_be_made_again_is_never_run_twice() -> None:
+    graph, costs = oracle.gpt_like(6, vocabulary=1024)
+    frozen = tuple(replace(o, recomputable="drop" not in o.name) for o in graph.operations)
+    graph = TrainingGraph(operations=frozen, values=graph.values)
+    solution = solvers.solve(at((graph, costs), 0.6), "chain-dp")
+    runs = runs_of(solution.schedule, graph)
+    assert all(count == 1 for count, o in zip(runs, frozen, strict=True) if not o.recomputable)
+    assert max(runs) > 1
+
+
+def test_the_scaling_benchmark_captures_plans_and_compares_depths(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import scaling
+
+    file = tmp_path / "scaling.json"
+    sizes = ["--layers", "2,4", "--vocabularies", "512", "--batch-size", "8", "--seq-len", "512"]
+    assert scaling.main([*sizes, "--budgets", "90,60", "--solver", "chain-dp", "--json", str(file)]) == 0
+    result = json.loads(file.read_text())
+    assert [(row["layers"], row["budget_ratio"]) for row in result["rows"]] == [(2, 0.9), (2, 0.6), (4, 0.9), (4, 0.6)]
+    assert result["rows"][-1]["overhead"] is not None
+    for row in result["rows"]:
+        assert row["overhead"] is None or row["peak_bytes"] <= row["budget_bytes"]
+        assert row["lower_bound_overhead"] is None  # this solver proves nothing
+    assert result["time_to_plan"][0]["times_linear"] == 1

@@ -1,0 +1,208 @@
+"""What annealing promises: bytes exact after every move, near the optimum, never over the budget."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner import solvers
+from planner.common.limits import SolveLimits
+from planner.errors import InfeasibleBudgetError, SolverUnavailableError
+from planner.ir.graph import TrainingGraph
+from planner.ir.problem import Problem, Solution, confirm
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
+from planner.solvers import search
+from planner.solvers.search import SOLVER, Annealing
+from planner.solving.incumbent import Incumbent
+from planner.solving.peak_bounds import proven_floor
+from tests import oracle
+
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
+
+
+def at(step: tuple[TrainingGraph, tuple[Any, ...]], share: float) -> Problem:
+    """Make a problem with a share of what keeping everything takes."""
+    graph, costs = step
+    top = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
+    return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
+
+
+def reruns(annealing: Annealing) -> list[int]:
+    return [int(key) for key in annealing.state.reruns[: annealing.state.whole[annealing.kernels.RERUNS]]]
+
+
+def assert_agrees_with_the_simulator(annealing: Annealing) -> None:
+    state, kernels, problem = annealing.state, annealing.kernels, annealing.problem
+    schedule = annealing.schedule(reruns(annealing))
+    evaluation = simulate(problem.graph, problem.costs, schedule)
+    runs = int(state.whole[kernels.RUNS])
+    assert tuple(int(key) % len(problem.costs) for key in state.keys[:runs]) == schedule.order
+    assert tuple(state.live_bytes[:runs].tolist()) == evaluation.timeline_bytes
+    assert state.real[kernels.COST] * annealing.unit_seconds == pytest.approx(evaluation.recompute_seconds, abs=1e-12)
+    over = [max(live - problem.budget_bytes, 0) for live in evaluation.timeline_bytes]
+    assert state.whole[kernels.EXCESS] == sum(over)
+
+
+def improved(
+    problem: Problem, incumbent: Schedule | None = None, *, seconds: float = 5.0, bound: float = 0.0, **options: Any
+) -> Solution:
+    incumbent = Incumbent(problem)
+    if incumbent is not None:
+        assert incumbent.update(incumbent, "incumbent")
+    incumbent.raise_bound(bound)
+    SOLVER.improve(incumbent, effort=SolveLimits(time_limit_seconds=seconds), **options)
+    solution = incumbent.solution()
+    confirm(problem, solution)
+    return solution
+
+
+# ----------------------------------------------------------------------------- the kernels
+
+
+@pytest.fixture(params=["compiled", "plain"])
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], int]:
+    """Run the kernels compiled where numba is there, and a little also as plain Python."""
+    if request.param == "compiled":
+        if not HAS_NUMBA:
+            pytest.skip("numba is not installed")
+        return lambda count: count
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "planner.solving.annealing", raising=False)
+    pytest.importorskip("numpy")
+    import planner.solvers as package
+
+    monkeypatch.delattr(package, "_annealing", raising=False)
+    return lambda count: max(count // 8, 1)
+
+
+def test_bytes_and_seconds_are_exact_after_every_move(pace: Callable[[int], int]) -> None:
+    for seed in range(pace(80)):
+        rng = random.Random(seed)
+        annealing = Annealing(at(oracle.random_graph(seed, operations=rng.choice([4, 7, 9, 14])), 0.75), seed)
+        assert_agrees_with_the_simulator(annealing)
+        for number in range(40):
+            temperature = 5.0 if number % 2 else 0.1
+            annealing.kernels.anneal(annealing.tables, annealing.state, rng.choice([1, 2, 5]), temperature, 1e-3)
+            assert_agrees_with_the_simulator(annealing)
+
+
+@needs_numba
+@pytest.mark.parametrize("step", [oracle.gpt_like(3, vocabulary=1024), oracle.resnet_like(8)], ids=["gpt", "cnn"])
+def test_training_steps_stay_exact(step: tuple[TrainingGraph, tuple[Any, ...]]) -> None:
+    annealing = Annealing(at(step, 0.5), 0)
+    for _ in range(30):
+        annealing.kernels.anneal(annealing.tables, annealing.state, 1000, 3.0, 1e-2)
+        assert_agrees_with_the_simulator(annealing)
+    assert reruns(annealing)
+
+
+def test_any_set_of_reruns_can_be_loaded(pace: Callable[[int], int]) -> None:
+    for seed in range(pace(60)):
+        rng = random.Random(seed)
+        problem = at(oracle.random_graph(seed, operations=10), 0.7)
+        annealing = Annealing(problem, seed)
+        free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable and o < 9]
+        pairs = [(rng.randrange(o + 1, 10), o) for o in rng.choices(free, k=12)] if free else []
+        annealing.reset(pairs)
+        assert sorted(reruns(annealing)) == sorted({10 * slot + o for slot, o in pairs})
+        assert_agrees_with_the_simulator(annealing)
+
+
+# ----------------------------------------------------------------------------- the solver
+
+
+@needs_numba
+def test_random_graphs_come_within_a_hundredth_of_the_optimum() -> None:
+    compared, missed = [], []
+    for seed in range(200):
+        graph, costs = oracle.random_graph(seed, operations=4 + seed % 6, plain=seed % 3 == 0)
+        floor, _ = proven_floor(graph, costs)
+        top = at((graph, costs), 1.0).budget_bytes
+        problem = Problem(graph=graph, costs=costs, budget_bytes=floor + (top - floor) * (seed % 4) // 5)
+        best = oracle.cheapest(problem)
+        if best is None:
+            with pytest.raises(InfeasibleBudgetError):
+                solvers.solve(problem, "search", time_limit_seconds=0.01, deterministic=True)
+            continue
+        try:
+            solution = solvers.solve(problem, "search", time_limit_seconds=0.05, deterministic=True)
+        except InfeasibleBudgetError:
+            missed.append(seed)
+            continue
+        assert solution.recompute_seconds >= best[0] - 1e-9
+        total, least = (seconds + problem.baseline.seconds for seconds in (solution.recompute_seconds, best[0]))
+        compared.append(seed)
+        if total > 1.01 * least:
+            missed.append(seed)
+    assert len(compared) > 80
+    assert not missed
+
+
+@needs_numba
+def test_a_plan_to_start_from_is_never_made_worse() -> None:
+    problem = at(oracle.resnet_like(16), 0.4)
+    incumbent = solvers.solve(problem, "sqrt")
+    better = improved(problem, incumbent.schedule, seconds=1.0)
+    assert better.recompute_seconds < incumbent.recompute_seconds
+    same = improved(problem, better.schedule, bound=better.recompute_seconds)
+    assert same.schedule == better.schedule
+
+
+@needs_numba
+def test_it_stops_when_told_so() -> None:
+    problem = at(oracle.resnet_like(16), 0.4)
+    incumbent = solvers.solve(problem, "sqrt").schedule
+    started = time.perf_counter()
+    assert improved(problem, incumbent, seconds=60, is_over=lambda: True).schedule == incumbent
+    assert time.perf_counter() - started < 30
+
+
+def test_without_numba_it_is_unavailable_and_auto_says_that_it_goes_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.solvers.search.find_spec", lambda name: None)
+    with pytest.raises(SolverUnavailableError, match=r"checkpoint-planner\[search\]"):
+        solvers.solve(at(oracle.resnet_like(8), 0.5), "search")
+    told: list[str] = []
+    problem = at(oracle.resnet_like(30), 0.25)
+    assert solvers.solve(problem, time_limit_seconds=2, progress=told.append).peak_bytes <= problem.budget_bytes
+    assert any("numba" in line and "going without" in line for line in told)
+
+
+# ----------------------------------------------------------------------------- beside the integer programme
+
+
+@needs_numba
+def test_auto_carries_on_where_the_integer_programme_stalls() -> None:
+    problem = at(oracle.resnet_like(50), 0.25)
+    told: list[str] = []
+    solution = solvers.solve(problem, time_limit_seconds=8, progress=told.append)
+    step = problem.baseline.seconds
+    assert 0.15 * step <= solution.lower_bound_seconds <= solution.recompute_seconds <= 0.2 * step
+    assert any("(search)" in line and "gap" in line for line in told)
+
+
+def test_where_the_integer_programme_closes_the_gap_annealing_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise AssertionError("the search was started")
+
+    monkeypatch.setattr(type(SOLVER), "improve", fail)
+    problem = at(oracle.gpt_like(6, vocabulary=1024), 0.8)
+    solution = solvers.solve(problem, time_limit_seconds=30)
+    assert solution.solver == "ilp"
+    assert solution.recompute_seconds - solution.lower_bound_seconds <= 3e-4 * problem.baseline.seconds
+
+
+def test_kernels_are_compiled_by_one_process_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_cache_folder", lambda: tmp_path)
+    with open(tmp_path / "annealing.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert search._compile_beside() is None

@@ -1,0 +1,133 @@
+"""Strategies of established systems as plans: carried out for real, with the peak and the bits that are predicted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cli
+import planner
+from planner import strategies
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.plans.module_choices import modules_of
+from tests.runtimes.test_selective import Transformer, X
+from tests.strategies.test_strategies import FACTORY
+from tests.tiers import tiered
+
+QUICK = (
+    "every",
+    "jax-offload-dot-with-no-batch-dims",
+    "megatron-output-discarding",
+    "save-on-cpu",
+    "selective",
+    "unsloth",
+)
+"""One of each kind of rule; the others are tried by the slow tier."""
+
+OF_SEVERAL_DEVICES = ("deepspeed-partition-activations", "megatron-distributed")
+
+
+def hold_to_prediction(plan: planner.Plan) -> None:
+    proof = planner.verify(Transformer(), X, plan, timed_steps=1)
+    assert proof.exact, proof.differences
+    assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes == plan.budget_bytes
+
+
+@pytest.mark.parametrize("name", tiered((n for n in strategies.known() if n not in OF_SEVERAL_DEVICES), quick=QUICK))
+def test_every_strategy_of_one_device_runs(name: str) -> None:
+    plan = planner.plan(Transformer(), X, strategy=name, compare=False)
+    assert plan.runtime == "graph" and plan.solver == name
+    assert plan.recomputations or plan.offloading is not None
+    hold_to_prediction(plan)
+
+
+@pytest.mark.parametrize("name", ["every-layer", "every-2"])
+def test_choices_of_modules_run_as_such(name: str) -> None:
+    plan = planner.plan(Transformer(), X, strategy=name, runtime="modules", compare=False)
+    assert plan.runtime == "modules" and len(modules_of(plan)) == (3 if name == "every-layer" else 2)
+    hold_to_prediction(plan)
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_what_a_strategy_could_not_pay_less_than_is_proven(runtime: str) -> None:
+    plan = planner.plan(Transformer(), X, strategy="every-layer", runtime=runtime, time_limit_seconds=2)
+    assert 0 < plan.lower_bound_overhead < plan.overhead
+    best = planner.plan(Transformer(), X, budget=plan.budget_bytes, runtime=runtime, time_limit_seconds=2)
+    assert plan.lower_bound_overhead <= best.overhead < plan.overhead
+    assert any(row.name == "this plan" for row in plan.baselines)
+
+
+def test_a_bound_is_of_plans_that_may_offload_what_the_strategy_does() -> None:
+    plan = planner.plan(Transformer(), X, strategy="save-on-cpu", time_limit_seconds=2)
+    assert plan.offloading is not None
+    assert max(value.size_bytes for value in plan.offloading.values) < 2**20, "none would be offloaded by default"
+    found = planner.audit(Transformer(), X, current=plan, time_limit_seconds=2)
+    assert found.now.peak_bytes == plan.peak_bytes and found.best.offloading is not None
+    assert max(plan.lower_bound_overhead, found.best.lower_bound_overhead) <= found.best.overhead <= plan.overhead
+
+
+def test_within_a_budget_or_not_at_all() -> None:
+    own = planner.plan(Transformer(), X, strategy="every-2", compare=False)
+    above = planner.plan(Transformer(), X, strategy="every-2", budget=own.peak_bytes + 4096, compare=False)
+    assert (above.peak_bytes, above.budget_bytes) == (own.peak_bytes, own.peak_bytes + 4096)
+    with pytest.raises(InfeasibleBudgetError, match=rf"'every-2' needs .* \({own.peak_bytes} bytes\)") as caught:
+        planner.plan(Transformer(), X, strategy="every-2", budget=own.peak_bytes - 64)
+    assert caught.value.minimum_feasible_peak_bytes == own.peak_bytes
+    wrapped = planner.auto_wrap(Transformer(), plan=planner.Plan.from_json(own.to_json()))
+    wrapped(X).backward()
+    assert planner.plan_of(wrapped).recomputations == own.recomputations
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"strategy": "every-2", "offload": True}, "says itself what waits on the host"),
+        ({"strategy": "every-2", "chunk": 4}, "in one piece"),
+        ({"strategy": "every-2", "runtime": "regional"}, "not by 'regional'"),
+        ({"strategy": "selective", "runtime": "modules"}, "'every-N' alone"),
+        ({"strategy": "evry-2"}, "did you mean"),
+        ({"strategy": "megatron-distributed-4"}, "several devices"),
+        ({}, "give one of budget"),
+        ({"strategy": "every-2", "budget": "50%", "activation_budget": "50%"}, "give one of budget"),
+    ],
+)
+def test_what_does_not_go_together(told: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        planner.plan(Transformer(), X, **told)
+
+
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        planner.plan(nn.Linear(4, 4), torch.ones(2, 4), strategy="every-2")
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(FACTORY, encoding="utf-8")
+    asked = ["plan", "own.py:make", "--strategy", "every-2", "--time-limit", "2"]
+    assert cli.main([*asked, "--verify", "--save", "own.plan", "--json", "own.json"]) == 0
+    report = json.loads(Path("own.json").read_text(encoding="utf-8"))
+    assert report["solver"]["name"] == "every-2"
+    assert report["predicted"]["overhead"] > report["lower_bound"]["overhead"] > 0
+    assert "gap-to-bound" not in capsys.readouterr().out
+    assert cli.main(["verify", "own.py:make", "--plan", "own.plan"]) == 0
+    capsys.readouterr()
+    assert cli.main([*asked, "--budget", "10%"]) == 3
+    assert "'every-2' needs" in capsys.readouterr().err
+    for arguments, words in (
+        (["plan", "own.py:make"], "--strategy NAME"),
+        (["verify", "own.py:make"], "--plan PLAN"),
+        (["verify", "own.py:make", "--plan", "own.plan", "--strategy", "every-2"], "leave --strategy out"),
+        (
+            ["plan", "own.py:make", "--strategy", "every-2", "--pipeline-stages", "2", "--micro-batches", "2"],
+            "pipeline",
+        ),
+    ):
+        assert cli.main(arguments) == 2
+        streams = capsys.readouterr()
+        assert words in streams.err and streams.err.count("\n") == 1 and not streams.out

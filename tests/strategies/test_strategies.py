@@ -1,0 +1,547 @@
+"""Established systems as schedules: each rule by hand on small graphs, what all of them promise, the comparison."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import cli
+import cost_models
+from planner import strategies
+from planner.analysis.audit import audit_study
+from planner.analysis.strategy_comparison import Established, Incumbent, compare
+from planner.analysis.study import Study
+from planner.analysis.trade_off import methods as ways
+from planner.errors import UsageError
+from planner.ir.cut_points import turning_point
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
+from planner.ir.host import Host
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import lifetimes, simulate
+from planner.ir.static_memory import StaticMemory
+from planner.plans.baselines import every_nth_layer
+from planner.plans.plan import PlanOrigin
+from planner.report import render_established
+from planner.report.established import answer
+from planner.strategies import StrategyStep, unsloth
+from planner.strategies._divided import GATHER
+from planner.strategies.binary_search import peak_bytes, search
+from tests.example_graphs import Builder, transformer
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "strategies_80.txt"
+GRAPH, COSTS = transformer(4)
+HOST = Host(bytes_per_second=1e11, budget_bytes=2**62, least_bytes=1)
+
+
+def study_of(graph: TrainingGraph = GRAPH, costs: tuple[OperationCost, ...] = COSTS) -> Study:
+    return Study(
+        graph=graph,
+        costs=costs,
+        origin=PlanOrigin(fingerprint={}),
+        static_memory=StaticMemory(),
+        device=cost_models.device("h100"),
+    )
+
+
+# Blocks of four operations: 4i to 4i+3 is block i, and ``backward(i)`` the first of its backward.
+
+
+def chain(
+    blocks: int = 4, *, norm: str = "native_layer_norm", last_workspace: int = 0, head_gradient: int = 0
+) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+    b, unit = Builder(), 64
+    x = b.add("given", [], [0], seconds=0.0, recomputable=False, module="")[0]
+    made = []
+    for i in range(blocks):
+        workspace = last_workspace * unit if i == blocks - 1 else 0
+        n = b.add(f"aten.{norm}.default", [x], [unit], module=f"h.{i}.norm")[0]
+        u = b.add("aten.mm.default", [n], [4 * unit], module=f"h.{i}.up", workspace=workspace)[0]
+        g = b.add("aten.gelu.default", [u], [4 * unit], module=f"h.{i}.act")[0]
+        made.append((x, n, u, g))
+        x = b.add("aten.mm.default", [g], [unit], module=f"h.{i}.down")[0]
+    d = b.add("tangent", [x], [unit], phase=Phase.LOSS, kind="tangent", retained=True, seconds=0.0)[0]
+    if head_gradient:
+        b.add("aten.mm.default", [d], [head_gradient * unit], module="head", phase=Phase.BACKWARD, retained=True)
+    for i in reversed(range(blocks)):
+        for target, module, saved, size in (
+            ("mm", "down", made[i][3], 4),
+            ("gelu_backward", "act", made[i][2], 4),
+            ("mm", "up", made[i][1], 1),
+            ("norm_backward", "norm", made[i][0], 1),
+        ):
+            d = b.add(f"aten.{target}.default", [d, saved], [size * unit], module=f"h.{i}.{module}",
+                      phase=Phase.BACKWARD)[0]  # fmt: skip
+    return b.graph("chain", {}), tuple(b.costs)
+
+
+def backward(block: int, blocks: int = 4) -> int:
+    return 2 + 4 * blocks + 4 * (blocks - 1 - block)
+
+
+def forward(block: int, *which: int) -> tuple[int, ...]:
+    return tuple(1 + 4 * block + index for index in which)
+
+
+def recomputed(name: str, graph: TrainingGraph | None = None, **kind: str) -> dict[int, tuple[int, ...]]:
+    costs: tuple[OperationCost, ...] = ()
+    if graph is None:
+        graph, costs = chain(**kind)  # type: ignore[arg-type]
+    return strategies.schedule(name, graph, costs or tuple(OperationCost(seconds=1.0) for _ in graph.operations)
+                               ).recomputations()  # fmt: skip
+
+
+ALL = range(4)
+BY_HAND: dict[str, dict[int, tuple[int, ...]]] = {
+    # What a block's backward needs runs again when it first needs any of it; the product at its end does not.
+    "pytorch-checkpoint": {backward(i): forward(i, 0, 1, 2) for i in ALL},
+    "every-layer": {backward(i): forward(i, 0, 1, 2) for i in ALL},
+    "every-2": {backward(i): forward(i, 0, 1, 2) for i in (0, 2)},
+    "every-3": {backward(i): forward(i, 0, 1, 2) for i in (0, 3)},
+    "chunked-2": {backward(i + 1): forward(i, *range(7)) for i in (0, 2)},
+    "chunked-3": {backward(2): forward(0, *range(11)), backward(3): forward(3, 0, 1, 2)},
+    # The last segment is left as it is, and takes what does not divide.
+    "checkpoint-sequential-2": {backward(1): forward(0, *range(7))},
+    "checkpoint-sequential-3": {backward(i): forward(i, 0, 1, 2) for i in (0, 1)},
+    "checkpoint-sequential-1": {},
+    # All that is not kept runs again at the block's first need, not each at its own.
+    "selective": {backward(i): forward(i, 0, 2) for i in ALL},
+    "torchtitan-selective": {backward(i): forward(i, 0, 2) for i in ALL},
+    # Where autograd is entered anew, the product at the end runs again too.
+    "tensorflow-recompute-grad": {backward(i): forward(i, *ALL) for i in ALL},
+    "oneflow": {backward(i): forward(i, *ALL) for i in ALL},
+    "megatron-uniform-2": {backward(i + 1): forward(i, *range(8)) for i in (0, 2)},
+    "megatron-block-1": {backward(0): forward(0, *ALL)},
+    "megatron-block-9": {backward(i): forward(i, *ALL) for i in ALL},
+    # Each output at its own need.
+    "megatron-output-discarding": {
+        **{backward(i): forward(i, 2) for i in ALL},
+        **{backward(i) + 2: forward(i, 0) for i in ALL},
+    },
+    "jax-dots-saveable": {
+        **{backward(i): forward(i, 2) for i in ALL},
+        **{backward(i) + 2: forward(i, 0) for i in ALL},
+    },
+    "jax-dots-with-no-batch-dims-saveable": {
+        **{backward(i): forward(i, 2) for i in ALL},
+        **{backward(i) + 2: forward(i, 0) for i in ALL},
+    },
+    # The first need needs all that came before.
+    "jax-nothing-saveable": {backward(3): forward(0, *range(15))},
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_what_runs_again_and_when(name: str) -> None:
+    assert recomputed(name) == BY_HAND[name]
+
+
+def test_figures_by_hand() -> None:
+    """The peak is while the first gradient of the last block is made, from its g."""
+    graph, costs = chain()
+    held = simulate(graph, costs, Schedule.keep_all(graph))
+    found = simulate(graph, costs, strategies.schedule("pytorch-checkpoint", graph, costs))
+    boundaries, tangent, block, gradient = 3, 1, 1 + 4 + 4, 4
+    assert held.peak_bytes == 64 * (boundaries + tangent + 4 * block + gradient)
+    assert found.peak_bytes == 64 * (boundaries + tangent + block + gradient)
+    assert found.recompute_seconds == pytest.approx(4 * 3e-3)
+
+
+def test_the_baselines_are_the_same_thing() -> None:
+    for name, n in (("pytorch-checkpoint", 1), ("every-2", 2), ("every-3", 3)):
+        assert strategies.schedule(name, GRAPH, COSTS) == every_nth_layer(GRAPH, n)
+
+
+def test_oneflow_keeps_batch_norms() -> None:
+    assert recomputed("oneflow", norm="native_batch_norm") == {backward(i): forward(i, 1, 2, 3) for i in ALL}
+
+
+def test_torchtitan_keeps_every_second_product() -> None:
+    before = strategies.schedule("torchtitan-selective", GRAPH, COSTS).recomputations()
+    again = {GRAPH.operations[index].module.rpartition("h.0.")[2] for index in before[max(before)]}
+    assert {"attn.c_proj", "ln_1", "mlp.1", "ln_2"} <= again
+    assert again.isdisjoint({"attn", "attn.c_attn", "mlp.0", "mlp.2"})
+
+
+def attention(blocks: int = 2) -> TrainingGraph:
+    """Blocks of six operations with attention that is not fused: q, scores, softmax, dropout, mixed, projected."""
+    b = Builder()
+    x = b.add("given", [], [0], seconds=0.0, recomputable=False)[0]
+    made = []
+    for i in range(blocks):
+        block = f"h.{i}.attn"
+        q = b.add("aten.addmm.default", [x], [64], module=f"{block}.q")[0]
+        s = b.add("aten.bmm.default", [q], [640], module=block)[0]
+        p = b.add("aten._softmax.default", [s], [640], module=block)[0]
+        d, mask = b.add("aten.native_dropout.default", [p], [640, 192], module=f"{block}.drop", state_bytes=64)
+        o = b.add("aten.bmm.default", [d, q], [64], module=block)[0]
+        made.append((x, q, p, d, mask, o))
+        x = b.add("aten.addmm.default", [o], [64], module=f"{block}.out")[0]
+    g = b.add("tangent", [x], [64], phase=Phase.LOSS, kind="tangent", retained=True, seconds=0.0)[0]
+    for i in reversed(range(blocks)):
+        block = f"h.{i}.attn"
+        x, q, p, d, mask, o = made[i]
+        for module, saved in (
+            (f"{block}.out", [o]), (block, [d, q]), (f"{block}.drop", [mask]), (block, [p]), (block, [q]),
+            (f"{block}.q", [x]),
+        ):  # fmt: skip
+            g = b.add("aten.backward.default", [g, *saved], [64], module=module, phase=Phase.BACKWARD)[0]
+    return b.graph("attention", {})
+
+
+def test_core_attention_runs_from_product_to_product() -> None:
+    # Before the backward of the second product: the projection's, which reads what is kept, comes first.
+    assert recomputed("megatron-selective", attention()) == {15: (8, 9, 10, 11), 21: (2, 3, 4, 5)}
+
+
+def test_batched_products_differ_between_policies() -> None:
+    graph = attention(1)
+    assert recomputed("jax-dots-saveable", graph) == {9: (3, 4)}
+    assert recomputed("jax-dots-with-no-batch-dims-saveable", graph) == {8: (2, 3, 4, 5)}
+
+
+def test_fused_attention_runs_again_though_little_is_gained() -> None:
+    """It is run for its own backward, whether or not anything was dropped."""
+    schedule = strategies.schedule("megatron-selective", GRAPH, COSTS)
+    again = [GRAPH.operations[index] for indices in schedule.recomputations().values() for index in indices]
+    assert [op.module for op in again] == [f"transformer.h.{i}.attn" for i in (3, 2, 1, 0)]
+    whole = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH))
+    assert simulate(GRAPH, COSTS, schedule).peak_bytes == whole.peak_bytes
+
+
+# The search for a number.
+
+
+def test_the_peak_is_not_monotone_in_the_number_and_the_search_fails() -> None:
+    """Running the last block again needs its workspace when the gradient of the head is already there."""
+    step = StrategyStep(*chain(last_workspace=24, head_gradient=12))
+    peaks = [peak_bytes(step, count) for count in range(5)]
+    assert peaks[0] > peaks[1] > peaks[2] > peaks[3] < peaks[4]
+    budget_bytes = peaks[3]
+    assert [peak <= budget_bytes for peak in peaks] == [False, False, False, True, False]
+    assert search(step, budget_bytes) is None
+    percent = -(-100 * budget_bytes // peaks[0])
+    assert peaks[0] * percent // 100 < min(peaks[2], peaks[4])
+    with pytest.raises(UsageError, match=rf"chain has no number of blocks .* {percent}%"):
+        strategies.schedule(f"binary-search-{percent}", step.graph, step.costs)
+
+
+def test_where_the_peak_is_monotone_the_search_finds_the_smallest_number() -> None:
+    step = StrategyStep(*transformer(6))
+    peaks = [peak_bytes(step, count) for count in range(7)]
+    assert peaks == sorted(peaks, reverse=True)
+    for budget_bytes in (*peaks, peaks[2] - 1, peaks[-1] - 1):
+        fitting = [count for count, peak in enumerate(peaks) if peak <= budget_bytes]
+        assert search(step, budget_bytes) == (fitting[0] if fitting else None)
+
+
+# What waits on the host: by the operation that makes it, before which operation it leaves, and before which it returns.
+
+
+def moves(name: str) -> dict[int, tuple[int, int]]:
+    graph, costs = chain()
+    schedule = strategies.schedule(name, graph, costs, HOST)
+    simulate(graph, costs, schedule, HOST)
+    return {
+        graph.producer[o.value]: (schedule.order[o.leaves], schedule.order[o.returns[0]]) for o in schedule.offloads
+    }
+
+
+INPUTS = {4 * i: (2 + 4 * i, 1 + 4 * i) for i in (1, 2, 3)}
+"""Of each block but the first, which is given its own: away from its first operation to that one's second run."""
+
+
+@pytest.mark.parametrize("name", ["deepspeed-cpu-checkpointing", "offloaded-checkpoint"])
+def test_inputs_of_blocks_wait_on_the_host(name: str) -> None:
+    assert moves(name) == INPUTS
+    graph, costs = chain()
+    ways = {"deepspeed-cpu-checkpointing": "tensorflow-recompute-grad", "offloaded-checkpoint": "pytorch-checkpoint"}
+    assert strategies.schedule(name, graph, costs, HOST).order == strategies.schedule(ways[name], graph, costs).order
+
+
+def test_unsloth_keeps_the_last_input_and_small_ones_and_fetches_a_layer_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert moves("unsloth") == {}
+    monkeypatch.setattr(unsloth, "_MORE_THAN_BYTES", 63)
+    assert moves("unsloth") == {4 * i: (2 + 4 * i, 5 + 4 * i) for i in (1, 2)}
+
+
+def test_save_on_cpu_sends_all_that_the_backward_reads() -> None:
+    graph, _ = chain()
+    turn = turning_point(graph)
+    read = {graph.producer[v] for op in graph.operations[turn:] for v in op.inputs if graph.producer[v] < turn}
+    assert moves("save-on-cpu").keys() == {index for index in read if index and graph.operations[index].name}
+    graph, costs = chain()
+    assert not strategies.schedule("save-on-cpu", graph, costs, HOST).recomputations()
+
+
+def test_jax_offloads_what_it_would_else_keep() -> None:
+    assert moves("jax-save-and-offload-only-these-names").keys() == INPUTS.keys()
+    products = {2 + 4 * i for i in ALL} | {4 * i for i in (1, 2, 3)}
+    assert moves("jax-offload-dot-with-no-batch-dims").keys() == products
+    graph, costs = chain()
+    kept = strategies.schedule("jax-dots-with-no-batch-dims-saveable", graph, costs)
+    assert strategies.schedule("jax-offload-dot-with-no-batch-dims", graph, costs, HOST).order == kept.order
+
+
+@pytest.mark.parametrize("name", ["deepspeed-partition-activations-4", "megatron-distributed-4"])
+def test_divided_inputs_are_shares_between_forward_and_backward(name: str) -> None:
+    graph, costs = chain()
+    chosen = strategies.get(name)
+    step = chosen.step_of(StrategyStep(graph, costs))
+    schedule = chosen.schedule(step)
+    gathers = [index for index, operation in enumerate(step.graph.operations) if operation.target == GATHER]
+    assert [schedule.order.count(index) >= 2 for index in gathers] == [True] * 3
+    turn = schedule.order.index(turning_point(step.graph))
+    across = [copy for copy in lifetimes(step.graph, schedule) if copy.born < turn <= copy.died]
+    shares = [step.graph.operations[gather].inputs[0] for gather in gathers]
+    assert {copy.value for copy in across if step.graph.values[copy.value].size_bytes == 16} == set(shares)
+    whole = simulate(graph, costs, strategies.schedule("tensorflow-recompute-grad", graph, costs))
+    found = simulate(step.graph, step.costs, schedule)
+    assert found.recompute_seconds == whole.recompute_seconds and found.peak_bytes <= whole.peak_bytes
+    with pytest.raises(UsageError, match="divides values over several devices"):
+        strategies.schedule(name, graph, costs)
+    with pytest.raises(UsageError, match="two devices at least"):
+        strategies.get(f"{chosen.strategy.name}-1").step_of(StrategyStep(graph, costs))
+
+
+def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
+    study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), static_memory=StaticMemory())
+    found = compare(study, ["save-on-cpu", "every-2"], time_limit_seconds=0.5)
+    assert [row.name for row in found.rows] == ["every-2"] and "link" in found.absent["save-on-cpu"]
+
+
+def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
+    found = compare(study_of(), ["save-on-cpu", "deepspeed-cpu-checkpointing"], time_limit_seconds=3.0)
+    for row in found.rows:
+        assert row.host_bytes > 0 and row.excess is not None and row.gap is not None
+        assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead  # type: ignore[operator]
+    assert max(row.excess for row in found.rows if row.excess is not None) > 0.05
+    console = Console(width=100, file=io.StringIO(), highlight=False)
+    render_established(found, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "host" in text and "with as much of the host's memory" in text
+
+
+# What every strategy promises.
+
+
+def _is(*targets: str) -> Callable[[Operation], bool]:
+    return lambda operation: any(target in operation.target for target in targets)
+
+
+_PRODUCTS = _is("mm.", "attention")
+MAY_KEEP: dict[str, Callable[[Operation], bool]] = {
+    "binary-search-75": lambda operation: operation.module.startswith(("transformer.h.2", "transformer.h.3")),
+    "checkpoint-sequential-2": lambda operation: operation.module.startswith(("transformer.h.2", "transformer.h.3")),
+    "chunked-2": _is(),
+    "every-2": lambda operation: operation.module.startswith(("transformer.h.1", "transformer.h.3")),
+    "jax-dots-saveable": _PRODUCTS,
+    "jax-dots-with-no-batch-dims-saveable": _is("mm."),
+    "jax-nothing-saveable": _is(),
+    "megatron-block-2": lambda operation: operation.module.startswith(("transformer.h.2", "transformer.h.3")),
+    "megatron-output-discarding": lambda operation: not _is("layer_norm", "gelu")(operation),
+    "megatron-selective": lambda operation: True,
+    "megatron-uniform-2": _is(),
+    "oneflow": _is("batch_norm"),
+    "pytorch-checkpoint": _is(),
+    "selective": _PRODUCTS,
+    "sqrt": lambda operation: True,
+    "tensorflow-recompute-grad": _is(),
+    "torchtitan-selective": _is("attn.c_attn", "mlp.0", "mm.", "attention"),
+}
+"""What of a block may be kept beside what others read in the forward, with four blocks."""
+
+ELSEWHERE = (
+    "deepspeed-cpu-checkpointing",
+    "deepspeed-partition-activations-8",
+    "jax-offload-dot-with-no-batch-dims",
+    "jax-save-and-offload-only-these-names",
+    "megatron-distributed-8",
+    "offloaded-checkpoint",
+    "save-on-cpu",
+    "unsloth",
+)
+"""Those that let values wait on the host, or divide them over devices."""
+
+
+def test_every_strategy_is_listed_here() -> None:
+    step = StrategyStep(GRAPH, COSTS)
+    assert {strategies.get(name).name_for(step) for name in strategies.known()} == {*MAY_KEEP, *ELSEWHERE}
+    assert all(strategy.summary for strategy in strategies.known().values())
+
+
+@pytest.mark.parametrize("name", MAY_KEEP)
+def test_a_valid_schedule_that_keeps_at_most_what_it_says(name: str) -> None:
+    step = StrategyStep(GRAPH, COSTS)
+    schedule = strategies.schedule(name, GRAPH, COSTS)
+    whole = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH))
+    found = simulate(GRAPH, COSTS, schedule)
+    assert found.recompute_seconds >= 0 and found.peak_bytes <= whole.peak_bytes
+    assert list(dict.fromkeys(schedule.order)) == list(range(len(GRAPH.operations)))
+    turn = schedule.order.index(turning_point(GRAPH))
+    block_of = {index: place for place, block in enumerate(step.blocks) for index in block}
+    for copy in lifetimes(GRAPH, schedule):
+        maker = GRAPH.producer[copy.value]
+        if copy.born < turn <= copy.died and maker in block_of and not GRAPH.values[copy.value].retained:
+            others = [r for r in GRAPH.readers[copy.value] if block_of.get(r) != block_of[maker] and r < turn]
+            assert MAY_KEEP[name](GRAPH.operations[maker]) or others, GRAPH.operations[maker]
+
+
+def test_no_bound_is_above_a_strategy() -> None:
+    graph, costs = transformer(3)
+    found = compare(study_of(graph, costs), time_limit_seconds=2.0, deterministic=True)
+    assert not found.absent and len(found.rows) == len(strategies.known())
+    assert [row.peak_bytes for row in found.rows] == sorted(row.peak_bytes for row in found.rows)
+    seconds = found.baseline_step_seconds
+    host = study_of(graph, costs).unlimited_host()
+    for row in found.rows:
+        if row.best_overhead is None or row.lower_bound_overhead is None:
+            assert row.note and row.name.startswith(("deepspeed-partition", "megatron-distributed"))
+            continue
+        assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead
+        evaluation = simulate(graph, costs, strategies.schedule(row.name, graph, costs, host), host)
+        assert row.peak_bytes == evaluation.peak_bytes + graph.total_static_bytes
+        assert row.host_bytes == evaluation.host_bytes
+        assert row.overhead == pytest.approx(evaluation.added_seconds / seconds)
+    assert max(row.excess or 0 for row in found.rows) > 0.1
+    some = ["every-2", "save-on-cpu", "unsloth"]
+    once, again = (compare(study_of(graph, costs), some, time_limit_seconds=0.5, deterministic=True) for _ in range(2))
+    assert once.report() == again.report()
+
+
+def test_what_does_not_apply_says_why() -> None:
+    b = Builder()
+    x = b.add("aten.mm.default", [], [64], module="a")[0]
+    b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
+    found = compare(study_of(b.graph("flat", {}), tuple(b.costs)))
+    assert found.absent["pytorch-checkpoint"] == "flat has no repeated blocks"
+    assert "cannot be cut" in found.absent["sqrt"]
+    with pytest.raises(UsageError, match="chain has no attention"):
+        recomputed("megatron-selective")
+    with pytest.raises(UsageError, match="chain has 4 blocks, and not 5"):
+        recomputed("checkpoint-sequential-5")
+    assert "jax-nothing-saveable" in {row.name for row in found.rows}
+
+
+# Names.
+
+
+def test_names_with_numbers() -> None:
+    step = StrategyStep(GRAPH, COSTS)
+    assert strategies.get("megatron-block").name_for(step) == "megatron-block-2"
+    assert strategies.get("megatron-block-3").name_for(step) == "megatron-block-3"
+    assert strategies.get("every-layer").name_for(step) == "pytorch-checkpoint"
+    assert {"every-N", "selective"} <= set(strategies.names())
+    for wrong in ("every-0", "every-", "selective-2", "every-x", "every-99999", "-2", ""):
+        assert strategies.find(wrong) is None
+    with pytest.raises(UsageError, match=r"no strategy 'megatron-blok'; did you mean .*'megatron-block-N'"):
+        strategies.get("megatron-blok")
+
+
+def test_audit_and_what_if_take_every_name() -> None:
+    audit = audit_study(study_of(), "chunked-2", solver="sqrt")
+    assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
+    with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
+        audit_study(study_of(*chain()), "megatron-selective")
+    waiting = audit_study(study_of(), "save-on-cpu", time_limit_seconds=1.0)
+    assert waiting.now.offloading is not None and waiting.now.offloading.host_bytes > 0
+    assert waiting.best.added_seconds <= waiting.now.added_seconds
+    assert waiting.report()["current"]["host_bytes"] == waiting.now.offloading.host_bytes
+    point = ways.point_of(study_of(), strategies.schedule("save-on-cpu", GRAPH, COSTS, HOST), "save-on-cpu")
+    assert point.overhead == pytest.approx(waiting.now.overhead)
+    ways.check(["megatron-block-3", "jax-dots-saveable", "sqrt", "every-layer"])
+    assert ways.is_strategy("megatron-block-3") and not ways.is_strategy("sqrt")
+
+
+# The report.
+
+
+def _fixed(*rows: tuple[str, float, float, float, float]) -> Established:
+    return Established(
+        model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=9 * 2**30,
+        baseline_step_seconds=0.5, absent={"megatron-selective": "toy has no attention in its blocks"},
+        rows=tuple(
+            Incumbent(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
+                     lower_bound_overhead=bound, solver="ilp")
+            for name, size, pays, best, bound in rows
+        ),
+    )  # fmt: skip
+
+
+FAR = ("pytorch-checkpoint", 4.0, 0.331, 0.2, 0.18), ("jax-dots-with-no-batch-dims-saveable", 6.5, 0.1, 0.05, 0.04999)
+NEAR = ("selective", 7.25, 0.05, 0.03, 0.03)
+
+
+def test_the_table_at_80_columns() -> None:
+    console = Console(width=80, file=io.StringIO(), highlight=False)
+    render_established(_fixed(*FAR, NEAR), console)
+    text = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+    assert max(map(len, text.splitlines()[1:])) <= 80
+
+
+def test_the_verdict() -> None:
+    assert answer(_fixed(*FAR)) == (
+        "of 2 established ways none is within 3 points of the best plan at its peak; the closest is "
+        "jax-dots-with-no-batch-dims-saveable, +10.0% where +5.0% would do"
+    )
+    assert answer(_fixed(*FAR, NEAR)) == (
+        "of 3 established ways 1 is within 3 points of the best plan at the same peak; the farthest is "
+        "pytorch-checkpoint, +33.1% where +20.0% would do"
+    )
+    assert answer(_fixed(NEAR)).endswith("the same peak")
+    assert answer(_fixed()) == "no established way applies to this model"
+
+
+FACTORY = """
+import torch
+
+
+def make():
+    layers = [torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    return torch.nn.Sequential(*layers), torch.randn(1024, 64), lambda output: output.square().mean()
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(FACTORY, encoding="utf-8")
+    names = "every-layer,megatron-block,sqrt,megatron-selective,save-on-cpu,megatron-distributed"
+    assert cli.main(["strategies", "own.py:make", "--only", names, "--time-limit", "2", "--json", "all.json"]) == 0
+    shown = capsys.readouterr().out
+    report = json.loads(Path("all.json").read_text(encoding="utf-8"))
+    assert shown.startswith("of 4 established ways ")
+    found = {row["name"] for row in report["strategies"]}
+    assert found == {"pytorch-checkpoint", "megatron-block-3", "sqrt", "save-on-cpu", "megatron-distributed-8"}
+    assert [row["name"] for row in report["absent"]] == ["megatron-selective"]
+    for row in (row for row in report["strategies"] if row["best_overhead"] is not None):
+        assert row["lower_bound_overhead"] <= row["best_overhead"] <= row["overhead"]
+
+
+def test_an_eager_step_has_no_such_table() -> None:
+    """What strategies do of a captured step would be no choice of modules, and could not be carried out."""
+    eager = replace(study_of(), origin=PlanOrigin(fingerprint={}, runtime="modules"))
+    with pytest.raises(UsageError, match="on a whole graph"):
+        compare(eager, ["every-2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["minigpt", "--only", "every-2,selectiv"], "did you mean 'selective'"),
+        (["minigbt"], "minigpt"),
+        (["minigpt", "--solver", "sqr"], "sqrt"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["strategies", *arguments]) == 2
+    streams = capsys.readouterr()
+    assert words in streams.err and streams.err.count("\n") == 1 and not streams.out

@@ -1,0 +1,329 @@
+"""A step in slices: it needs less, runs as predicted, and gives the numbers of the step in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import planner
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
+from planner.common.chunks import TOLERANCE, check_chunk, slices_of
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.plans.plan import Plan
+from planner.session.step import Options, lower_as_run
+from planner.transforms.chunk_region import ChunkRegion, find_region, region_around
+from planner.transforms.chunk_rules import Form
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 1500, 32, 2, 25
+ROWS = BATCH * LENGTH
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class GPT(nn.Module):
+    """A small decoder whose logits are all that is large."""
+
+    def __init__(self, *, tied: bool = False, reduction: str = "mean", gives_logits: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(1))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.reduction = reduction
+        self.gives_logits = gives_logits
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction=self.reduction)
+        return (loss, logits) if self.gives_logits else loss
+
+
+class Wide(nn.Module):
+    """Perceptrons far wider than what goes between them."""
+
+    def __init__(self, inner: Callable[[], nn.Module] = nn.GELU, width: int = 600) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), inner(), nn.Linear(width, WIDTH)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Noisy(Wide):
+    """Dropout between perceptrons, and a buffer that is read in them and overwritten afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(600))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, inner, down in self.layers:
+            x = x + F.dropout(down(inner(up(x) + self.shift)), 0.2)
+        self.shift.mul_(1.5)
+        return x.square().mean()
+
+
+class Chain(nn.Module):
+    """Nothing but operations on single elements and on rows, from the input to the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = (x.sin() * F.softmax(x, -1)).exp()
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x.mean()
+
+
+class Scores(nn.Module):
+    """Attention that is written out: tokens look at each other, sequences do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.inner(x)
+        return (F.softmax(torch.bmm(q, x.transpose(1, 2)), -1) @ x).square().mean()
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    labels = ids.roll(-1, 1).clone()
+    labels[0, :7] = -100
+    return ids, labels
+
+
+def rows(count: int = 60, width: int = WIDTH) -> tuple[Tensor]:
+    return (torch.randn(count, width, generator=torch.Generator().manual_seed(1)),)
+
+
+def smallest(model: nn.Module, inputs: Any, **asked: Any) -> int:
+    """Give the smallest budget for which a plan is known."""
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        planner.plan(model, inputs, budget=1000, **asked)
+    return refused.value.minimum_feasible_peak_bytes
+
+
+def region_of(model: nn.Module, inputs: Any) -> ChunkRegion | None:
+    joint = capture(model, Inputs.of(inputs, None))
+    return find_region(lower_as_run(model, joint, Options()).lowered)
+
+
+def targets(region: ChunkRegion) -> set[str]:
+    return {str(node.target) for node in region.splits}
+
+
+def assert_as_promised(model: nn.Module, inputs: Any, plan: Plan) -> None:
+    proof = planner.verify(model, inputs, plan, timed_steps=1)
+    assert proof.exact, "recompute changes no bit of the sliced step"
+    assert proof.agrees, proof.differences
+    assert proof.from_one_piece <= TOLERANCE
+    for predicted, measured in (
+        (plan.peak_bytes, proof.peak_bytes),
+        (plan.baseline_peak_bytes, proof.baseline_peak_bytes),
+    ):  # sizes are rounded up to 64 bytes, and a slice has scalars of its own
+        assert measured <= predicted <= 1.001 * measured
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: GPT(), id="mean"),
+        pytest.param(lambda: GPT(tied=True, reduction="sum"), id="tied, sum", marks=pytest.mark.slow),
+        pytest.param(lambda: GPT(gives_logits=True), id="logits too", marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_predicted(model) -> None:
+    built, inputs = model(), tokens()
+    in_one_piece = smallest(built, inputs)
+    in_slices = smallest(built, inputs, chunk=5)
+    logits_bytes = ROWS * VOCABULARY * 4
+    assert in_slices < in_one_piece - logits_bytes
+    plan = planner.plan(built, inputs, budget=in_slices, chunk=5, time_limit_seconds=0.5)
+    assert slices_of(plan.fingerprint) == 5
+    assert_as_promised(built, inputs, plan)
+
+
+def test_gradients_are_those_of_plain_eager_to_within_the_tolerance() -> None:
+    model, inputs = GPT(), tokens()
+    model(*inputs).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    planner.auto_wrap(model, inputs, budget="90%", chunk=3, time_limit_seconds=0.5)
+    model(*inputs).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).norm() <= TOLERANCE * max(expected[name].norm(), 0.01), name
+
+
+def test_a_count_that_does_not_divide_the_rows_leaves_a_smaller_last_slice() -> None:
+    model, inputs = GPT(), tokens()
+    plan = planner.plan(model, inputs, budget="100%", chunk=4)
+    (note,) = (w for w in plan.warnings if w.rule == "in-slices")
+    assert f"13 of {ROWS} rows at a time, and 11 at last" in note.evidence
+    assert_as_promised(model, inputs, plan)
+
+
+def test_every_layer_that_is_built_alike_is_sliced() -> None:
+    model, inputs = Wide(), rows()
+    region = region_of(model, inputs)
+    assert region is not None
+    assert len(set(region.parts.values())) == 3
+    assert region.rows == 60
+    in_slices = smallest(model, inputs, chunk=4)
+    assert in_slices < smallest(model, inputs)
+    plan = planner.plan(model, inputs, budget=in_slices, chunk=4, time_limit_seconds=0.5)
+    assert_as_promised(model, inputs, plan)
+
+
+def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_piece() -> None:
+    model, inputs = Noisy(), rows(64)
+    plan = planner.plan(model, inputs, budget="90%", chunk=4, time_limit_seconds=0.5)
+    assert_as_promised(model, inputs, plan)
+
+
+def test_a_chain_of_pointwise_operations_is_sliced_from_end_to_end() -> None:
+    model, inputs = Chain(), (rows(128, 200)[0].requires_grad_(),)
+    in_slices = smallest(model, inputs, chunk=8)
+    assert in_slices < smallest(model, inputs)
+    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_slices, chunk=8, time_limit_seconds=0.5))
+
+
+def test_batch_entries_are_sliced_where_tokens_depend_on_each_other() -> None:
+    model, inputs = Scores(), (torch.randn(6, 80, WIDTH, generator=torch.Generator().manual_seed(1)),)
+    region = region_of(model, inputs)
+    assert region is not None
+    assert region.rows == 6
+    assert "aten.bmm.default" in targets(region)
+    in_slices = smallest(model, inputs, chunk=3)
+    assert in_slices < smallest(model, inputs)
+    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_slices, chunk=3, time_limit_seconds=0.5))
+
+
+def test_tokens_that_attention_mixes_are_never_sliced_through_it() -> None:
+    model, inputs = Scores(), (torch.randn(6, 80, WIDTH),)
+    joint = capture(model, Inputs.of(inputs, None))
+    for seed in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
+        assert region_around(joint, seed, 6 * 80) is None
+
+
+@pytest.mark.parametrize(
+    ("inner", "target"),
+    [(lambda: nn.Dropout(0.1), "native_dropout.default"), (lambda: nn.BatchNorm1d(600), "batch_norm")],
+)
+def test_random_numbers_and_statistics_over_rows_end_a_region(inner, target) -> None:
+    region = region_of(Wide(inner), rows())
+    assert region is None or not any(target in name for name in targets(region))
+
+
+def test_what_cannot_be_sliced_is_refused_with_the_reason() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.Conv1d(4, 4, 3))
+    with pytest.raises(UsageError, match="nothing that is large at the peak can be computed in slices"):
+        planner.plan(model, torch.randn(4, 4, 50), budget="100%", chunk=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"chunk": 0}, "'auto', 'off' or a number"),
+        ({"chunk": "atuo"}, "did you mean 'auto'"),
+        ({"chunk": 2, "runtime": "modules"}, "leave out runtime='modules'"),
+        ({"chunk": "auto", "tensor_parallel": 2}, "one device"),
+    ],
+)
+def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planner.plan(Wide(), rows(), budget="100%", **asked)
+
+
+def test_auto_slices_only_where_that_makes_a_plan_feasible_or_cheaper() -> None:
+    model, inputs = GPT(), tokens()
+    assert slices_of(planner.plan(model, inputs, budget="100%", chunk="auto").fingerprint) == 1
+    budget = smallest(model, inputs) - ROWS * VOCABULARY * 4
+    plan = planner.plan(model, inputs, budget=budget, chunk="auto", time_limit_seconds=0.5)
+    assert slices_of(plan.fingerprint) > 1
+    (why,) = (w for w in plan.warnings if w.rule == "why-slices")
+    assert "in one piece no plan" in why.evidence
+    with pytest.raises(InfeasibleBudgetError, match="--chunk auto"):
+        planner.plan(model, inputs, budget=budget, time_limit_seconds=0.5)
+
+
+def test_a_saved_plan_rebuilds_its_slices(tmp_path: Path) -> None:
+    model, inputs = GPT(), tokens()
+    made = planner.plan(model, inputs, budget="85%", chunk=4, time_limit_seconds=0.5)
+    made.save(tmp_path / "plan")
+    plan = Plan.load(tmp_path / "plan")
+    assert plan == made
+    assert_as_promised(model, inputs, plan)
+    planner.auto_wrap(model, inputs, plan=plan)
+    assert planner.plan_of(model).fingerprint == made.fingerprint
+    model(*inputs).backward()
+    assert planner.plan_of(model).recomputations == made.recomputations
+
+
+def test_a_wrapped_model_slices_other_sizes_too() -> None:
+    model, (ids, labels) = GPT(), tokens()
+    planner.auto_wrap(model, (ids, labels), budget="90%", chunk=4, time_limit_seconds=0.5)
+    model(ids, labels).backward()
+    model(ids[:, :20], labels[:, :20]).backward()
+    assert slices_of(planner.plan_of(model).fingerprint) == 4
+
+
+def test_a_step_in_slices_can_be_studied() -> None:
+    model, inputs = GPT(), tokens()
+    whole, step = planner.study(model, inputs), planner.study(model, inputs, chunk=4)
+    assert step.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
+    plan = step.plan(budget="90%", time_limit_seconds=0.5)
+    assert slices_of(plan.fingerprint) == 4 and planner.explain(plan).values
+    with pytest.raises(UsageError, match="in one number of slices"):
+        planner.study(model, inputs, chunk="auto")
+
+
+def test_a_percentage_is_of_the_step_in_one_piece() -> None:
+    model, inputs = GPT(), tokens()
+    whole = planner.study(model, inputs).problem("90%")
+    plan = planner.plan(model, inputs, budget="90%", chunk=4, time_limit_seconds=0.5, compare=False)
+    assert plan.budget_bytes == whole.budget_bytes + whole.graph.total_static_bytes
+
+
+def test_numbers_of_slices() -> None:
+    assert [check_chunk(chunk) for chunk in ("off", 1, 7, "auto")] == [1, 1, 7, "auto"]
+
+
+def test_weight_gradients_are_added_up_in_place_and_only_there() -> None:
+    region = region_of(GPT(), tokens())
+    assert region is not None
+    sums = [node for node, form in region.forms.items() if form is Form.SUM]
+    assert {str(node.target) for node in sums} == {"aten.mm.default", "<built-in function getitem>"}
+    assert all(isinstance(node, fx.Node) for node in sums)

@@ -1,0 +1,327 @@
+"""The zoo: every model is one graph without any memory, and learns; and the user's own models."""
+
+from __future__ import annotations
+
+import doctest
+import sys
+
+import pytest
+
+from planner import zoo
+from planner.errors import UsageError
+from tests.tiers import tiered
+
+torch = pytest.importorskip("torch")
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+
+SMALL = {
+    "minigpt": {"seq_len": 16},
+    "minimind-26m": {"seq_len": 16},
+    "minimind-104m": {"seq_len": 16},
+    "minimind-moe": {"seq_len": 16},
+    "gpt2": {"seq_len": 16},
+    "gpt2-774m": {"seq_len": 16},
+    "llama-7b": {"seq_len": 16},
+    "bert-large": {"seq_len": 16},
+    "vit-b16": {"image_size": 32},
+    "resnet50": {"image_size": 32},
+    "resnet152": {"image_size": 32},
+    "t5-base": {"seq_len": 16},
+    "unet": {"image_size": 32},
+    "diffusion-unet": {"image_size": 16},
+    "latent-diffusion-unet": {"image_size": 16},
+    "convnext-tiny": {"image_size": 32},
+    "convnext-base": {"image_size": 32},
+    "whisper-small-encoder": {"seq_len": 32},
+    "lstm": {"seq_len": 8},
+    "mixtral-1b": {"seq_len": 16},
+    "qwen3-0.6b": {"seq_len": 16},
+    "gemma3-1b": {"seq_len": 16},
+}
+REAL = (
+    "minigpt",
+    "minimind-26m",
+    "minimind-moe",
+    "gpt2",
+    "bert-large",
+    "vit-b16",
+    "resnet50",
+    "t5-base",
+    "unet",
+    "diffusion-unet",
+    "convnext-tiny",
+    "whisper-small-encoder",
+    "lstm",
+)
+"""One of each family that a test can afford; a LLaMA with one layer still takes gigabytes."""
+
+
+def build(name, **options):
+    if "transformers" in zoo.describe(name):
+        pytest.importorskip("transformers")
+    return zoo.build(name, batch_size=2, **{"layers": 1, **SMALL[name], **options})
+
+
+def parameters(example) -> int:
+    return sum(parameter.numel() for parameter in example.model.parameters())
+
+
+def loss_of(example):
+    output = example.model(*example.example_args, **example.example_kwargs)
+    return getattr(output, "loss", output)
+
+
+class Captured(BaseException):
+    """Carries a joint graph out of the compiler; no Exception, for that would be wrapped."""
+
+
+def joint_graph(example, mode):
+    def partition(joint, inputs, *, num_fwd_outputs, **_):
+        raise Captured(joint)
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    from planner.capture.torch_internals import dynamo_settings
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: graph,
+        bw_compiler=lambda graph, _: graph,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(example.model, backend=backend, fullgraph=True, dynamic=False)
+    with mode, dynamo_settings(), pytest.raises(Captured) as caught:
+        compiled(*example.example_args, **example.example_kwargs)
+    return caught.value.args[0].graph
+
+
+NAMES = tiered(zoo.names(), slow=["latent-diffusion-unet"])
+
+
+def test_every_model_is_tested():
+    assert set(SMALL) == set(zoo.names())
+
+
+def test_examples():
+    assert doctest.testmod(zoo).failed == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_model_is_one_graph_under_fake_tensors(name):
+    mode = FakeTensorMode()
+    example = build(name, fake_mode=mode)
+    graph = joint_graph(example, mode)
+    targets = {str(node.target) for node in graph.nodes}
+    assert targets & {"aten.mm.default", "aten.addmm.default", "aten.convolution.default"}
+    gradients = [node for node in graph.output_node().args[0] if node is not None]
+    assert len(gradients) > sum(1 for p in example.model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ambient", [False, True], ids=["passed", "ambient"])
+def test_full_size_costs_no_memory_and_leaves_no_trace(name, ambient):
+    if "transformers" in zoo.describe(name):
+        pytest.importorskip("transformers")
+    before = torch.get_rng_state(), torch.get_default_dtype()
+    mode = FakeTensorMode()
+    if ambient:
+        with mode:
+            example = zoo.build(name)
+    else:
+        example = zoo.build(name, fake_mode=mode)
+    tensors = (*example.model.parameters(), *example.model.buffers(), *example.example_kwargs.values())
+    assert all(isinstance(tensor, FakeTensor) and tensor.fake_mode is mode for tensor in tensors)
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.get_default_dtype() == before[1]
+    millions = zoo.describe(name).split(" parameters")[0].split()[-1]
+    published = float(millions[:-1]) * (1e9 if millions.endswith("B") else 1e6)
+    assert parameters(example) == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_model_learns(name):
+    example = build(name)
+    torch.manual_seed(0)
+    first = loss_of(example)
+    first.backward()
+    torch.optim.SGD(example.model.parameters(), lr=0.1).step()
+    assert first.ndim == 0
+    torch.manual_seed(0)  # the same dropout, so that only the weights differ
+    assert loss_of(example).item() < first.item() < 12
+
+
+def test_llama_steps_in_bfloat16():
+    mode = FakeTensorMode()
+    example = build("llama-7b", fake_mode=mode)
+    with mode:
+        loss_of(example).backward()
+    assert {parameter.grad.dtype for parameter in example.model.parameters()} == {torch.bfloat16}
+
+
+def test_same_seed_same_model_and_inputs():
+    first, same, other = (build("minimind-26m", seed=seed) for seed in (3, 3, 4))
+    weight, same_weight, other_weight = (example.model.tokens.weight for example in (first, same, other))
+    assert torch.equal(weight, same_weight) and not torch.equal(weight, other_weight)
+    assert torch.equal(first.example_kwargs["labels"], same.example_kwargs["labels"])
+
+
+def test_sizes_are_kept():
+    example = build("minigpt", layers=2, seq_len=8, dtype=torch.bfloat16)
+    assert example.example_kwargs["input_ids"].shape == (2, 8)
+    assert len(example.model.blocks) == 2
+    assert {parameter.dtype for parameter in example.model.parameters()} == {torch.bfloat16}
+    assert example.model.head.weight is example.model.tokens.weight
+    assert example.model.training and example.loss_fn is None
+
+
+def test_sequences_may_be_longer_than_the_models_own():
+    for name in ("minigpt", "minimind-26m"):
+        example = zoo.build(name, layers=1, batch_size=1, seq_len=2048, fake_mode=(mode := FakeTensorMode()))
+        with mode:
+            assert loss_of(example).ndim == 0
+
+
+def test_diffusion_goes_by_the_text():
+    from planner.zoo.unets import DiffusionUNet
+
+    torch.manual_seed(0)
+    model = DiffusionUNet(blocks=1, width=32, attention_levels=(0,), context_width=16)
+    image, steps = torch.randn(1, 3, 16, 16), torch.tensor([3])
+    losses = [model(image, steps, image, context) for context in torch.randn(2, 1, 5, 16)]
+    assert losses[0] != losses[1]
+
+
+def test_every_sixth_layer_of_gemma_sees_all_tokens():
+    pytest.importorskip("transformers")
+    mode = FakeTensorMode()
+    config = build("gemma3-1b", layers=6, fake_mode=mode).model.config
+    assert config.layer_types == 5 * ["sliding_attention"] + ["full_attention"]
+
+
+def test_unused_experts_change_nothing():
+    from planner.zoo.modules import MixtureOfExperts
+
+    torch.manual_seed(0)
+    mixture, x = MixtureOfExperts(8, 16, experts=4, chosen=2), torch.randn(1, 1, 8)
+    unused = mixture.router(x).softmax(dim=-1).flatten().argsort()[:2]
+    before = mixture(x)
+    for index in unused:
+        torch.nn.init.zeros_(mixture.experts[index].down.weight)
+    assert torch.equal(before, mixture(x))
+    torch.nn.init.zeros_(mixture.shared.down.weight)
+    assert not torch.equal(before, mixture(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gpt-2", {}, "did you mean gpt2"),
+        ("zzzz", {}, "known are minigpt"),
+        ("gpt2", {"image_size": 224}, "no image_size"),
+        ("resnet50", {"seq_len": 8}, "no seq_len"),
+        ("gpt2", {"batch_size": 0}, "batch_size of model 'gpt2' must be a whole number above zero"),
+        ("gpt2", {"layers": 1.5}, "layers of model 'gpt2'"),
+        ("gpt2", {"dtype": "int8"}, "choose one of float32"),
+        ("vit-b16", {"image_size": 100}, "multiple"),
+        ("convnext-tiny", {"image_size": 16}, "too small"),
+        ("whisper-small-encoder", {"seq_len": 31}, "not even"),
+    ],
+)
+def test_what_cannot_be_built_says_why(name, options, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        zoo.build(name, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_transformers_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"pip install checkpoint-planner\[zoo\]"):
+        zoo.build("gpt2")
+
+
+# --- the user's own models ------------------------------------------------------------------------
+
+SOURCE = """
+import torch
+from helper import WIDTH
+
+model = torch.nn.Linear(WIDTH, 2)
+x = torch.zeros(1, WIDTH)
+
+def tensor(): return model, x
+def arguments(): return model, (x,)
+def keywords(): return model, {"input": x}
+def with_loss(): return model, x, lambda output: output.sum()
+def raises(): raise RuntimeError("no\\nweights")
+def leaves(): raise SystemExit(3)
+def just_model(): return model
+def many(): return model, x, None, None
+def no_model(): return x, x
+def no_inputs(): return model, 3
+def bad_names(): return model, {1: x}
+def bad_loss(): return model, x, "mse"
+def needs(argument): return model, x
+not_a_function = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "helper.py").write_text("WIDTH = 4\n")
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    (tmp_path / "script.py").write_text("raise SystemExit(2)\n")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("mine", "helper", "broken", "script"):
+        sys.modules.pop(name, None)
+        sys.modules.pop(f"_planner_model_{name}", None)
+
+
+@pytest.mark.parametrize("place", ["mine.py", "mine"])
+@pytest.mark.parametrize("factory", ["tensor", "arguments", "keywords", "with_loss"])
+def test_user_model_is_loaded(folder, place, factory):
+    path_before = list(sys.path)
+    example = zoo.load_user_model(f"{place}:{factory}")
+    output = example.model(*example.example_args, **example.example_kwargs)
+    assert output.shape == (1, 2)
+    assert (example.loss_fn is not None) == (factory == "with_loss")
+    assert sys.path == path_before
+
+
+def test_user_model_by_absolute_path_under_fake_tensors(folder):
+    (folder / "big.py").write_text(
+        "import torch\ndef make(): return torch.nn.Linear(2**20, 2**20), torch.empty(1, 2**20)"
+    )
+    example = zoo.load_user_model(f"{folder / 'big.py'}:make", fake_mode=FakeTensorMode())
+    assert isinstance(example.model.weight, FakeTensor)
+
+
+@pytest.mark.parametrize(
+    ("specification", "message"),
+    [
+        ("mine", "cannot read model 'mine': write path/to/file.py:factory"),
+        ("mine.py:", "cannot read model"),
+        (":tensor", "cannot read model"),
+        ("other.py:tensor", "there is no file 'other.py'"),
+        ("other:tensor", "cannot import 'other' .*No module named 'other'"),
+        ("broken.py:tensor", "No module named 'nothing_of_this_name'"),
+        ("script.py:tensor", "SystemExit: 2"),
+        ("mine.py:tenser", "has no function 'tenser': did you mean tensor"),
+        ("mine.py:not_a_function", "has no function 'not_a_function'"),
+        ("mine.py:raises", "failed: RuntimeError: no;"),
+        ("mine.py:leaves", "failed: SystemExit"),
+        ("mine.py:needs", "failed: TypeError: .*argument"),
+        ("mine.py:just_model", "it returned a Linear"),
+        ("mine.py:many", "it returned a tuple of 4"),
+        ("mine.py:no_model", "the model is a Tensor"),
+        ("mine.py:no_inputs", "the example inputs are a int"),
+        ("mine.py:bad_names", "the example inputs are a dict"),
+        ("mine.py:bad_loss", "the loss function is a str"),
+    ],
+)
+def test_bad_user_model_says_what_is_wrong(folder, specification, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        zoo.load_user_model(specification)
+    assert "\n" not in str(caught.value)
