@@ -10,6 +10,8 @@ from typing import Any
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.chunks import slices_of
+from planner.common.options import Budget
+from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
@@ -19,7 +21,6 @@ from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, evaluate
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.plans.plan_file import SCHEMA
-from planner.plans.planning import Size
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
@@ -181,7 +182,9 @@ def audit_study(
 
 def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
     """Write a set-up out as a plan for a budget that it keeps."""
-    return study.as_plan(setup.schedule, setup.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
+    return study.as_plan(
+        setup.schedule, setup.name, budget=Budget(budget=budget_bytes), lower_bound_seconds=bound_seconds
+    )
 
 
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: dict[str, Any]) -> Plan:

@@ -177,7 +177,7 @@ def check_needs(problem: Problem, ways: Sequence[Region], needs: Needs, chosen: 
     for index, size in zip(schedule.order, problem.evaluate(schedule).timeline_bytes, strict=True):
         if index not in ran:
             assert needs.at(index).bytes_with(chosen) == size
-        ran_again = [r for r in chosen if index in ways[r].again]
+        ran_again = [r for r in chosen if index in ways[r].recompute]
         if index in ran and ran_again:
             within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
         ran.add(index)

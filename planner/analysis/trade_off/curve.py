@@ -187,6 +187,7 @@ class CurveSweep:
             costs=self.study.costs,
             budget_bytes=budget_bytes - self.static_bytes,
             host=self.host,
+            regions=self.study.regions,
         )
 
     def _take(self, budget_bytes: int, incumbent: Incumbent) -> None:
