@@ -45,7 +45,7 @@ class PlannedCalls:
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; what a percentage came to before still holds."""
         if self.prepare is not None:
-            self.options = replace(self.prepare(inputs), at_least_bytes=self.options.at_least_bytes)
+            self.options = replace(self.prepare(inputs), budget=self.options.budget)
 
     def put_in_force(self, plan: Plan) -> None:
         """Let a new plan be the one in force: a percentage is then of its step at least."""

@@ -194,8 +194,7 @@ class _Graph(StartsCalls):
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
         begun = time.perf_counter()
-        if options.progress is not None:
-            options.progress("capturing forward and backward")
+        options.search.tell("capturing forward and backward")
         check_plannable(model, inputs)
         joint = capture(model, inputs, attention=attention_for(model, options))
         captured = time.perf_counter() - begun

@@ -20,6 +20,7 @@ from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, until_stopped
 from planner.capture.torch_internals import PartitionFunction
+from planner.common.options import Budget
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -73,7 +74,7 @@ class InductorRuntime(GraphRuntime):
         if self._limit_bytes is None:
             self._step = super().planned(joint)
         else:
-            tighter = replace(self.options, budget=self._limit_bytes, activation_budget=None, at_least_bytes=0)
+            tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
             step = plan_step(self.model, joint, tighter)
             self._step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
         return self._step
@@ -187,8 +188,7 @@ class _Inductor(StartsCalls):
     ) -> Plan:
         _check(model, options)
         begun = time.perf_counter()
-        if options.progress is not None:
-            options.progress("capturing forward and backward")
+        options.search.tell("capturing forward and backward")
         check_plannable(model, inputs)
         plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
@@ -204,7 +204,7 @@ def _check(model: nn.Module, options: Options) -> None:
     if attention_for(model, options) is not None:
         raise RuntimeUnsupportedError(
             f"runtime 'inductor' plans by the code for the device that the model is on, {devices.of_model(model)}, and "
-            f"not for {options.device}: choose runtime 'graph' to plan for a GPU that is not here"
+            f"not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
         )
 
 

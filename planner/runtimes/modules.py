@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
+from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, uninstall_call
 from planner.errors import PlanMismatchError
 from planner.plans.module_choices import modules_of
@@ -71,7 +71,7 @@ class ModulesRuntime(PlannedCalls):
 
     def _choose(self, inputs: Inputs) -> _Chosen:
         self.complete_options(inputs)
-        plan = _plan(self.model, inputs, self.options, self.plan, self.must_match)
+        plan = plan_eager(self.model, inputs, self.options, reuse=self.plan, must_match=self.must_match)
         self.put_in_force(plan)
         by_name = dict(self.model.named_modules())
         offloaded = plan.offloading.modules if plan.offloading is not None else ()
@@ -122,12 +122,6 @@ def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, *args
     return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
 
 
-def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:
-    check_device(model, inputs)
-    check_own_checkpointing(model)
-    return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
-
-
 class _Modules(StartsCalls):
     calls = ModulesRuntime
     name = "modules"
@@ -138,7 +132,7 @@ class _Modules(StartsCalls):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        return _plan(model, inputs, options, reuse, must_match)
+        return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
 
 
 RUNTIME = _Modules()

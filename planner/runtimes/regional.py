@@ -162,7 +162,7 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
 
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[LoweredStep, dict[str, Block]]:
     """Follow one step of a model on fake tensors, and lower it with its blocks."""
-    spec = device_spec(model, options.device)
+    spec = device_spec(model, options.target.device)
     step = Step(model, inputs, attention_for(model, options))
     random_state_bytes = CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0
 
@@ -261,8 +261,7 @@ class _Regional(StartsCalls):
         blocks: dict[str, Block] = {}
 
         def prepare() -> LoweredStep:
-            if options.progress is not None:
-                options.progress("capturing each block")
+            options.search.tell("capturing each block")
             check_plannable(model, inputs)
             with explain_forward(model):
                 step, found = lower_regional(model, inputs, options)
