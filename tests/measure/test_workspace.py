@@ -144,11 +144,12 @@ def test_groups_may_be_of_any_size(shift: float) -> None:
 
 def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
-    expected = planner.plan(copy.deepcopy(model), data(), activation_budget="60%", deterministic=True)
+    asked = {"activation_budget": "60%", "deterministic": True, "time_limit_seconds": 0.25, "compare": False}
+    expected = planner.plan(copy.deepcopy(model), data(), **asked)
     workspace._known.clear()
     minutes = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 60.0 * next(minutes))
-    plan = planner.plan(model, data(), activation_budget="60%", deterministic=True)
+    plan = planner.plan(model, data(), **asked)
     assert (plan.peak_bytes, plan.recomputations) == (expected.peak_bytes, expected.recomputations)
     assert "workspace-unseen" not in {warning.rule for warning in plan.warnings}
 
