@@ -26,9 +26,10 @@ from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture, fake_mode
 from planner.common.chunks import slices_of
+from planner.common.options import Budget, Target
 from planner.common.training import Training
 from planner.common.units import format_bytes
-from planner.plans.planning import NoPlanFitsError, Plan, make_problem
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.session.step import Options, attention_for, lower_as_run, study_lowered
 from planner.session.step_planning import Candidate, candidates, cheapest
 from planner.solving.peak_bounds import minimum_peak
@@ -114,7 +115,7 @@ class _Step:
         """The candidates that nobody has asked for yet; the first is the step in one piece."""
         loaded = self.case.build(self.case.sizes)
         training = Training(optimizer=self.case.optimizer)
-        options = Options(device=self.case.device, training=training, name=loaded.name)
+        options = Options(target=Target(device=self.case.device), training=training, name=loaded.name)
         inputs = Inputs.of(loaded.example_args or None, loaded.example_kwargs)
         joint = capture(loaded.model, inputs, attention=attention_for(loaded.model, options))
         whole = lower_as_run(loaded.model, joint, options)
@@ -134,7 +135,7 @@ class _Step:
         """Give a row."""
         _, whole = next(self.pieces())
         asked: dict[str, Any] = {"activation_budget" if budget.endswith("%") else "budget": budget}
-        problem = make_problem(whole.graph, whole.costs, **asked)
+        problem = whole.posed(Budget(**asked))
         budget_bytes = problem.budget_bytes + whole.graph.total_static_bytes
         begun = time.perf_counter()
 

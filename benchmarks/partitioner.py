@@ -31,6 +31,7 @@ from planner.capture.joint import is_tangent, tensors_of
 from planner.capture.joint_capture import capture, fake_mode
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import storage_id
+from planner.common.options import Target
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.measure.costing import operation_costs
@@ -154,7 +155,7 @@ def _tables(name: str, case: str, sizes: dict[str, Any], args: argparse.Namespac
     tables = []
     for device in args.devices.split(","):
         common.progress(f"{name}, {case}, {device}: capturing")
-        options = Options(budget="100%", device=device, name=name)
+        options = Options(target=Target(device=device), name=name)
         joint = capture(model.model, inputs, attention=attention_for(model.model, options))
         splits = {}
         seconds = {}

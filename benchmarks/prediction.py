@@ -97,7 +97,7 @@ def _model(name: str, args: argparse.Namespace) -> Result:
         loaded.model, loaded.example_args, example_kwargs=loaded.example_kwargs, time_limit_seconds=120, name=name
     )
     joint = capture(loaded.model, Inputs.of(loaded.example_args, loaded.example_kwargs))
-    lowered = lower_step(loaded.model, joint, Options(budget="100%")).lowered
+    lowered = lower_step(loaded.model, joint, Options()).lowered
     keep_all = Schedule.keep_all(lowered.graph)
     inside: dict[str, list[float]] = defaultdict(list)
     for one in _time_inside(lowered, [keep_all], _LEAST_ROUNDS)[0]:

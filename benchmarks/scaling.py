@@ -22,6 +22,7 @@ from benchmarks.common import Result, percent
 from planner import solvers
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture, fake_mode
+from planner.common.options import Target
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Problem
@@ -95,7 +96,7 @@ def _keep_all(vocabulary: int, layers: int, args: argparse.Namespace) -> Problem
         torch.set_default_dtype(before)
     model.loss_type = "ForCausalLM"
     joint = capture(model, Inputs.of({"input_ids": tokens, "labels": tokens.clone()}))
-    options = Options(budget="100%", device=args.device, name=f"gpt2-{layers}-{vocabulary}")
+    options = Options(target=Target(device=args.device), name=f"gpt2-{layers}-{vocabulary}")
     step = lower_step(model, joint, options)
     graph: TrainingGraph = step.lowered.graph
     costs = operation_costs(graph, step.spec, options.cost_model)

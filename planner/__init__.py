@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from planner.plans.plan import Verification as Verification
     from planner.plans.profile_file import load as load_profile
     from planner.plans.profile_file import save as save_profile
-    from planner.session.asking import what_if as what_if
-    from planner.session.auditing import audit as audit
     from planner.session.pipelining import plan_pipeline as plan_pipeline
+    from planner.session.studying import audit as audit
     from planner.session.studying import study as study
+    from planner.session.studying import what_if as what_if
     from planner.solvers import solve as solve
     from planner.wrapped import plan_of as plan_of
     from planner.wrapped import unwrap as unwrap
@@ -45,7 +45,7 @@ _HOME = {
     "Study": "planner.analysis.study",
     "TradeOffCurve": "planner.analysis.trade_off.types",
     "Verification": "planner.plans.plan",
-    "audit": "planner.session.auditing",
+    "audit": "planner.session.studying",
     "auto_wrap": "planner.api",
     "check": "planner.diagnose.check",
     "diff": "planner.analysis.diff",
@@ -60,7 +60,7 @@ _HOME = {
     "study": "planner.session.studying",
     "unwrap": "planner.wrapped",
     "verify": "planner.api",
-    "what_if": "planner.session.asking",
+    "what_if": "planner.session.studying",
 }
 
 __all__ = [

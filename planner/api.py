@@ -14,7 +14,6 @@ from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
 from planner.analysis.compatibility import (
     check_can_run,
-    check_one_budget,
     check_strategy,
     offloading_runtime,
     sliced_graph,
@@ -25,15 +24,15 @@ from planner.capture.joint_capture import capture, is_fake
 from planner.capture.parallel import has_several_ranks
 from planner.capture.torch_internals import install_call, installed_call
 from planner.common.chunks import OFF, Chunk, check_chunk
-from planner.common.training import Training
+from planner.common.limits import Progress
+from planner.common.options import LEAST_BYTES, Budget, Target
+from planner.common.units import Size
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
-from planner.ir.host import LEAST_BYTES
-from planner.ir.problem import Progress
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
-from planner.plans.planning import Plan, Size, Verification
-from planner.session.step import Options, cost, lower_step
+from planner.plans.plan import Plan, Verification
+from planner.session.step import Options, cost, lower_step, offload_of, with_loss
 from planner.wrapped import running_on, unwrap
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -159,49 +158,20 @@ def plan(
     >>> planner.plan(model, torch.randn(256, 64), budget="80%").status
     'optimal'
     """
+    asked = locals()
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
-    chunk = check_chunk(chunk)
+    options = Options.of(asked, chunk=check_chunk(chunk))
     if tensor_parallel > 1:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
-    runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
-    check_strategy(strategy, runtime, offload=offload, in_slices=chunk != 1)
-    if chunk != 1:
+    runtime = offloading_runtime(runtime, options.offload)
+    check_strategy(strategy, runtime, offload=offload, in_slices=options.chunk != 1)
+    if options.chunk != 1:
         runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
-    options = Options(
-        budget=budget,
-        activation_budget=activation_budget,
-        strategy=strategy,
-        runtime=runtime,
-        solver=solver,
-        time_limit_seconds=time_limit_seconds,
-        deterministic=deterministic,
-        seed=seed,
-        device=device,
-        cost_model=cost_model,
-        profile=profile,
-        training=Training(
-            optimizer=optimizer,
-            master_weights=master_weights,
-            gradient_accumulation=gradient_accumulation,
-            data_parallel=data_parallel,
-            ranks=ranks,
-            tensor_parallel=tensor_parallel,
-            reserve=reserve,
-        ),
-        offload=offload,
-        host_budget=host_budget,
-        offload_at_least=offload_at_least,
-        offload_lossy=offload_lossy,
-        name=name,
-        compare=compare,
-        progress=progress,
-        chunk=chunk,
-    )
-    check_one_budget(budget, activation_budget, or_none=strategy is not None)
+    options.budget.check(or_none=strategy is not None)
     way = runtimes.get(runtime)
     begun = time.perf_counter()
-    options = _with_loss(model, options, loss_fn, inputs)
+    options = with_loss(model, replace(options, runtime=runtime), loss_fn, inputs)
     looked = time.perf_counter() - begun
     made = way.plan(model, inputs, options)
     return replace(made, capture_seconds=made.capture_seconds + looked)
@@ -240,12 +210,11 @@ def profile(
     CaptureError
         If the model cannot be captured as one graph.
     """
+    asked = locals()
     check_model(model)
-    if not time_limit_seconds > 0:
-        raise UsageError(f"time limit must be above 0 s, not {time_limit_seconds}")
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options(budget="100%", cost_model=MeasuredCosts.name, name=name, progress=progress)
-    options = _with_loss(model, options, loss_fn, inputs)
+    options = Options.of(asked, target=Target(cost_model=MeasuredCosts.name))
+    options = with_loss(model, options, loss_fn, inputs)
     joint = capture(model, inputs)
     step = lower_step(model, joint, options)
     costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
@@ -330,6 +299,7 @@ def auto_wrap(
     True
     >>> model(x).sum().backward()
     """
+    asked = locals()
     check_model(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
@@ -339,55 +309,26 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
-    chunk = check_chunk(chunk)
-    if chunk != 1:
+    slices = check_chunk(chunk)
+    if slices != 1:
         runtime = sliced_graph(runtime, several_devices=has_several_ranks())
-    replan = replan or plan is None  # only a plan that was given is held to its sizes
-    if plan is not None and budget is None and activation_budget is None:
-        budget = plan.budget_bytes
+    options = Options.of({**asked, "compare": False}, chunk=slices, taken_over=plan, together=True)
+    if plan is not None and not options.budget.is_given:
+        options = replace(options, budget=Budget(budget=plan.budget_bytes))
     if plan is not None and plan.offloading is not None:
-        offload, host_budget = True, plan.offloading.host_budget_bytes
-        offload_lossy = plan.offloading.lossy
-        offload_at_least = plan.offloading.least_bytes or offload_at_least
+        options = replace(options, offload=offload_of(plan, offload_at_least))
         runtime = plan.runtime if runtime == "auto" else runtime
-    runtime = offloading_runtime(runtime, offload=offload, lossy=offload_lossy)
-    options = Options(
-        budget=budget,
-        activation_budget=activation_budget,
-        runtime=runtime,
-        solver=solver,
-        time_limit_seconds=time_limit_seconds,
-        deterministic=deterministic,
-        seed=seed,
-        cost_model=cost_model,
-        profile=profile,
-        training=Training(
-            optimizer=optimizer,
-            master_weights=master_weights,
-            gradient_accumulation=gradient_accumulation,
-            data_parallel=data_parallel,
-            ranks=ranks,
-            reserve=reserve,
-        ),
-        taken_over=plan,
-        together=True,
-        compare=False,
-        progress=progress,
-        maximum_shapes=maximum_shapes,
-        offload=offload,
-        host_budget=host_budget,
-        offload_at_least=offload_at_least,
-        offload_lossy=offload_lossy,
-        chunk=chunk,
-    )
-    check_one_budget(options.budget, options.activation_budget)
+    runtime = offloading_runtime(runtime, options.offload)
+    options = replace(options, runtime=runtime)
+    options.budget.check()
     way = runtimes.get(runtime)
+    replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
-        options = _with_loss(model, options, loss_fn, inputs)
+        options = with_loss(model, options, loss_fn, inputs)
         plan = way.plan(model, inputs, options, reuse=plan, must_match=not replan)
         options = options.after(plan)
-    prepare = partial(_with_loss, model, options, loss_fn) if loss_fn is not None else None
+    prepare = partial(with_loss, model, options, loss_fn) if loss_fn is not None else None
     unwrap(model)
     install_call(model, way.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model
@@ -441,9 +382,3 @@ def verify(
     inputs = Inputs.of(example_inputs, example_kwargs)
     needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
     return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
-
-
-def _with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
-    if loss_fn is None:
-        return options
-    return replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.device))

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from planner import strategies
+from planner import solvers, strategies
+from planner.common.options import Offload
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.ir.static_memory import TENSOR_PARALLEL
 from planner.plans.plan import Plan
-from planner.plans.planning import Size
 
 _OFFLOAD = ("graph", "modules")
 """Runtimes that copy values to the host and back."""
-
-
-def check_one_budget(budget: Size | None, activation_budget: Size | None, *, or_none: bool = False) -> None:
-    """Refuse two budgets, and none where one is needed."""
-    both, none = None not in (budget, activation_budget), budget is None and activation_budget is None
-    if both or (none and not or_none):
-        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
 
 
 def whole_graph(runtime: str, why: str) -> str:
@@ -26,13 +19,11 @@ def whole_graph(runtime: str, why: str) -> str:
     return "graph"
 
 
-def offloading_runtime(runtime: str, *, offload: bool, lossy: bool) -> str:
-    """Give the runtime for a plan with or without offload, and refuse to round what is not offloaded."""
-    if lossy and not offload:
-        raise UsageError("offload_lossy rounds what is offloaded: give offload too")
-    if lossy:
+def offloading_runtime(runtime: str, asked: Offload) -> str:
+    """Give the runtime for a plan with or without offload."""
+    if asked.offload_lossy:
         return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
-    if not offload:
+    if not asked.offload:
         return runtime
     if runtime not in ("auto", *_OFFLOAD):
         raise UsageError(f"{_only_these_offload()}: leave out runtime={runtime!r}")
@@ -45,11 +36,8 @@ def _only_these_offload() -> str:
 
 def check_solver(runtime: str, *names: str) -> None:
     """Refuse solvers of whole graphs where modules are chosen."""
-    if runtime == "modules" and (others := [name for name in names if name != "auto"]):
-        raise UsageError(
-            f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
-            "programme of its own: leave it out, or ask about the runtime 'graph'"
-        )
+    if runtime == "modules":
+        solvers.check_for_regions(*names)
 
 
 def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: bool = False) -> None:

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from cost_models.devices import DeviceSpec
 from planner import solvers, strategies
-from planner.analysis.compatibility import check_strategy
-from planner.common.limits import SolveLimits
-from planner.common.units import format_bytes
+from planner.analysis.compatibility import check_solver, check_strategy, offloading_runtime
+from planner.common.limits import Clock, SolveLimits
+from planner.common.options import LEAST_BYTES, Budget, Offload, Search, picked
+from planner.common.units import Size, format_bytes
 from planner.errors import InfeasibleBudgetError, UsageError
+from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
-from planner.ir.host import LEAST_BYTES, Host, host_of
+from planner.ir.host import Host, host_of
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
 from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.planning import GAP, Size, make_plan, make_problem, plan_from_solution
+from planner.plans.planning import GAP, make_plan, make_problem, plan_from_solution
 from planner.solvers.auto import AutoSolver
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
 from planner.solving.incumbent import Incumbent
+from planner.solving.modules.offload import lowest_choice
 from planner.solving.peak_bounds import lowest_schedule
+
+_OF_MODULES = ("pytorch-checkpoint", "every")
+"""Strategies that are choices of modules."""
+
+_LOWEST_SECONDS = 2.0
+"""For the lowest peak of all choices of modules, which is an integer programme too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +53,14 @@ class Study:
         The optimizer's own step, and how the device hands out memory.
     device : DeviceSpec, optional
         Figures of the device: its link to the host's memory is what offload needs.
+    regions : tuple of Region, optional
+        Of an eager step, the modules that ``torch.utils.checkpoint`` could run again; nothing else can be recomputed.
+    least_bytes : int, optional
+        Regions say what of so many bytes and more they could send to the host's memory; without it, they send nothing.
+    seen_for : callable, optional
+        Gives the same eager step with another ``least_bytes``.
+    varies : bool
+        Whether what the step runs depends on its data, so that it need not be the same twice.
     """
 
     graph: TrainingGraph
@@ -49,6 +68,10 @@ class Study:
     origin: PlanOrigin
     static_memory: StaticMemory
     device: DeviceSpec | None = None
+    regions: tuple[Region, ...] | None = None
+    least_bytes: int | None = None
+    seen_for: Callable[[int | None], Study] | None = None
+    varies: bool = False
 
     def problem(self, budget: Size = "100%") -> Problem:
         """Give the problem that a budget for the whole device poses.
@@ -58,7 +81,11 @@ class Study:
         UsageError
             If the budget cannot be read.
         """
-        return make_problem(self.graph, self.costs, budget=budget)
+        return self.posed(Budget(budget=budget))
+
+    def posed(self, budget: Budget, host: Host | None = None) -> Problem:
+        """Give the problem that any budget poses, with a host's memory or without."""
+        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions)
 
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
         """Give the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
@@ -66,12 +93,23 @@ class Study:
             raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
         return host_of(self.device, budget, at_least=at_least, lossy=lossy)
 
+    def host_for(self, asked: Offload) -> Host | None:
+        """Give the host memory that is asked for, None if nothing may be offloaded."""
+        if not asked.offload:
+            return None
+        return self.host(asked.host_budget, asked.offload_at_least, lossy=asked.offload_lossy)
+
     def unlimited_host(self) -> Host | None:
         """Give the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
         try:
             return self.host(2**62, at_least=1)
         except UsageError:
             return None
+
+    def for_host(self, host: Host | None) -> Study:
+        """Give the step as it is where values may wait in a host's memory: what modules can send is written into it."""
+        least_bytes = host.least_bytes if host is not None else None
+        return self if self.seen_for is None or least_bytes == self.least_bytes else self.seen_for(least_bytes)
 
     def plan(
         self,
@@ -91,49 +129,40 @@ class Study:
         compare: bool = True,
         progress: Progress | None = None,
     ) -> Plan:
-        """Plan the step; see :func:`planner.plan` for what is not told to :func:`planner.plans.planning.make_plan`."""
-        check_strategy(strategy, self.origin.runtime, offload=offload)
-        if offload_lossy and not offload:
-            raise UsageError("offload_lossy rounds what is offloaded: give offload too")
-        effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+        """Plan the step; the keywords are those of :func:`planner.plan`, and ``at_least_bytes`` of ``Budget``."""
+        asked = locals()
+        return self.planned(picked(Budget, asked), picked(Search, asked), picked(Offload, asked), strategy)
+
+    def planned(self, budget: Budget, search: Search, offload: Offload, strategy: str | None = None) -> Plan:
+        """Plan the step, or write out what an established system does with it.
+
+        Raises
+        ------
+        UsageError
+            If what is asked does not go together.
+        NoPlanFitsError
+            If no plan fits.
+        """
+        solvers.get(search.solver)
+        if self.regions is not None:
+            check_solver("modules", search.solver)
+            offloading_runtime("modules", offload)
+        check_strategy(strategy, self.origin.runtime, offload=offload.offload)
         if strategy is not None:
-            return self.as_plan(
-                self.strategy(strategy),
-                strategy,
-                budget=budget,
-                activation_budget=activation_budget,
-                bound_by=effort if compare else None,
-                compare=compare,
-                progress=progress,
-            )
-        return make_plan(
-            self.graph,
-            self.costs,
-            budget=budget,
-            activation_budget=activation_budget,
-            at_least_bytes=at_least_bytes,
-            solver=solver,
-            time_limit_seconds=time_limit_seconds,
-            deterministic=deterministic,
-            seed=seed,
-            origin=self.origin,
-            static_memory=self.static_memory,
-            host=self.host(host_budget, offload_at_least, lossy=offload_lossy) if offload else None,
-            compare=compare,
-            progress=progress,
-        )
+            beside = search if search.compare else None
+            return self.as_plan(self.strategy(strategy), strategy, budget=budget, beside=beside)
+        host = self.host_for(offload)
+        step = self.for_host(host)
+        return make_plan(step.posed(budget, host), search, origin=step.origin, static_memory=step.static_memory)
 
     def as_plan(
         self,
         schedule: Schedule,
         name: str,
         *,
-        budget: Size | None = None,
-        activation_budget: Size | None = None,
+        budget: Budget | None = None,
         lower_bound_seconds: float = 0.0,
-        bound_by: SolveLimits | None = None,
-        compare: bool = False,
-        progress: Progress | None = None,
+        beside: Search | None = None,
     ) -> Plan:
         """Write out a schedule of this step, wherever it comes from, as a plan for a budget, or for its own peak.
 
@@ -142,13 +171,11 @@ class Study:
         schedule : Schedule
         name : str
             What stands for the solver's name.
-        budget, activation_budget : int, float or str, optional
+        budget : Budget, optional
         lower_bound_seconds : float
             Proven for the budget.
-        bound_by : SolveLimits, optional
-            How hard to look for a better bound.
-        compare, progress
-            See :func:`planner.plans.planning.make_plan`.
+        beside : Search, optional
+            How to look for a better bound, and for what the report shows beside the plan.
 
         Raises
         ------
@@ -158,9 +185,7 @@ class Study:
         found = simulate(self.graph, self.costs, schedule, self.unlimited_host())
         static_bytes = self.graph.total_static_bytes
         needed_bytes = max(found.peak_bytes + static_bytes, optimizer_peak_bytes(self.graph, self.static_memory))
-        if budget is None and activation_budget is None:
-            budget = needed_bytes
-        problem = make_problem(self.graph, self.costs, budget=budget, activation_budget=activation_budget)
+        problem = self.posed(budget if budget is not None and budget.is_given else Budget(budget=needed_bytes))
         budget_bytes = problem.budget_bytes + static_bytes
         if needed_bytes > budget_bytes:
             raise InfeasibleBudgetError(
@@ -172,11 +197,11 @@ class Study:
         rounds = any(offload.lossy for offload in schedule.offloads)
         host = self.host(found.host_bytes, self.least_offloaded(schedule), lossy=rounds) if found.host_bytes else None
         problem = replace(problem, host=host)
-        if bound_by is not None:
+        if beside is not None:
             incumbent = Incumbent(problem)
             incumbent.update(schedule, name)
             with suppress(InfeasibleBudgetError):  # nothing better was found in time
-                self.improve(incumbent, solver=AutoSolver.name, effort=bound_by, progress=progress)
+                self.improve(incumbent, solver=AutoSolver.name, effort=beside, progress=beside.progress)
             lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)
         solution = Solution(
             solver=name,
@@ -186,21 +211,22 @@ class Study:
             lower_bound_seconds=min(lower_bound_seconds, found.added_seconds),
         )
         made = plan_from_solution(
-            problem, solution, origin=self.origin, static_memory=self.static_memory, compare=compare
+            problem,
+            solution,
+            origin=self.origin,
+            static_memory=self.static_memory,
+            compare=beside is not None,
+            limits=beside,
         )
         # That it pays more than it must is what was to be seen, and no solver's time changes it.
         return replace(made, warnings=tuple(one for one in made.warnings if one.rule != GAP))
 
     def least_offloaded(self, schedule: Schedule) -> int:
         """Give the size from which on values may be offloaded, so that a schedule's own may be."""
+        if self.regions is not None:
+            return LEAST_BYTES if self.least_bytes is None else self.least_bytes
         sizes = (self.graph.values[offload.value].size_bytes for offload in schedule.offloads)
         return min(LEAST_BYTES, min(sizes, default=LEAST_BYTES))
-
-    # What a trade-off asks.
-
-    def for_host(self, host: Host | None) -> Study:
-        """Give the step as it is where values may wait in a host's memory, or may not."""
-        return self
 
     def improve(
         self, incumbent: Incumbent, *, solver: str, effort: SolveLimits, progress: Progress | None = None
@@ -212,24 +238,20 @@ class Study:
         InfeasibleBudgetError
             If there is no plan, or none was found.
         """
-        if solver == AutoSolver.name:
-            AutoSolver().improve(incumbent, effort=effort, progress=progress)
-            return
-        if effort.told is not None:
-            effort.told(effort.time_limit_seconds)  # what it really takes nobody says
-        solution = solvers.solve(
-            incumbent.problem,
-            solver,
-            time_limit_seconds=effort.time_limit_seconds,
-            deterministic=effort.deterministic,
-            seed=effort.seed,
-            progress=progress,
-        )
+        if self.regions is None:
+            if solver == AutoSolver.name:
+                AutoSolver().improve(incumbent, effort=effort, progress=progress)
+                return
+            if effort.told is not None:
+                effort.told(effort.time_limit_seconds)  # what it really takes nobody says
+        solution = solvers.solved(incumbent.problem, solver, effort=effort, progress=progress)
         incumbent.update(solution.schedule, solution.solver)
         incumbent.raise_bound(solution.lower_bound_seconds)
 
     def lowest(self, problem: Problem, *, effort: SolveLimits) -> Schedule:
         """Give the plan of the lowest peak that quick methods find, down to the problem's budget."""
+        if problem.regions is not None:
+            return lowest_choice(problem, Clock(_LOWEST_SECONDS, counts_work=effort.deterministic))
         schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
         if problem.host is not None:
             schedules.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
@@ -243,4 +265,14 @@ class Study:
         UsageError
             If the step lacks what the strategy is about, or there is none of that name.
         """
-        return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())
+        if self.regions is None:
+            return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())
+        chosen = strategies.get(name)
+        if chosen.strategy.name not in _OF_MODULES:
+            raise UsageError(
+                f"of the strategies the runtime 'modules' has 'every-layer' and 'every-N' alone, not {name!r}"
+            )
+        blocks = regions_of_blocks(self.problem())
+        if not blocks:
+            raise UsageError(NO_BLOCKS)
+        return schedule_of(self.graph, blocks[:: chosen.number_among(len(blocks)) or 1])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from planner.commands._options import DTYPES
+from planner.common.options import Target, picked
+from planner.common.training import Training
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from planner.common.training import Training
-    from planner.ir.problem import Progress
+    from planner.analysis.study import Study
+    from planner.common.limits import Progress
     from planner.zoo import ZooModel
 
 
@@ -34,23 +36,30 @@ def check_writable(*paths: str | None) -> None:
             atomic.check_writable(path)
 
 
+def check_target(args: argparse.Namespace, *devices: str) -> None:
+    """Refuse devices and cost models that are not known."""
+    import cost_models
+    from planner.plans import device_file
+
+    for device in (args.device, *devices):
+        if device is not None:
+            device_file.find(device)
+    try:
+        cost_models.get(args.cost_model)
+    except cost_models.UnknownNameError as error:
+        raise UsageError(str(error)) from error
+
+
 def check_solving(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work: names of all kinds, and where results go."""
-    import cost_models
     from planner import runtimes, solvers
-    from planner.plans import device_file
 
     check_model(args)
     check_writable(args.json)
     solvers.get(args.solver)
     runtimes.check(args.runtime)
-    training(args)
-    if args.device:
-        device_file.find(args.device)
-    try:
-        cost_models.get(args.cost_model)
-    except cost_models.UnknownNameError as error:
-        raise UsageError(str(error)) from error
+    picked(Training, vars(args))
+    check_target(args)
 
 
 def check_offload(args: argparse.Namespace) -> None:
@@ -66,49 +75,33 @@ def check_offload(args: argparse.Namespace) -> None:
         host_of(device_file.find(args.device), args.host_budget, at_least=args.offload_at_least)
 
 
-def offload(args: argparse.Namespace) -> dict[str, Any]:
-    """Give what a plan is told of the host's memory."""
-    return {
-        "offload": args.offload,
-        "host_budget": args.host_budget,
-        "offload_at_least": args.offload_at_least,
-        "offload_lossy": args.offload_lossy,
-    }
-
-
-def training(args: argparse.Namespace) -> Training:
-    """Give what surrounds the step."""
-    from planner.common.training import Training
-
-    return Training(
-        optimizer=args.optimizer,
-        master_weights=args.master_weights,
-        gradient_accumulation=args.accumulate,
-        data_parallel=args.data_parallel,
-        ranks=args.ranks,
-        tensor_parallel=args.tensor_parallel,
-        reserve=args.reserve or 0,
-    )
-
-
-def how(args: argparse.Namespace, loaded: ZooModel, progress: Progress) -> dict[str, Any]:
-    """Give what a plan of any kind is told of the model, its training and the search."""
+def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
+    """Give those of these groups of options that the command has, as keywords of the public functions."""
     import planner
 
+    asked = vars(args)
+    given = {field.name: asked[field.name] for group in groups for field in fields(group) if field.name in asked}
+    if given.get("profile"):
+        given["profile"] = planner.load_profile(args.profile)
+    return given
+
+
+def of_model(loaded: ZooModel, progress: Progress | None = None) -> dict[str, Any]:
+    """Give what a public function is told of the model beside its positional inputs, and whom to tell how it stands."""
     return {
         "example_kwargs": loaded.example_kwargs,
         "loss_fn": loaded.loss_fn,
-        "solver": args.solver,
-        "time_limit_seconds": args.time_limit,
-        "deterministic": args.deterministic,
-        "seed": args.seed,
-        "device": args.device,
-        **dataclasses.asdict(training(args)),
-        "cost_model": args.cost_model,
-        "profile": planner.load_profile(args.profile) if args.profile else None,
         "name": loaded.name,
         "progress": progress,
     }
+
+
+def study(args: argparse.Namespace, loaded: ZooModel, runtime: str, progress: Progress | None = None) -> Study:
+    """Capture and cost a step of a model."""
+    import planner
+
+    asked = {**of_model(loaded, progress), **keywords(args, Target, Training)}
+    return planner.study(loaded.model, loaded.example_args, runtime=runtime, **asked)
 
 
 def load(args: argparse.Namespace, *, real: bool) -> ZooModel:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import fields
 from typing import Any, NoReturn
 
 from planner.common.chunks import AUTO, OFF, Chunk
+from planner.common.options import Offload, Search, Target
+from planner.common.training import PARALLEL, Training
 from planner.errors import UsageError
 from planner.plans.pipeline_schedules import PipelineSchedule
 
@@ -23,6 +26,91 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def count(text: str) -> int:
+    """Read a whole number above zero."""
+    if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """Read a whole number."""
+    if not (text.isascii() and text.isdigit() and int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Read a number of seconds above zero."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
+    return number
+
+
+def _chunk(text: str) -> Chunk:
+    try:
+        return text if text in (AUTO, OFF) else count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of slices") from None
+
+
+_TOLD: dict[str, dict[str, Any]] = {
+    "optimizer": {"metavar": "NAME", "help": "adamw, momentum, adafactor, adam8bit, ...: count its memory"},
+    "master_weights": {"help": "16-bit parameters have float32 copies"},
+    "gradient_accumulation": {"flag": "--accumulate", "help": "gradients of earlier backwards are resident"},
+    "data_parallel": {"choices": PARALLEL},
+    "ranks": {"type": count, "metavar": "N", "help": "devices that train together"},
+    "tensor_parallel": {"type": count, "metavar": "N", "help": "devices that share each layer; planned, not run"},
+    "reserve": {"metavar": "SIZE", "help": "what is to stay free: 1GiB, 5%% of the device"},
+    "device": {
+        "metavar": "NAME",
+        "help": "accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",
+    },
+    "cost_model": {
+        "metavar": "NAME",
+        "help": "roofline (from the device's data sheet) or measured (each different operation is run here)",
+    },
+    "profile": {"metavar": "FILE", "help": "costs that 'profile' recorded, here or on another machine"},
+    "offload": {"help": "let values wait in the host's memory too"},
+    "host_budget": {
+        "metavar": "SIZE",
+        "help": "what they may take of it: 64GiB, 60%% (default 50%% of this machine's)",
+    },
+    "offload_at_least": {"metavar": "SIZE", "help": "smaller values stay (default 1MiB)"},
+    "offload_lossy": {"help": "as bfloat16 in place of float32: gradients are not bit-equal"},
+    "solver": {"metavar": "NAME"},
+    "time_limit_seconds": {"flag": "--time-limit", "type": seconds, "metavar": "S"},
+    "deterministic": {"help": "count work instead of seconds: the same plan every time"},
+    "seed": {"type": whole, "metavar": "N", "help": "of random choices in a solver (default 0)"},
+}
+"""What the parser is told of an option, by the field that it sets; kind and default are the field's."""
+
+
+def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told: dict[str, Any]) -> None:
+    """Add the options of a group, each of which sets the field of its name.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser or one of its groups
+    group : type
+        One of :mod:`planner.common.options`, or ``Training``.
+    *only : str
+        Names of fields; all if there are none.
+    **told
+        By name, what the parser is told of this one in this place.
+    """
+    for field in fields(group):
+        if field.name in _TOLD and (not only or field.name in only):
+            how = {"dest": field.name, "default": field.default, **_TOLD[field.name], **told.get(field.name, {})}
+            if field.default is False:
+                how["action"] = "store_true"
+            parser.add_argument(how.pop("flag", f"--{field.name.replace('_', '-')}"), **how)
 
 
 def model_options() -> Parser:
@@ -42,22 +130,50 @@ def model_options() -> Parser:
 def training_options() -> Parser:
     """Give the options on what surrounds the step; names are checked where they are known."""
     parser = Parser(add_help=False)
-    group = parser.add_argument_group("training")
-    group.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        default="none",
-        help="adamw, momentum, adafactor, adam8bit, ...: count its memory",
-    )
-    group.add_argument("--master-weights", action="store_true", help="16-bit parameters have float32 copies")
-    group.add_argument("--accumulate", action="store_true", help="gradients of earlier backwards are resident")
-    group.add_argument("--data-parallel", choices=("none", "ddp", "fsdp2"), default="none")
-    group.add_argument("--ranks", type=count, metavar="N", default=1, help="devices that train together")
-    group.add_argument(
-        "--tensor-parallel", type=count, metavar="N", default=1, help="devices that share each layer; planned, not run"
-    )
-    group.add_argument("--reserve", metavar="SIZE", default="", help="what is to stay free: 1GiB, 5%% of the device")
+    add(parser.add_argument_group("training"), Training)
     return parser
+
+
+def solving_options(
+    parser: argparse.ArgumentParser, default_seconds: float = 10.0, limits: str = "for the solver"
+) -> argparse._ArgumentGroup:
+    """Add the options on device, costs, search and results; say what the time limit is for."""
+    group = parser.add_argument_group("solving and results")
+    add(group, Target)
+    limit = {"default": default_seconds, "help": f"seconds {limits} (default {default_seconds:g})"}
+    add(group, Search, time_limit_seconds=limit)
+    group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
+    return group
+
+
+def planning_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that make one plan of a step."""
+    group = solving_options(parser)
+    group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
+    add(group, Offload)
+    group.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
+    group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
+    group.add_argument("--timings", action="store_true", help="show how long each stage of planning took")
+    parser.add_argument(
+        "--chunk",
+        metavar="auto|off|N",
+        type=_chunk,
+        default=OFF,
+        help="compute what makes the peak in N slices; auto tries several (default off)",
+    )
+
+
+def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the budgets to a command, of which one at most is given, and what may stand in place of one."""
+    parser.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
+    )
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
+    group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
+    return group
 
 
 def pipeline_options(parser: argparse.ArgumentParser) -> None:
@@ -99,108 +215,3 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
         "schedule": made.name,
         "chunks": made.chunks,
     }
-
-
-def solving_options() -> Parser:
-    """Give the options on costs, solver and results."""
-    parser = Parser(add_help=False)
-    group = parser.add_argument_group("solving and results")
-    group.add_argument(
-        "--device",
-        metavar="NAME",
-        help="accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",
-    )
-    group.add_argument(
-        "--cost-model",
-        metavar="NAME",
-        default="roofline",
-        help="roofline (from the device's data sheet) or measured (each different operation is run here)",
-    )
-    group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded, here or on another machine")
-    group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
-    offload_options(group)
-    group.add_argument("--solver", metavar="NAME", default="auto")
-    group.add_argument(
-        "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for the solver (default 10)"
-    )
-    group.add_argument(
-        "--deterministic", action="store_true", help="count work instead of seconds: the same plan every time"
-    )
-    group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver (default 0)")
-    group.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
-    group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
-    group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
-    return parser
-
-
-def offload_options(parser: argparse._ArgumentGroup) -> None:
-    """Add what lets values wait in the host's memory."""
-    parser.add_argument("--offload", action="store_true", help="let values wait in the host's memory too")
-    parser.add_argument(
-        "--host-budget", metavar="SIZE", help="what they may take of it: 64GiB, 60%% (default 50%% of this machine's)"
-    )
-    parser.add_argument("--offload-at-least", metavar="SIZE", default="1MiB", help="smaller values stay (default 1MiB)")
-    parser.add_argument(
-        "--offload-lossy", action="store_true", help="as bfloat16 in place of float32: gradients are not bit-equal"
-    )
-
-
-def timings_option(parser: argparse.ArgumentParser) -> None:
-    """Add what shows how long each stage took."""
-    parser.add_argument("--timings", action="store_true", help="show how long each stage of planning took")
-
-
-def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add the budgets to a command, of which one at most is given, and what may stand in place of one."""
-    parser.add_argument(
-        "--strategy",
-        metavar="NAME",
-        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
-    )
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
-    group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
-    return group
-
-
-def chunk_option(parser: argparse.ArgumentParser) -> None:
-    """Add in how many slices to compute what makes the peak."""
-    parser.add_argument(
-        "--chunk",
-        metavar="auto|off|N",
-        type=_chunk,
-        default=OFF,
-        help="compute what makes the peak in N slices; auto tries several (default off)",
-    )
-
-
-def _chunk(text: str) -> Chunk:
-    try:
-        return text if text in (AUTO, OFF) else count(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of slices") from None
-
-
-def count(text: str) -> int:
-    """Read a whole number above zero."""
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
-def whole(text: str) -> int:
-    """Read a whole number."""
-    if not (text.isascii() and text.isdigit() and int(text[:19]) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    """Read a number of seconds above zero."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
-    return number

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from planner.commands import _asked
 from planner.commands._terminal import quiet, reporting, show, write_json
 from planner.common import timings
+from planner.common.options import Budget, Offload, Search, Target
+from planner.common.training import Training
 from planner.errors import CaptureError, PlannerError, UsageError
 
 if TYPE_CHECKING:
@@ -89,13 +91,11 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
         return api.plan(
             loaded.model,
             loaded.example_args,
-            budget=args.budget,
-            activation_budget=args.activation_budget,
             strategy=args.strategy,
             runtime=args.runtime,
             chunk=args.chunk,
-            **_asked.offload(args),
-            **_asked.how(args, loaded, progress),
+            **_asked.of_model(loaded, progress),
+            **_asked.keywords(args, Budget, Search, Offload, Target, Training),
         )
 
     try:

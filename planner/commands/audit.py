@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.commands._options import Parser, model_options, seconds, training_options, whole
+from planner.commands._options import Parser, model_options, solving_options, training_options
 from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.common.options import Search, Target
+from planner.common.training import Training
 
 
 class _Audit:
@@ -30,23 +32,13 @@ class _Audit:
             help="what is done now: none, every-layer, every-2, sqrt, another strategy, or the file of a plan",
         )
         group.add_argument("--budget", metavar="SIZE", help="also the best within what the device may hold: 8GiB, 60%%")
-        group = parser.add_argument_group("solving and results")
-        group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
-        group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
-        group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        group = solving_options(parser, limits="for each search")
         group.add_argument(
             "--runtime",
             choices=("auto", "graph", "modules"),
             default="auto",
             help="choices of modules in place of whole graphs; auto is a plan's own",
         )
-        group.add_argument("--solver", metavar="NAME", default="auto")
-        group.add_argument(
-            "--time-limit", type=seconds, metavar="S", default=10.0, help="seconds for each search (default 10)"
-        )
-        group.add_argument("--deterministic", action="store_true", help="count work instead of seconds")
-        group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver")
-        group.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
 
     def run(self, args: argparse.Namespace) -> int:
         from planner.analysis.audit import read_current
@@ -58,7 +50,7 @@ class _Audit:
             parse_size(args.budget, whole_bytes=2**60)
         with quiet(args.debug), reporting(args.debug) as progress:
             from planner.capture.memory import keep_freed_memory
-            from planner.session.auditing import audit
+            from planner.session.studying import audit
 
             progress("building the model")
             if args.cost_model == "measured":
@@ -70,7 +62,8 @@ class _Audit:
                 current=args.current,
                 budget=args.budget,
                 runtime=args.runtime,
-                **_asked.how(args, loaded, progress),
+                **_asked.of_model(loaded, progress),
+                **_asked.keywords(args, Target, Search, Training),
             )
         write_json(found.report(), args.json)
         if args.json != "-":

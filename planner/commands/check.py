@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.commands._options import Parser, model_options, training_options
+from planner.commands._options import Parser, add, model_options, training_options
 from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.common.options import Target, picked
+from planner.common.training import Training
 from planner.errors import CaptureError, PlannerError
 
 
@@ -24,7 +25,7 @@ class _Check:
         return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--device", metavar="NAME", help="accelerator to look at; by default what is here")
+        add(parser, Target, "device")
         parser.add_argument(
             "--json", metavar="FILE", help="write the findings as JSON; '-' writes them to stdout, alone"
         )
@@ -33,7 +34,7 @@ class _Check:
         from planner.plans import device_file
 
         _asked.check_model(args)
-        training = _asked.training(args)
+        picked(Training, vars(args))
         if args.device:
             device_file.find(args.device)
         _asked.check_writable(args.json)
@@ -45,12 +46,8 @@ class _Check:
             diagnosis = check(
                 loaded.model,
                 loaded.example_args,
-                example_kwargs=loaded.example_kwargs,
-                loss_fn=loaded.loss_fn,
-                device=args.device,
-                **dataclasses.asdict(training),
-                name=loaded.name,
-                progress=progress,
+                **_asked.of_model(loaded, progress),
+                **_asked.keywords(args, Target, Training),
             )
         write_json(diagnosis.report(), args.json)
         if args.json != "-":

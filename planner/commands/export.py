@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
-from planner.commands._options import Parser, model_options, training_options
+from planner.commands._options import Parser, add, model_options, training_options
 from planner.commands._terminal import quiet, reporting, write_json
+from planner.common.options import Target
 from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
@@ -34,11 +34,7 @@ class _Export:
             "--to", metavar="NAME", required=True, help="fsdp, huggingface, megatron, jax, ...; a wrong name lists all"
         )
         parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
-        parser.add_argument(
-            "--device", metavar="NAME", help="accelerator that the plan is for; by default what is here"
-        )
-        parser.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
-        parser.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
+        add(parser, Target)
         parser.add_argument(
             "--json", metavar="FILE", help="write label, reason and figures as JSON; '-': stdout, alone"
         )
@@ -46,7 +42,6 @@ class _Export:
     def run(self, args: argparse.Namespace) -> int:
         from planner import exporters
         from planner.exporters._export import Label
-        from planner.plans import device_file
         from planner.plans.plan import Plan
 
         exporters.get(args.to)
@@ -59,8 +54,7 @@ class _Export:
             if args.name is None and args.model is None:
                 args.name = plan.model  # of the zoo, unless the check below refuses it
             _asked.check_model(args)
-            if args.device:
-                device_file.find(args.device)
+            _asked.check_target(args)
             study = _study(args, exporters.runtime_for(args.to))
         made = exporters.export(plan, to=args.to, study=study)
         write_json(made.report(), args.json)
@@ -77,24 +71,11 @@ class _Export:
 def _study(args: argparse.Namespace, runtime: str) -> Study:
     """Study the step of the model that is named."""
     with quiet(args.debug), reporting(args.debug) as progress:
-        import planner
 
         def studied(*, real: bool) -> Study:
             progress("building the model")
             loaded = _asked.load(args, real=real)
-            return planner.study(
-                loaded.model,
-                loaded.example_args,
-                example_kwargs=loaded.example_kwargs,
-                loss_fn=loaded.loss_fn,
-                device=args.device,
-                cost_model=args.cost_model,
-                profile=planner.load_profile(args.profile) if args.profile else None,
-                runtime=runtime,
-                name=loaded.name,
-                progress=progress,
-                **dataclasses.asdict(_asked.training(args)),
-            )
+            return _asked.study(args, loaded, runtime, progress)
 
         try:
             return studied(real=False)

@@ -10,15 +10,15 @@ from planner.commands import _asked, _planning
 from planner.commands._options import (
     Parser,
     budget_options,
-    chunk_option,
     model_options,
     pipeline_of,
     pipeline_options,
-    solving_options,
-    timings_option,
+    planning_options,
     training_options,
 )
 from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.common.options import Search, Target
+from planner.common.training import Training
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ class _Plan:
     )
 
     def parents(self) -> Sequence[Parser]:
-        return model_options(), training_options(), solving_options()
+        return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
-        chunk_option(parser)
+        planning_options(parser)
         parser.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
         parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
         parser.add_argument("--tree", action="store_true", help="add the tree of all modules to the report")
@@ -47,7 +47,6 @@ class _Plan:
             "--memory-viz", metavar="FILE.pickle", help="write the predicted allocations for pytorch.org/memory_viz"
         )
         parser.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
-        timings_option(parser)
         pipeline_options(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -88,7 +87,8 @@ def _run_pipeline(args: argparse.Namespace) -> int:
             plan = planner.plan_pipeline(
                 loaded.model,
                 loaded.example_args,
-                **_asked.how(args, loaded, progress),
+                **_asked.of_model(loaded, progress),
+                **_asked.keywords(args, Target, Search, Training),
                 budget=args.budget,
                 **pipeline_of(args),
             )

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.commands._options import Parser, model_options, seconds
+from planner.commands._options import Parser, add, model_options
 from planner.commands._terminal import quiet, reporting, show
+from planner.common.options import Search
 
 
 class _Profile:
@@ -20,9 +21,8 @@ class _Profile:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output", metavar="FILE", required=True, help="write the measured costs to a file")
-        parser.add_argument(
-            "--time-limit", type=seconds, metavar="S", default=60.0, help="seconds to measure (default 60)"
-        )
+        limit = {"default": 60.0, "help": "seconds to measure (default 60)"}
+        add(parser, Search, "time_limit_seconds", time_limit_seconds=limit)
 
     def run(self, args: argparse.Namespace) -> int:
         _asked.check_model(args)
@@ -38,11 +38,8 @@ class _Profile:
             made = api.profile(
                 loaded.model,
                 loaded.example_args,
-                example_kwargs=loaded.example_kwargs,
-                loss_fn=loaded.loss_fn,
-                time_limit_seconds=args.time_limit,
-                name=loaded.name,
-                progress=progress,
+                time_limit_seconds=args.time_limit_seconds,
+                **_asked.of_model(loaded, progress),
             )
         save(made, args.output)
         from planner.report import render_profile

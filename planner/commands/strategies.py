@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 
 from planner.commands import _asked
-from planner.commands._options import Parser, model_options, seconds, training_options, whole
+from planner.commands._options import Parser, model_options, solving_options, training_options
 from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.common.options import Search
 
 
 class _Strategies:
@@ -21,18 +21,8 @@ class _Strategies:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(runtime="graph")  # what is set beside each other is of whole graphs
-        group = parser.add_argument_group("solving and results")
+        group = solving_options(parser, 20.0, "for all plans")
         group.add_argument("--only", metavar="NAMES", help="these strategies: every-3,megatron-block-8; default all")
-        group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
-        group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
-        group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
-        group.add_argument("--solver", metavar="NAME", default="auto")
-        group.add_argument(
-            "--time-limit", type=seconds, metavar="S", default=20.0, help="seconds for all plans (default 20)"
-        )
-        group.add_argument("--deterministic", action="store_true", help="count work instead of seconds")
-        group.add_argument("--seed", type=whole, metavar="N", default=0, help="of random choices in a solver")
-        group.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
 
     def run(self, args: argparse.Namespace) -> int:
         from planner import strategies
@@ -42,7 +32,6 @@ class _Strategies:
         for name in names:
             strategies.get(name)
         with quiet(args.debug), reporting(args.debug) as progress:
-            import planner
             from planner.analysis.strategy_comparison import compare
             from planner.capture.memory import keep_freed_memory
 
@@ -50,27 +39,8 @@ class _Strategies:
             if args.cost_model == "measured":
                 keep_freed_memory()
             loaded = _asked.load(args, real=False)
-            study = planner.study(
-                loaded.model,
-                loaded.example_args,
-                example_kwargs=loaded.example_kwargs,
-                loss_fn=loaded.loss_fn,
-                device=args.device,
-                cost_model=args.cost_model,
-                profile=planner.load_profile(args.profile) if args.profile else None,
-                name=loaded.name,
-                progress=progress,
-                **dataclasses.asdict(_asked.training(args)),
-            )
-            found = compare(
-                study,
-                names,
-                solver=args.solver,
-                time_limit_seconds=args.time_limit,
-                deterministic=args.deterministic,
-                seed=args.seed,
-                progress=progress,
-            )
+            study = _asked.study(args, loaded, args.runtime, progress)
+            found = compare(study, names, progress=progress, **_asked.keywords(args, Search))
         write_json(found.report(), args.json)
         if args.json != "-":
             from planner.report import render_established

@@ -9,10 +9,8 @@ from planner.commands import _planning
 from planner.commands._options import (
     Parser,
     budget_options,
-    chunk_option,
     model_options,
-    solving_options,
-    timings_option,
+    planning_options,
     training_options,
 )
 from planner.errors import UsageError
@@ -27,12 +25,11 @@ class _Verify:
     )
 
     def parents(self) -> Sequence[Parser]:
-        return model_options(), training_options(), solving_options()
+        return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        timings_option(parser)
         budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
-        chunk_option(parser)
+        planning_options(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         _planning.check(args)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planner.commands import _asked
-from planner.commands._options import Parser, count, model_options, offload_options, seconds, training_options, whole
+from planner.commands._options import Parser, add, count, model_options, solving_options, training_options
 from planner.commands._terminal import Bar, Interrupts, counting, quiet, show, write_json
+from planner.common.options import Offload, Search, picked
+from planner.common.training import Training
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,23 +60,9 @@ class _WhatIf:
         axes.add_argument("--seq-lens", metavar="RANGE", help="128..4096 or 512,1024: the longest that fits, tokens/s")
         axes.add_argument("--devices", metavar="NAMES", help="h100,a100-40: fits or not in the memory of each")
         axes.add_argument("--solvers", metavar="NAMES", help="solvers, strategies, pytorch: on the same axes")
-        group = parser.add_argument_group("solving and results")
-        group.add_argument("--device", metavar="NAME", help="accelerator to plan for; by default what is here")
-        group.add_argument("--cost-model", metavar="NAME", default="roofline", help="roofline or measured")
-        group.add_argument("--profile", metavar="FILE", help="costs that 'profile' recorded")
-        offload_options(group)
+        group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a size or a device has a fifth of that")
+        add(group, Offload)
         group.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
-        group.add_argument("--solver", metavar="NAME", default="auto")
-        group.add_argument(
-            "--time-limit",
-            type=seconds,
-            metavar="S",
-            default=_DEFAULT_SECONDS,
-            help=f"seconds for each curve (default {_DEFAULT_SECONDS:.0f}); a size or a device has a fifth of that",
-        )
-        group.add_argument("--deterministic", action="store_true", help="count work instead of seconds")
-        group.add_argument("--seed", type=whole, metavar="N", default=0)
-        group.add_argument("--json", metavar="FILE", help="write all as JSON; '-' writes it to stdout, alone")
         group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
         group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
         group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
@@ -101,31 +89,23 @@ def _points(text: str) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
-    import cost_models
     from planner import solvers, zoo
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import methods as ways
     from planner.analysis.trade_off import ranges
     from planner.common.units import parse_size
-    from planner.plans import device_file
     from planner.report import curve_picture
 
     _asked.check_model(args)
-    _asked.training(args)
+    picked(Training, vars(args))
     _asked.check_offload(args)
     able = solvers.get(args.solver).offloads
     if args.offload and not able:
         raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
-    for device in (args.device, *_names(args, "devices")):
-        if device is not None:
-            device_file.find(device)
+    _asked.check_target(args, *_names(args, "devices"))
     check_solver(args.runtime, args.solver)
-    offloading_runtime(args.runtime, offload=args.offload, lossy=args.offload_lossy)
+    offloading_runtime(args.runtime, picked(Offload, vars(args)))
     ways.check(_names(args, "solvers"), args.runtime)
-    try:
-        cost_models.get(args.cost_model)
-    except cost_models.UnknownNameError as error:
-        raise UsageError(str(error)) from error
     if args.budget:
         parse_size(args.budget, whole_bytes=2**60)
     if args.budgets is not None:
@@ -163,12 +143,10 @@ class _Asking:
     """All that is asked about a model, one after the other."""
 
     def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
-        from planner.common.limits import SolveLimits
-
         self.args = args
         self.bar = bar
-        self.effort = SolveLimits(time_limit_seconds=args.time_limit, deterministic=args.deterministic, seed=args.seed)
-        self.row_effort = dataclasses.replace(self.effort, time_limit_seconds=_ROW_SHARE * args.time_limit)
+        self.effort = picked(Search, vars(args))
+        self.row_effort = replace(self.effort, time_limit_seconds=_ROW_SHARE * self.effort.time_limit_seconds)
         self.samples = 1
         self.tracing: CurveSweep | None = None
         self.sizes: dict[str, SizeSearch] = {}
@@ -189,9 +167,7 @@ class _Asking:
             asked=args.budget,
             solver=args.solver,
             effort=self.effort,
-            host=study.host(args.host_budget, args.offload_at_least, lossy=args.offload_lossy)
-            if args.offload
-            else None,
+            host=study.host_for(picked(Offload, vars(args))),
         )
 
         def count(done: int, total: int) -> None:
@@ -236,7 +212,7 @@ class _Asking:
                 step=1 if by_sample else sizes.coarse_step,
                 solver=args.solver,
                 effort=self.row_effort,
-                **_asked.offload(args),
+                **_asked.keywords(args, Offload),
             )
             yield partial(search.run, progress=self.bar)
         if devices := _names(args, "devices"):
@@ -245,7 +221,7 @@ class _Asking:
                 partial(self.study_at, "device"),
                 solver=args.solver,
                 effort=self.row_effort,
-                **_asked.offload(args),
+                **_asked.keywords(args, Offload),
             )
             yield partial(self.devices.run, progress=self.bar)
         if ways := [*([RECOMPUTE_ALONE] if args.offload else []), *_names(args, "solvers")]:
@@ -258,7 +234,6 @@ class _Asking:
 
     def study(self, **changes: Any) -> Study:
         """Capture the step, at other sizes or for another device where these are given."""
-        import planner
         from planner.capture.inputs import Inputs
 
         args = argparse.Namespace(**{**vars(self.args), **changes})
@@ -267,18 +242,7 @@ class _Asking:
             self.bar("capturing forward and backward")
             first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
             self.samples = first.shape[0] if first.dim() else 1
-        return planner.study(
-            loaded.model,
-            loaded.example_args,
-            example_kwargs=loaded.example_kwargs,
-            loss_fn=loaded.loss_fn,
-            device=args.device,
-            cost_model=args.cost_model,
-            profile=planner.load_profile(args.profile) if args.profile else None,
-            runtime=args.runtime,
-            name=loaded.name,
-            **dataclasses.asdict(_asked.training(args)),
-        )
+        return _asked.study(args, loaded, args.runtime)
 
     def partitioned(self) -> Iterator[Schedule]:
         """Let PyTorch's partitioner decide on the same step."""
@@ -291,7 +255,7 @@ class _Asking:
             loaded.example_args,
             example_kwargs=loaded.example_kwargs,
             device=args.device,
-            **dataclasses.asdict(_asked.training(args)),
+            **_asked.keywords(args, Training),
         )
 
     def answers(self, *, interrupted: bool) -> Answers:

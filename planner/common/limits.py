@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from planner.errors import UsageError
 
+Progress = Callable[[str], None]
+"""Called with a short line on how it stands."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveLimits:

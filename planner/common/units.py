@@ -7,6 +7,9 @@ import re
 
 from planner.errors import UsageError
 
+Size = int | float | str
+"""Bytes, ``"8GiB"``, ``"8GB"`` or ``"60%"`` of the unplanned peak."""
+
 _FACTORS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch import nn
 from planner.capture.inputs import Inputs, LossFunction, check_module
 from planner.capture.joint_capture import capture
 from planner.capture.module_facts import module_facts, outside_bytes
-from planner.common.training import Training
+from planner.common.units import Size
 from planner.diagnose.observe import observe
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings import checkpoint_rules, model_rules, step_rules
@@ -20,9 +19,7 @@ from planner.findings.rules import examine
 from planner.findings.subject import CapturedStep, Subject
 from planner.ir.problem import Problem, Progress
 from planner.ir.schedule import Schedule
-from planner.measure import loss
-from planner.plans.planning import Size
-from planner.session.step import Options, attention_for, cost, lower_step
+from planner.session.step import Options, attention_for, cost, lower_step, with_loss
 
 RULES = (*checkpoint_rules.RULES, *model_rules.RULES, *step_rules.RULES)
 """All rules, in the order in which findings of the same severity are shown."""
@@ -73,23 +70,13 @@ def check(
     >>> [finding.rule for finding in planner.check(model, torch.randn(4, 8), loss_fn=torch.sum).findings]
     ['loss-outside', 'batch-norm']
     """
+    asked = locals()
     check_module(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
-    training = Training(
-        optimizer=optimizer,
-        master_weights=master_weights,
-        gradient_accumulation=gradient_accumulation,
-        data_parallel=data_parallel,
-        ranks=ranks,
-        tensor_parallel=tensor_parallel,
-        reserve=reserve,
-    )
-    options = Options(budget="100%", device=device, training=training, name=name, progress=progress)
-    if progress is not None:
-        progress("following the forward")
+    options = Options.of(asked)
+    options.search.tell("following the forward")
     seen = observe(model, inputs)
-    if progress is not None:
-        progress("capturing forward and backward")
+    options.search.tell("capturing forward and backward")
     step, not_captured = None, ""
     try:
         step = _step(model, inputs, options, loss_fn)
@@ -112,8 +99,7 @@ def check(
 def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunction | None) -> CapturedStep:
     """Capture a step, with the schedule that recomputes nothing."""
     joint = capture(model, inputs, attention=attention_for(model, options))
-    if loss_fn is not None:
-        options = replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.device))
+    options = with_loss(model, options, loss_fn, inputs)
     lowered = lower_step(model, joint, options)
     graph, costs = lowered.lowered.graph, cost(model, lowered.lowered, lowered.spec, options).costs
     unbounded = Problem(graph=graph, costs=costs, budget_bytes=0)

@@ -19,6 +19,7 @@ from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import install_call, installed_call, uninstall_call
 from planner.common.chunks import TOLERANCE, slices_of
+from planner.common.options import Budget
 from planner.ir.static_memory import LossMemory
 from planner.plans.planning import Plan, Verification
 from planner.runtimes import Running
@@ -88,11 +89,11 @@ def verify(
     with _restored(model):
         ways = {
             "planned": way.start(model, options, plan=plan, replan=False),
-            "baseline": way.start(model, replace(options, budget=unbounded_bytes)),
+            "baseline": way.start(model, replace(options, budget=Budget(budget=unbounded_bytes))),
         }
         timed = list(ways.items())
         if slices_of(plan.fingerprint) > 1:
-            ways["in one piece"] = way.start(model, replace(options, budget=_ANY_BYTES, chunk=1))
+            ways["in one piece"] = way.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
         results, peaks = {}, {}
         seconds: dict[str, list[float]] = {name: [] for name, _ in timed}
         start = _ModelState(model)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Protocol, runtime_checkable
 
-from planner.analysis.eager_study import EagerStudy
 from planner.analysis.study import Study
 from planner.common.chunks import slices_of
 from planner.common.registry import defined, unknown
@@ -166,7 +165,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
         reason = "the same modules run again" if modules else "the plan recomputes nothing"
         placement = Placement(groups=tuple((module,) for module in modules))
         return _written(exporter, plan, placement, Label.EXACT, reason, (), planned, planned)
-    if study is None or isinstance(study, EagerStudy) is not exporter.eager:
+    if study is None or (study.regions is not None) is not exporter.eager:
         raise UsageError(
             f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
             f"study=planner.study(model, inputs, runtime={runtime_for(to)!r}), on the command line the model and its "

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from planner.analysis.eager_study import EagerStudy
 from planner.analysis.study import Study
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError
@@ -36,7 +35,7 @@ class ExportStep:
     plan : Plan
         Its budget is to be kept.
     study : Study
-        The step; an :class:`~planner.analysis.eager_study.EagerStudy` says itself what each recomputed module runs.
+        The step; that of an eager one says itself, by its regions, what each recomputed module runs.
     to_the_end : bool
         Whether the framework runs all of a module again, and not only what the backward needs.
     """
@@ -47,7 +46,7 @@ class ExportStep:
         self.problem: Problem = study.problem(plan.budget_bytes)
         self.to_the_end = to_the_end
         self._layers = find_layers(study.graph)
-        self._recorded = {region.module: region for region in study.regions} if isinstance(study, EagerStudy) else None
+        self._recorded = {region.module: region for region in study.regions} if study.regions is not None else None
         self._sound: dict[str, bool] = {}
         self._regions: dict[tuple[tuple[str, ...], tuple[str, ...]], Region | None] = {}
 

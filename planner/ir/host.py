@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 
 import cost_models
 from cost_models.devices import DeviceSpec
+from planner.common.options import LEAST_BYTES as LEAST_BYTES
 from planner.common.units import parse_size
 from planner.errors import UsageError
 from planner.ir.graph import Phase, TrainingGraph, Value
 from planner.ir.schedule import host_bytes
-
-LEAST_BYTES = 2**20
-"""Smaller values stay on the device: a transfer of less takes about as long to start as to run."""
 
 _SHARE_OF_HOST = 50
 """How much of the host's memory offloaded values may take by default, in percent."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from planner.common.limits import Progress as Progress
 from planner.errors import ClaimMismatchError, UsageError
+from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
-
-Progress = Callable[[str], None]
-"""Called by a solver with a short line on how it stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +27,15 @@ class Problem:
         Bound on the simulated peak, above what is resident before the step.
     host : Host, optional
         Where values may be offloaded to; without it none may.
+    regions : tuple of Region, optional
+        Calls of modules that can be checkpointed, where nothing else can be recomputed or offloaded.
     """
 
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     budget_bytes: int
     host: Host | None = None
+    regions: tuple[Region, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.graph.operations):
@@ -67,6 +68,8 @@ class Solution:
         Proven: no plan within the budget, in this base order, takes less time for these. 0 proves nothing.
     solve_seconds : float
         Time spent solving.
+    regions : tuple of Region
+        The regions that are chosen, in the way that they are, where some send values to the host.
     """
 
     solver: str
@@ -75,6 +78,7 @@ class Solution:
     recompute_seconds: float
     lower_bound_seconds: float = 0.0
     solve_seconds: float = 0.0
+    regions: tuple[Region, ...] = ()
 
     @property
     def is_optimal(self) -> bool:

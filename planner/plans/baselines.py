@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
-from planner.ir.checkpoints import schedule_of
+from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import TrainingGraph
 from planner.ir.layers import Layers, find_layers, forward_of_blocks
 from planner.ir.module_regions import region_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
+from planner.plans.evaluated import evaluate
 from planner.plans.plan import BaselineRow
+
+NO_BLOCKS = "the model has no repeated blocks that can be checkpointed"
 
 _SECONDS_EACH = 2.0
 """For a simple solver; counted as work, so that the same report comes out every time."""
@@ -75,10 +78,13 @@ def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = 
     Returns
     -------
     tuple of BaselineRow
-        No recompute, every layer, every second layer, sqrt(L), the chain's dynamic programme, the solution.
+        No recompute, every layer, every second layer, sqrt(L), the chain's dynamic programme, the solution; without
+        those two solvers where modules are chosen.
         One that does not exist is there with the reason.
     """
     layers = layers or find_layers(problem.graph)
+    if problem.regions is not None:
+        return (*_module_rows(problem, layers), _row(problem, "this plan", solution.schedule, solution.solve_seconds))
     return (
         _row(problem, "none", Schedule.keep_all(problem.graph), 0.0),
         _layer_row(problem, "every layer", 1, layers),
@@ -89,15 +95,29 @@ def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = 
     )
 
 
+def regions_of_blocks(problem: Problem, layers: Layers | None = None) -> tuple[Region, ...]:
+    """Give those regions of a problem that are repeated blocks."""
+    blocks = set((layers or find_layers(problem.graph)).blocks)
+    return tuple(region for region in problem.regions or () if region.module in blocks)
+
+
+def _module_rows(problem: Problem, layers: Layers) -> Iterator[BaselineRow]:
+    blocks = regions_of_blocks(problem, layers)
+    for name, regions in (("none", ()), ("every layer", blocks), ("every second layer", blocks[::2])):
+        if regions or name == "none":
+            yield _row(problem, name, schedule_of(problem.graph, regions), 0.0)
+        else:
+            yield BaselineRow(name=name, reason=NO_BLOCKS)
+
+
 def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
-    evaluation = problem.evaluate(schedule)
-    step_seconds = problem.baseline.seconds
+    found = evaluate(problem, schedule, name)
     return BaselineRow(
         name=name,
-        peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
-        overhead=evaluation.added_seconds / step_seconds if step_seconds > 0 else 0.0,
+        peak_bytes=found.peak_bytes,
+        overhead=found.overhead,
         seconds=seconds,
-        fits=evaluation.peak_bytes <= problem.budget_bytes,
+        fits=found.peak_bytes <= problem.budget_bytes + problem.graph.total_static_bytes,
     )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.ir.checkpoints import AWAY, HOLD, Region
-from planner.ir.graph import TrainingGraph
-from planner.ir.host import Host
+from planner.ir.problem import Problem, Solution
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
 from planner.solving.modules.offload import sending, sending_given
@@ -21,22 +20,10 @@ def modules_of(plan: Plan) -> tuple[str, ...]:
     return tuple(key.partition("|")[0] for key in again if key.split("|")[1] in (HOLD, AWAY))
 
 
-def with_kept(plan: Plan, graph: TrainingGraph, regions: Sequence[Region]) -> Plan:
-    """Write into a plan what its checkpoints keep, by operator and occurrence within the module."""
-    again = {key for keys in plan.recomputations.values() for key in keys}
-    chosen = set(modules_of(plan))
-    kept: dict[str, dict[str, tuple[int, ...]]] = {}
-    for region in regions:
-        for one in region.keepable if region.module in chosen else ():
-            if graph.operations[one.stand_in].key in again:
-                operators = kept.setdefault(region.module, {})
-                operators[one.operator] = (*operators.get(one.operator, ()), one.occurrence)
-    return replace(plan, kept=kept)
-
-
-def with_modules(plan: Plan, ways: Sequence[Region], host: Host | None) -> Plan:
-    """Write into a plan which modules send what, and when."""
-    if plan.offloading is None or host is None or not plan.offloading.values:
+def with_choices(plan: Plan, problem: Problem, solution: Solution) -> Plan:
+    """Write into a plan what its checkpoints keep, and which modules send what, and when."""
+    plan = replace(plan, kept=_kept(plan, problem))
+    if plan.offloading is None or problem.host is None or not solution.regions:
         return plan
     modules = tuple(
         OffloadedModule(
@@ -45,10 +32,24 @@ def with_modules(plan: Plan, ways: Sequence[Region], host: Host | None) -> Plan:
             leaves_with=way.leaves_with or way.module,
             returns_with=way.returns_with or way.module,
         )
-        for way in sorted(ways, key=lambda way: way.sends.ended if way.sends is not None else 0)
+        for way in sorted(solution.regions, key=lambda way: way.sends.ended if way.sends is not None else 0)
         if way.sent
     )
-    return replace(plan, offloading=replace(plan.offloading, modules=modules, least_bytes=host.least_bytes))
+    offloading = replace(plan.offloading, modules=modules, least_bytes=problem.host.least_bytes)
+    return replace(plan, offloading=offloading) if modules else plan
+
+
+def _kept(plan: Plan, problem: Problem) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Give what checkpoints keep, by operator and occurrence within the module."""
+    again = {key for keys in plan.recomputations.values() for key in keys}
+    chosen = set(modules_of(plan))
+    kept: dict[str, dict[str, tuple[int, ...]]] = {}
+    for region in problem.regions or ():
+        for one in region.keepable if region.module in chosen else ():
+            if problem.graph.operations[one.stand_in].key in again:
+                operators = kept.setdefault(region.module, {})
+                operators[one.operator] = (*operators.get(one.operator, ()), one.occurrence)
+    return kept
 
 
 def ways_in(plan: Plan, regions: Sequence[Region]) -> tuple[Region, ...] | None:

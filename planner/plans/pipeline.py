@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from planner.common.limits import SolveLimits
-from planner.common.units import format_bytes, parse_size
+from planner.common.units import Size, format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
 from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.ir.schedule import Schedule
@@ -26,8 +26,9 @@ from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight
 from planner.plans.pipeline_stages import Stage
 from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
-from planner.plans.plan import SCHEMA, Plan, PlanOrigin
-from planner.plans.planning import Size, plan_from_solution
+from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.plan_file import SCHEMA
+from planner.plans.planning import plan_from_solution
 from planner.solvers import get
 from planner.solving.peak_bounds import lowest_schedule
 from planner.solving.segmentations import segmentations

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from planner.common import timings
 from planner.common.limits import SolveLimits
+from planner.common.options import Budget, Search
 from planner.common.units import format_bytes, format_percent, parse_size
-from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
+from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.findings.finding import Finding
 from planner.findings.rules import examine
 from planner.findings.step_rules import BOTTLENECKS
 from planner.findings.subject import CapturedStep, Subject
+from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
 from planner.ir.layers import find_layers
-from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.plans.baselines import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
+from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
 from planner.plans.plan import (
-    SCHEMA,
     BaselineRow,
     LayerPlacement,
     NoPlanFitsError,
@@ -36,10 +38,12 @@ from planner.plans.plan import (
     PlanOrigin,
     Verification,
 )
+from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import one_more_gib, step_details
 from planner.plans.values import value_table
-from planner.solvers import solve
+from planner.solvers import solved
 from planner.solving import solution_cache
+from planner.solving.modules.offload import lowest_choice
 from planner.solving.peak_bounds import lowest_peak
 
 
@@ -150,82 +154,39 @@ __all__ = [
     "PeakLocation",
     "Plan",
     "PlanOrigin",
-    "Size",
     "Verification",
     "make_plan",
     "make_problem",
     "plan_from_solution",
 ]
 
-Size = int | float | str
-"""Bytes, ``"8GiB"``, ``"8GB"`` or ``"60%"`` of the unplanned peak."""
-
 
 def make_plan(
-    graph: TrainingGraph,
-    costs: Sequence[OperationCost],
+    problem: Problem,
+    search: Search | None = None,
     *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    at_least_bytes: int = 0,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
     origin: PlanOrigin | None = None,
     static_memory: StaticMemory | None = None,
-    host: Host | None = None,
-    progress: Progress | None = None,
-    compare: bool = True,
-    propose: Callable[[Problem], Solution] | None = None,
 ) -> Plan:
-    """Find the cheapest plan that keeps a budget.
+    """Find the cheapest plan for a problem.
 
     Parameters
     ----------
-    graph : TrainingGraph
-    costs : sequence of OperationCost
-        One for each operation.
-    budget : int, float or str, optional
-        What the whole device may hold; ``"60%"`` is of the unplanned peak.
-    activation_budget : int, float or str, optional
-        What the step may allocate on top of what is resident; ``"60%"`` is of what the unplanned
-        step allocates. Exactly one of the two is given.
-    at_least_bytes : int
-        What the whole device may hold even if the budget comes to less.
-    solver : str
-        Name of a solver.
-    time_limit_seconds : float
-        Roughly when the solver stops improving.
-    deterministic, seed
-        See :class:`planner.common.limits.SolveLimits`.
+    problem : Problem
+    search : Search, optional
     origin : PlanOrigin, optional
         What the graph and its costs come from.
     static_memory : StaticMemory, optional
         The optimizer's step, which must fit too, and how the device hands out memory.
-    host : Host, optional
-        Where values may be offloaded to; without it none is.
-    progress : callable, optional
-        Told in short lines how it stands.
-    compare : bool
-        Whether to find the baselines that the report shows beside the plan.
-    propose : callable, optional
-        Stands in for the solvers, where not every schedule can be carried out.
-
-    Returns
-    -------
-    Plan
 
     Raises
     ------
     NoPlanFitsError
         If no plan fits, with the smallest budget for which there is one.
     UsageError
-        If the budget or the solver is not understood.
+        If there is no such solver.
     """
-    problem = make_problem(
-        graph, costs, budget=budget, activation_budget=activation_budget, at_least_bytes=at_least_bytes, host=host
-    )
+    search, graph = search or Search(), problem.graph
     origin = origin or PlanOrigin()
     static_memory = static_memory or StaticMemory()
     after_bytes = optimizer_peak_bytes(graph, static_memory)
@@ -234,47 +195,34 @@ def make_plan(
             raise _nothing_left(problem)
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise _optimizer_does_not_fit(problem, after_bytes)
-        solution = (
-            propose(problem)
-            if propose is not None
-            else _solved(
-                problem,
-                solver,
-                SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed),
-                progress,
-            )
-        )
+        with timings.stage("solving"):
+            solution = _solved(problem, search)
     except InfeasibleBudgetError as error:
-        raise _no_plan_fits(problem, error, solver, origin) from error
-    return plan_from_solution(problem, solution, origin=origin, static_memory=static_memory, compare=compare)
+        raise _no_plan_fits(problem, error, search.solver, origin) from error
+    return plan_from_solution(
+        problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
+    )
 
 
-def _solved(problem: Problem, solver: str, effort: SolveLimits, progress: Progress | None) -> Solution:
+def _solved(problem: Problem, search: Search) -> Solution:
     """Give the solution that was found before, or search for one and keep it."""
-    with timings.stage("solving"):
-        key = solution_cache.key_of(problem, solver, effort)
-        found = solution_cache.find(problem, key)
-        if found is None:
-            found = solve(
-                problem,
-                solver,
-                time_limit_seconds=effort.time_limit_seconds,
-                deterministic=effort.deterministic,
-                seed=effort.seed,
-                progress=progress,
-            )
-            solution_cache.keep(key, found)
+    if problem.regions is not None:  # what is kept does not say which regions were chosen
+        return solved(problem, search.solver, effort=search, progress=search.progress)
+    key = solution_cache.key_of(problem, search.solver, search)
+    found = solution_cache.find(problem, key)
+    if found is None:
+        found = solved(problem, search.solver, effort=search, progress=search.progress)
+        solution_cache.keep(key, found)
     return found
 
 
 def make_problem(
     graph: TrainingGraph,
     costs: Sequence[OperationCost],
+    budget: Budget,
     *,
-    budget: Size | None = None,
-    activation_budget: Size | None = None,
-    at_least_bytes: int = 0,
     host: Host | None = None,
+    regions: tuple[Region, ...] | None = None,
 ) -> Problem:
     """Give the problem that a budget poses: what is resident is subtracted here, and only here.
 
@@ -283,17 +231,17 @@ def make_problem(
     UsageError
         If not exactly one budget is given, or it cannot be read.
     """
-    if (budget is None) == (activation_budget is None):
-        raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
+    budget.check()
     unbounded = Problem(graph=graph, costs=tuple(costs), budget_bytes=0)
     step_bytes, static_bytes = unbounded.baseline.peak_bytes, graph.total_static_bytes
-    if budget is not None:
-        limit_bytes = parse_size(budget, whole_bytes=static_bytes + step_bytes) - static_bytes
+    if budget.budget is not None:
+        limit_bytes = parse_size(budget.budget, whole_bytes=static_bytes + step_bytes) - static_bytes
     else:
-        assert activation_budget is not None
-        limit_bytes = parse_size(activation_budget, whole_bytes=step_bytes)
-    limit_bytes = max(limit_bytes, at_least_bytes - static_bytes)
-    return Problem(graph=graph_for(graph, host), costs=tuple(costs), budget_bytes=limit_bytes, host=host)
+        assert budget.activation_budget is not None
+        limit_bytes = parse_size(budget.activation_budget, whole_bytes=step_bytes)
+    limit_bytes = max(limit_bytes, budget.at_least_bytes - static_bytes)
+    graph = graph_for(graph, host)
+    return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
 
 
 def plan_from_solution(
@@ -303,6 +251,7 @@ def plan_from_solution(
     origin: PlanOrigin | None = None,
     static_memory: StaticMemory | None = None,
     compare: bool = True,
+    limits: SolveLimits | None = None,
 ) -> Plan:
     """Write out a solution as a plan.
 
@@ -316,6 +265,8 @@ def plan_from_solution(
     compare : bool
         Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
         and the details of the step and of its values.
+    limits : SolveLimits, optional
+        For the choice of regions with the lowest peak.
 
     Raises
     ------
@@ -335,11 +286,17 @@ def plan_from_solution(
     baselines: tuple[BaselineRow, ...] = ()
     if compare:
         with timings.stage("baselines"):
-            more = one_more_gib(problem, schedule, evaluation.added_seconds)
+            if problem.regions is None:
+                more = one_more_gib(problem, schedule, evaluation.added_seconds)
+                lowest_bytes = lowest_peak(problem).found_peak_bytes
+            else:
+                more = None
+                lowest = lowest_choice(problem, (limits or SolveLimits()).clock())
+                lowest_bytes = problem.evaluate(lowest).peak_bytes
             details = step_details(problem, schedule, evaluation, more)
-            minimum_peak_bytes = min(minimum_peak_bytes, lowest_peak(problem).found_peak_bytes)
+            minimum_peak_bytes = min(minimum_peak_bytes, lowest_bytes)
             baselines = tuple(baseline_rows(problem, solution, layers))
-    return Plan(
+    plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),
         status="optimal" if solution.is_optimal else "feasible",
@@ -371,14 +328,15 @@ def plan_from_solution(
         },
         warnings=(
             *plan_warnings(problem, evaluation, solution),
-            *reserve_warnings(problem, static_memory, reserved),
+            *reserve_warnings(problem, reserved),
             *origin.warnings,
         ),
         details=details,
-        values=value_table(problem, schedule) if compare else None,
+        values=value_table(problem, schedule) if compare and problem.regions is None else None,
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
+    return plan if problem.regions is None else with_choices(plan, problem, solution)
 
 
 def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBudgetError:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.errors import PlanMismatchError, ScheduleError
+from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.module_choices import ways_in
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import plan_from_solution
 
@@ -15,8 +17,8 @@ OF_THE_GRAPH = ("assumes", "operations", "graph")
 """Keys of a fingerprint that say how a step was captured; the others say what of, and where."""
 
 
-def check_match(plan: Plan, origin: PlanOrigin) -> None:
-    """Refuse a plan of another graph.
+def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None:
+    """Refuse a plan of another graph; a step that varies with its data need not have the same one twice.
 
     Raises
     ------
@@ -27,6 +29,8 @@ def check_match(plan: Plan, origin: PlanOrigin) -> None:
     if theirs.get("graph") == ours["graph"]:
         return
     keys = [key for key in ours if theirs.get(key) != ours[key]]
+    if varies and not set(keys) - {"graph", "operations"}:
+        return
     if not assumes_the_same(plan, origin):  # a batch that needs a mask, say, has a graph of its own
         keys = [key for key in keys if key not in OF_THE_GRAPH]
         if not keys:
@@ -90,14 +94,17 @@ def take_over(
     """
     graph = problem.graph
     try:
-        schedule = plan.schedule_for(graph)
+        ways = ways_in(plan, problem.regions) if problem.regions is not None else ()
+        if ways is None:
+            return None
+        schedule = schedule_of(graph, ways) if problem.regions is not None else plan.schedule_for(graph)
         if schedule.offloads and problem.host is None:
             return None
         evaluation = problem.evaluate(schedule)
     except (PlanMismatchError, ScheduleError):  # keys that are not there; or values that leave before their last use
         return None
     same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
-    unneeded = evaluation.added_seconds > 0 and problem.baseline.peak_bytes <= problem.budget_bytes
+    unneeded = (evaluation.added_seconds > 0 or bool(ways)) and problem.baseline.peak_bytes <= problem.budget_bytes
     unneeded = unneeded and not (asked_for and same_graph)
     after_bytes = optimizer_peak_bytes(graph, around) - graph.total_static_bytes
     if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
@@ -110,6 +117,7 @@ def take_over(
         peak_bytes=evaluation.peak_bytes,
         recompute_seconds=evaluation.added_seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same_graph else 0.0,
+        regions=ways,
     )
     taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold

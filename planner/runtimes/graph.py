@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import fx, nn
@@ -19,8 +19,7 @@ from planner.capture.torch_internals import Compiler, aot_backend, call_implemen
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.planning import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes import Prepare
-from planner.runtimes._calls import PlannedCalls
+from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
 from planner.session.step import Options, PlannedStep, attention_for, input_elements
@@ -37,34 +36,20 @@ class GraphRuntime(PlannedCalls):
 
     Parameters
     ----------
-    model : torch.nn.Module
-    options : Options
-    plan : Plan, optional
-        Decisions to carry out.
-    replan : bool
-        Whether a plan that does not match may be replaced; otherwise it is refused.
-    prepare : callable, optional
-        Completes the options for inputs of each new set of sizes: what a loss outside needs depends on them.
+    model, options, **settings
+        See :meth:`planner.runtimes.Runtime.start`.
     compiler : callable, optional
         What makes code of the planned graphs; see :class:`planner.capture.joint_capture.Backend`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-        compiler: Compiler = aot_backend,
+        self, model: nn.Module, options: Options, *, compiler: Compiler = aot_backend, **settings: Unpack[Settings]
     ) -> None:
-        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare)
-        self._plans = PlansBySize(plan)
+        super().__init__(model, options, **settings)
+        self._plans = PlansBySize(self.plan)
         self._graphs = 0
         self._planned_ahead: set[Sizes] = set()
         self.compiler = compiler
-        self._confirmed = False
         self._prepared_for: list[torch.Size] | None = None
         self._joint: JointGraph | None = None
         self._expected: list[int] | None = None
@@ -82,13 +67,10 @@ class GraphRuntime(PlannedCalls):
             result = self._call_without_assumption.known(args, kwargs)
         return self._captured(args, kwargs) if result is NOT_CAPTURED else result
 
-    def stop(self) -> None:
-        """Do nothing: the model's parts are as they were."""
-
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model on what is new to it, or marked as dynamic."""
         inputs = Inputs(args, kwargs)
-        if not self._confirmed:
+        if not self.is_confirmed:
             check_plannable(self.model, inputs)
         if self.prepare is not None:
             self._prepare_for(inputs)
@@ -142,15 +124,14 @@ class GraphRuntime(PlannedCalls):
         """Plan one captured graph, and write its forward and backward."""
         step = self.planned(joint)
         self._remember(step, joint)
-        self._confirmed = True
+        self.is_confirmed = True
         self._joint = joint
         return extract_fwd_bwd(step.lowered, step.schedule)
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""
-        must_match = self.plan is not None and not self._confirmed and not self.replan
         reuse = self._plans.nearest(input_elements(self.model, joint.inputs))
-        return plan_step(self.model, joint, self.options, reuse=reuse, must_match=must_match)
+        return plan_step(self.model, joint, self.options, reuse=reuse, must_match=self.must_match)
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
         self.put_in_force(step.plan)
@@ -202,7 +183,8 @@ class GraphRuntime(PlannedCalls):
         return finished
 
 
-class _Graph:
+class _Graph(StartsCalls):
+    calls = GraphRuntime
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"
     tolerance = 0.0
@@ -212,24 +194,12 @@ class _Graph:
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
         begun = time.perf_counter()
-        if options.progress is not None:
-            options.progress("capturing forward and backward")
+        options.search.tell("capturing forward and backward")
         check_plannable(model, inputs)
         joint = capture(model, inputs, attention=attention_for(model, options))
         captured = time.perf_counter() - begun
         plan = plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
         return replace(plan, capture_seconds=plan.capture_seconds + captured)
-
-    def start(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> GraphRuntime:
-        return GraphRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
 
 
 RUNTIME = _Graph()

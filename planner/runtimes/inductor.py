@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import fx
 
@@ -20,6 +20,7 @@ from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, until_stopped
 from planner.capture.torch_internals import PartitionFunction
+from planner.common.options import Budget
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -28,6 +29,7 @@ from planner.measure import devices
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.runtimes._calls import Settings, StartsCalls
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import PlannedStep, attention_for, lower_step
 from planner.session.step_planning import plan_step
@@ -35,7 +37,7 @@ from planner.session.step_planning import plan_step
 if TYPE_CHECKING:
     from torch import nn
 
-    from planner.runtimes import Prepare
+    from planner.runtimes import Running
     from planner.session.step import Options
 
 ATTEMPTS = 6
@@ -45,16 +47,8 @@ ATTEMPTS = 6
 class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> None:
-        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare, compiler=self._compiler)
+    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, options, compiler=self._compiler, **settings)
         self._step: PlannedStep | None = None
         self._fits = False
         self._limit_bytes: int | None = None
@@ -80,7 +74,7 @@ class InductorRuntime(GraphRuntime):
         if self._limit_bytes is None:
             self._step = super().planned(joint)
         else:
-            tighter = replace(self.options, budget=self._limit_bytes, activation_budget=None, at_least_bytes=0)
+            tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
             step = plan_step(self.model, joint, tighter)
             self._step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
         return self._step
@@ -104,7 +98,7 @@ class InductorRuntime(GraphRuntime):
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
-        must_match = self.plan is not None and not self._confirmed and not self.replan
+        must_match = self.must_match  # planning confirms it
         self._forget()
         try:
             for attempt in range(ATTEMPTS):
@@ -182,7 +176,8 @@ def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
     )
 
 
-class _Inductor:
+class _Inductor(StartsCalls):
+    calls = InductorRuntime
     name = "inductor"
     summary = "the same graphs compiled by Inductor: the peak is counted in the code that it writes"
     tolerance = 1e-4
@@ -193,23 +188,14 @@ class _Inductor:
     ) -> Plan:
         _check(model, options)
         begun = time.perf_counter()
-        if options.progress is not None:
-            options.progress("capturing forward and backward")
+        options.search.tell("capturing forward and backward")
         check_plannable(model, inputs)
         plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
-    def start(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> InductorRuntime:
+    def start(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> Running:
         _check(model, options)
-        return InductorRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+        return super().start(model, options, **settings)
 
 
 def _check(model: nn.Module, options: Options) -> None:
@@ -218,7 +204,7 @@ def _check(model: nn.Module, options: Options) -> None:
     if attention_for(model, options) is not None:
         raise RuntimeUnsupportedError(
             f"runtime 'inductor' plans by the code for the device that the model is on, {devices.of_model(model)}, and "
-            f"not for {options.device}: choose runtime 'graph' to plan for a GPU that is not here"
+            f"not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
         )
 
 

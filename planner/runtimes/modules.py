@@ -9,20 +9,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
+from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, uninstall_call
 from planner.errors import PlanMismatchError
 from planner.plans.module_choices import modules_of
 from planner.plans.offload import OffloadedModule
 from planner.plans.planning import Plan
-from planner.runtimes import Prepare
-from planner.runtimes._calls import PlannedCalls
+from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._situation import situation_of
@@ -53,16 +52,8 @@ class ModulesRuntime(PlannedCalls):
         See :meth:`planner.runtimes.Runtime.start`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> None:
-        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare)
+    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, options, **settings)
         self._chosen: dict[Any, _Chosen] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,19 +69,16 @@ class ModulesRuntime(PlannedCalls):
         with _installed(chosen):
             return call_implementation(self.model)(*args, **kwargs)
 
-    def stop(self) -> None:
-        """Do nothing: between calls the model's parts are as they were."""
-
     def _choose(self, inputs: Inputs) -> _Chosen:
         self.complete_options(inputs)
-        must_match = self.plan is not None and not self._chosen and not self.replan
-        plan = _plan(self.model, inputs, self.options, self.plan, must_match)
+        plan = plan_eager(self.model, inputs, self.options, reuse=self.plan, must_match=self.must_match)
         self.put_in_force(plan)
         by_name = dict(self.model.named_modules())
         offloaded = plan.offloading.modules if plan.offloading is not None else ()
         names = dict.fromkeys((*modules_of(plan), *(one.module for one in offloaded)))
         if missing := [name for name in names if name not in by_name]:
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
+        self.is_confirmed = True
         checkpointed = {name: plan.kept.get(name, {}) for name in modules_of(plan)}
         return _Chosen(plan, checkpointed, offloaded, {name: by_name[name] for name in names})
 
@@ -134,13 +122,8 @@ def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, *args
     return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
 
 
-def _plan(model: nn.Module, inputs: Inputs, options: Options, reuse: Plan | None, must_match: bool) -> Plan:
-    check_device(model, inputs)
-    check_own_checkpointing(model)
-    return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
-
-
-class _Modules:
+class _Modules(StartsCalls):
+    calls = ModulesRuntime
     name = "modules"
     summary = "the model itself, with chosen modules under torch.utils.checkpoint: no capture"
     tolerance = 0.0
@@ -149,18 +132,7 @@ class _Modules:
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        return _plan(model, inputs, options, reuse, must_match)
-
-    def start(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> ModulesRuntime:
-        return ModulesRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
+        return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
 
 
 RUNTIME = _Modules()

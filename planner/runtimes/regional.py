@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import fx, nn
@@ -33,8 +33,7 @@ from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.planning import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes import Prepare
-from planner.runtimes._calls import PlannedCalls
+from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.runtimes._situation import situation_of
 from planner.session.agreement import plan_together
@@ -47,17 +46,8 @@ BLOCK_BYTES = "block bytes"
 class RegionalRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> None:
-        super().__init__(model, options, plan=plan, replan=replan, prepare=prepare)
-        self._confirmed = False
+    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
+        super().__init__(model, options, **settings)
         self._known: dict[Any, _Planned] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,19 +64,15 @@ class RegionalRuntime(PlannedCalls):
         with explain_failures(self.model), forwards(planned.forwards):
             return implementation(*args, **kwargs)
 
-    def stop(self) -> None:
-        """Do nothing: blocks have their own ``forward`` whenever the model is not being called."""
-
     def _planned(self, inputs: Inputs) -> _Planned:
         if is_sharded(self.model):
             return _Planned(self.model, self._planned_before(inputs))
         check_plannable(self.model, inputs)
         self.complete_options(inputs)
-        must_match = self.plan is not None and not self._confirmed and not self.replan
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
-        options = replace(self.options, together=self.options.together and not self._confirmed)
-        plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=must_match)
-        self._confirmed = True
+        options = replace(self.options, together=self.options.together and not self.is_confirmed)
+        plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
+        self.is_confirmed = True
         self.put_in_force(plan)
         return _Planned(self.model, plan)
 
@@ -176,7 +162,7 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
 
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[LoweredStep, dict[str, Block]]:
     """Follow one step of a model on fake tensors, and lower it with its blocks."""
-    spec = device_spec(model, options.device)
+    spec = device_spec(model, options.target.device)
     step = Step(model, inputs, attention_for(model, options))
     random_state_bytes = CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0
 
@@ -261,7 +247,8 @@ def _described(inputs: Inputs) -> str:
     return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs.tensors())
 
 
-class _Regional:
+class _Regional(StartsCalls):
+    calls = RegionalRuntime
     name = "regional"
     summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
     tolerance = 0.0
@@ -274,8 +261,7 @@ class _Regional:
         blocks: dict[str, Block] = {}
 
         def prepare() -> LoweredStep:
-            if options.progress is not None:
-                options.progress("capturing each block")
+            options.search.tell("capturing each block")
             check_plannable(model, inputs)
             with explain_forward(model):
                 step, found = lower_regional(model, inputs, options)
@@ -285,17 +271,6 @@ class _Regional:
         plan = plan_together(model, prepare, options, reuse=reuse, must_match=must_match)
         alone = sum(_alone_bytes(plan, block) for block in blocks.values())
         return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
-
-    def start(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> RegionalRuntime:
-        return RegionalRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
 
 
 def _alone_bytes(plan: Plan, block: Block) -> int:

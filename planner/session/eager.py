@@ -6,33 +6,31 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import fx, nn
 
-from planner.analysis.eager_study import EagerStudy
+from planner.analysis.study import Study
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
 from planner.common import timings
-from planner.errors import PlanMismatchError
 from planner.findings.finding import Finding
-from planner.ir.checkpoints import schedule_of
 from planner.ir.graph import OperationCost
-from planner.ir.host import Host, host_of
-from planner.ir.problem import Solution
 from planner.ir.static_memory import LossMemory
 from planner.measure.devices import device_spec
-from planner.measure.resident import static_memory
-from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.module_choices import ways_in, with_kept, with_modules
-from planner.plans.plan import PlanOrigin
-from planner.plans.planning import Plan, make_problem, plan_from_solution
-from planner.plans.reuse import as_planned, check_match
-from planner.session.step import Options, attention_for, cost, fingerprint, problems_of
-from planner.solving.modules.ilp import NAME
+from planner.plans.plan import Plan, PlanOrigin
+from planner.session.step import (
+    Options,
+    attention_for,
+    cost,
+    fingerprint,
+    origin_of,
+    plan_study,
+    problems_of,
+    static_memory_of,
+)
 
 _NO_TROUBLE = ("full-backward-hooks",)
 """Rules that an eager step may break."""
@@ -41,12 +39,14 @@ _NO_TROUBLE = ("full-backward-hooks",)
 def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
-    """Plan one eager step; see :func:`planner.session.step_planning.plan_step`."""
-    return _Recorded(model, inputs, options).plan(reuse, must_match)
+    """Plan one eager step; see :func:`planner.session.step.plan_study`."""
+    return plan_study(study_eager(model, inputs, options), options, reuse=reuse, must_match=must_match)
 
 
-def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> EagerStudy:
+def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> Study:
     """Record and cost one eager step; see :func:`planner.session.studying.study`."""
+    check_device(model, inputs)
+    check_own_checkpointing(model)
     return _Recorded(model, inputs, options).study(None)
 
 
@@ -55,21 +55,19 @@ class _Recorded:
 
     def __init__(self, model: nn.Module, inputs: Inputs, options: Options) -> None:
         self.begun = time.perf_counter()
-        if options.progress is not None:
-            options.progress("recording a step")
+        options.search.tell("recording a step")
         attention = attention_for(model, options)
         with timings.stage("capture"):
             self.trace = record(model, inputs, has_loss=options.loss is not None, attention=attention)
         self.has_attention_of_here = self.trace.is_real and attention is not None
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
-        self.spec = device_spec(model, options.device)
-        around = static_memory(model, self.tensors, self.spec, options.training)
-        self.around = around if options.taken_over is None else as_planned(around, options.taken_over)
+        self.spec = device_spec(model, options.target.device)
+        self.around = static_memory_of(model, self.tensors, self.spec, options)
         self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
         self.origin: PlanOrigin | None = None
 
-    def study(self, least_bytes: int | None) -> EagerStudy:
+    def study(self, least_bytes: int | None) -> Study:
         """Give the step as plain data; with what its modules could send of so many bytes and more, if any may."""
         options = self.options
         step = lower_eager(
@@ -86,7 +84,7 @@ class _Recorded:
         if self.origin is None:
             self.origin = self._cost(step.lowered)
         costs = [self.costs[node] for node in step.lowered.operation_nodes]
-        return EagerStudy(
+        return Study(
             graph=step.lowered.graph,
             costs=tuple(
                 replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
@@ -98,6 +96,7 @@ class _Recorded:
             regions=step.regions,
             least_bytes=least_bytes,
             seen_for=self.study,
+            varies=self.trace.is_real,
         )
 
     def _cost(self, lowered: LoweredGraph) -> PlanOrigin:
@@ -106,12 +105,11 @@ class _Recorded:
         costing = cost(model, lowered, self.spec, options)
         for node, each in zip(lowered.operation_nodes, costing.costs, strict=True):
             self.costs.setdefault(node, each)
-        return PlanOrigin(
+        return origin_of(
+            costing,
+            self.spec,
             fingerprint=fingerprint(model, lowered, self.spec.name),
             capture_seconds=time.perf_counter() - self.begun,
-            cost_model=costing.cost_model,
-            device=self.spec.name,
-            torch_version=torch.__version__,
             runtime=options.runtime,
             warnings=(
                 *costing.warnings,
@@ -125,79 +123,6 @@ class _Recorded:
                 ),
             ),
         )
-
-    def plan(self, reuse: Plan | None, must_match: bool) -> Plan:
-        """Take a plan over if it fits, else make one."""
-        options = self.options
-        host = host_of(self.spec, options.host_budget, at_least=options.offload_at_least) if options.offload else None
-        study = self.study(host.least_bytes if host is not None else None)
-        if reuse is not None:
-            if must_match:
-                self._check_match(study, reuse)
-            taken = self._take_over(study, host, reuse)
-            if taken is not None:
-                return taken
-            if must_match and not self.trace.is_real:  # another batch may need more; the budget is what counts
-                raise PlanMismatchError(
-                    "the plan's decisions break the budget on this step: plan again, or pass replan=True"
-                )
-        return study.plan(
-            budget=options.budget,
-            activation_budget=options.activation_budget,
-            at_least_bytes=options.at_least_bytes,
-            strategy=options.strategy,
-            time_limit_seconds=options.time_limit_seconds,
-            deterministic=options.deterministic,
-            seed=options.seed,
-            offload=options.offload,
-            host_budget=options.host_budget,
-            offload_at_least=options.offload_at_least,
-            compare=options.compare,
-            progress=options.progress,
-        )
-
-    def _check_match(self, study: EagerStudy, plan: Plan) -> None:
-        """Refuse a plan of something else; a step that depends on its data need not be the same twice."""
-        origin = study.origin
-        if self.trace.is_real:
-            ours = {key: value for key, value in origin.fingerprint.items() if key not in ("graph", "operations")}
-            if all(plan.fingerprint.get(key) == value for key, value in ours.items()):
-                return
-        check_match(plan, origin)
-
-    def _take_over(self, study: EagerStudy, host: Host | None, plan: Plan) -> Plan | None:
-        """Carry the choice of modules over, if they and what they keep are there and the step keeps the budget."""
-        ways = ways_in(plan, study.regions)
-        if ways is None:
-            return None
-        graph, options = study.graph, self.options
-        schedule = schedule_of(graph, ways)
-        problem = make_problem(
-            graph,
-            study.costs,
-            budget=options.budget,
-            activation_budget=options.activation_budget,
-            at_least_bytes=options.at_least_bytes,
-            host=host,
-        )
-        sent_bytes = sum(graph.values[offload.value].size_bytes for offload in schedule.offloads)
-        if schedule.offloads and (host is None or sent_bytes > host.budget_bytes):
-            return None
-        evaluation = problem.evaluate(schedule)
-        unneeded = bool(ways) and problem.baseline.peak_bytes <= problem.budget_bytes
-        after_bytes = optimizer_peak_bytes(graph, self.around) - graph.total_static_bytes
-        if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
-            return None
-        same = plan.fingerprint.get("graph") == study.origin.fingerprint["graph"]
-        solution = Solution(
-            solver=plan.solver if same else f"{NAME} (reused)",
-            schedule=schedule,
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.added_seconds,
-            lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same else 0.0,
-        )
-        taken = plan_from_solution(problem, solution, origin=study.origin, static_memory=self.around, compare=False)
-        return with_kept(with_modules(taken, ways, host), graph, study.regions)
 
 
 def _notes(trace: Trace, *, has_attention_of_here: bool) -> Iterator[Finding]:

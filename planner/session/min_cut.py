@@ -16,6 +16,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import eliminate_common_subexpressions, min_cut_partition
+from planner.common.options import Target
 from planner.common.training import Training
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
@@ -75,7 +76,7 @@ def schedules(
 ) -> Iterator[Schedule]:
     """Give what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options(device=device, training=Training(**training))
+    options = Options(target=Target(device=device), training=Training(**training))
     joint = capture(model, inputs, attention=attention_for(model, options))
     lowered = lower_step(model, joint, options).lowered
     for ratio in ratios:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from cost_models.measured import Profile
@@ -16,19 +15,18 @@ from planner.capture.joint import is_tangent
 from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
+from planner.common.limits import Progress
+from planner.common.options import picked
 from planner.common.training import Training
+from planner.common.units import Size
 from planner.errors import UsageError
-from planner.ir.problem import Progress
 from planner.ir.static_memory import LossMemory, StaticMemory
-from planner.measure import loss
 from planner.measure.resident import static_memory
 from planner.plans.pipeline import make_pipeline_plan
 from planner.plans.pipeline_schedules import PipelineSchedule
 from planner.plans.pipeline_stages import Stage, cut
 from planner.plans.pipeline_types import PipelinePlan
-from planner.plans.plan import PlanOrigin
-from planner.plans.planning import Size
-from planner.session.step import LoweredStep, Options, attention_for, cost, lower_step
+from planner.session.step import LoweredStep, Options, attention_for, cost, lower_step, origin_of, with_loss
 
 
 def plan_pipeline(
@@ -106,34 +104,18 @@ def plan_pipeline(
     >>> [stage.micro_batches_in_flight for stage in made.stages]
     [2, 1]
     """
+    asked = locals()
     pipeline = PipelineSchedule(stages=stages, micro_batches=micro_batches, name=schedule, chunks=chunks)
-    training = Training(
-        optimizer=optimizer,
-        master_weights=master_weights,
-        gradient_accumulation=gradient_accumulation,
-        data_parallel=data_parallel,
-        ranks=ranks,
-        tensor_parallel=tensor_parallel,
-        reserve=reserve,
-    )
+    training = picked(Training, asked)
     if data_parallel == "fsdp2":
         raise UsageError("fsdp2 inside a pipeline is not planned: use data_parallel='ddp', or no pipeline")
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     begun = time.perf_counter()
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options(
-        budget=budget,
-        device=device,
-        cost_model=cost_model,
-        profile=profile,
-        training=Training(tensor_parallel=tensor_parallel),
-        loss=loss.memory_of(model, inputs, loss_fn, device) if loss_fn is not None else LossMemory(),
-        name=name,
-        progress=progress,
-    )
-    if progress is not None:
-        progress("capturing forward and backward")
+    options = Options.of(asked, training=Training(tensor_parallel=tensor_parallel), loss=LossMemory())
+    options = with_loss(model, options, loss_fn, inputs)
+    options.search.tell("capturing forward and backward")
     joint = capture(model, inputs, attention=attention_for(model, options))
     step = lower_step(model, joint, options)
     costing = cost(model, step.lowered, step.spec, options)
@@ -148,11 +130,10 @@ def plan_pipeline(
         time_limit_seconds=time_limit_seconds,
         deterministic=deterministic,
         seed=seed,
-        origin=PlanOrigin(
+        origin=origin_of(
+            costing,
+            step.spec,
             capture_seconds=time.perf_counter() - begun,
-            cost_model=costing.cost_model,
-            device=step.spec.name,
-            torch_version=torch.__version__,
             warnings=(*costing.warnings, *step.warnings),
         ),
         progress=progress,

@@ -17,17 +17,19 @@ import torch
 from torch import nn
 
 from cost_models.devices import DeviceSpec
-from cost_models.measured import MeasuredCosts, Profile
+from cost_models.measured import MeasuredCosts
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import Attention, attention_on
+from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.capture.torch_internals import outside_tracing
 from planner.common import timings
 from planner.common.chunks import Chunk, slices_of
+from planner.common.options import LEAST_BYTES, Budget, Offload, Search, Target, picked
 from planner.common.training import Training
-from planner.common.units import is_share
+from planner.common.units import Size
 from planner.errors import PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
 from planner.findings.finding import Finding, Severity
@@ -35,16 +37,14 @@ from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
-from planner.ir.host import LEAST_BYTES
-from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
-from planner.measure import devices
+from planner.measure import devices, loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.measure.devices import device_here, device_spec
 from planner.measure.resident import static_memory
 from planner.measure.workspace import effort_for
-from planner.plans.planning import Plan, PlanOrigin, Size, make_problem
+from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
 from planner.transforms import rounding
 from planner.transforms.inplace_grad_accumulation import sum_in_place
@@ -57,85 +57,75 @@ class Options:
 
     Parameters
     ----------
-    budget, activation_budget : int, float or str, optional
-        One of the two: what the whole device may hold, or what the step may allocate.
+    budget : Budget
+    search : Search
+    offload : Offload
+    target : Target
+    training : Training
     strategy : str, optional
         What an established system does, in place of what a solver would choose.
-    solver : str
-        Name of a solver; ``"auto"`` picks.
-    time_limit_seconds : float
-        Roughly when the solver stops improving.
-    deterministic, seed
-        See :class:`planner.common.limits.SolveLimits`.
-    device : str, optional
-        Name in the table of devices, or a device file; by default the device that the model is on.
-    cost_model : str
-        Name of a cost model.
-    profile : Profile, optional
-        Costs that were recorded before.
-    training : Training
-        What surrounds the step.
+    runtime : str
+        Name of the runtime that is to carry the plan out.
+    chunk : int or str
+        In how many slices to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
+    name : str
+        Name of the model in reports.
+    maximum_shapes : int
+        How many sets of input sizes a runtime may have graphs for.
     taken_over : Plan, optional
         Its static_memory are taken in place of what ``training`` says.
     loss : LossMemory, optional
         What a loss outside the captured graph takes; None if none is known.
-    runtime : str
-        Name of the runtime that is to carry the plan out.
     together : bool
         Whether all ranks of torch.distributed plan this step at once, and are to have one plan.
-    name : str
-        Name of the model in reports.
-    compare : bool
-        Whether to simulate the baselines for the report.
-    progress : callable, optional
-        Told in short lines how it stands.
-    at_least_bytes : int
-        What the whole device may hold even if the budget comes to less; see :meth:`after`.
-    maximum_shapes : int
-        How many sets of input sizes a runtime may have graphs for.
-    offload : bool
-        Whether values may wait in the host's memory.
-    host_budget : int, float or str, optional
-        What they may take of it; by default half of what this machine has.
-    offload_at_least : int, float or str
-        Values below this size stay on the device.
-    offload_lossy : bool
-        Whether values of float32 wait there rounded to bfloat16.
-    chunk : int or str
-        In how many slices to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
     """
 
-    budget: Size | None = None
-    activation_budget: Size | None = None
-    strategy: str | None = None
-    solver: str = "auto"
-    time_limit_seconds: float = 10.0
-    deterministic: bool = False
-    seed: int = 0
-    device: str | None = None
-    cost_model: str = "roofline"
-    profile: Profile | None = None
+    budget: Budget = field(default_factory=Budget)
+    search: Search = field(default_factory=Search)
+    offload: Offload = field(default_factory=Offload)
+    target: Target = field(default_factory=Target)
     training: Training = field(default_factory=Training)
+    strategy: str | None = None
+    runtime: str = "graph"
+    chunk: Chunk = 1
+    name: str = ""
+    maximum_shapes: int = 64
     taken_over: Plan | None = None
     loss: LossMemory | None = None
-    runtime: str = "graph"
     together: bool = False
-    name: str = ""
-    compare: bool = True
-    progress: Progress | None = None
-    at_least_bytes: int = 0
-    maximum_shapes: int = 64
-    offload: bool = False
-    host_budget: Size | None = None
-    offload_at_least: Size = LEAST_BYTES
-    offload_lossy: bool = False
-    chunk: Chunk = 1
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], **more: Any) -> Options:
+        """Give the options that the keywords of a public function ask for, and some that come from elsewhere."""
+        own = {key: asked[key] for key in ("strategy", "runtime", "chunk", "name", "maximum_shapes") if key in asked}
+        groups: dict[str, Any] = {name: picked(kind, asked) for name, kind in _GROUPS.items() if name not in more}
+        return cls(**{**own, **groups, **more})
 
     def after(self, plan: Plan) -> Options:
         """Give the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
-        if is_share(self.budget) or is_share(self.activation_budget):
-            return replace(self, at_least_bytes=max(self.at_least_bytes, plan.budget_bytes))
-        return self
+        return replace(self, budget=self.budget.after(plan.budget_bytes))
+
+
+_GROUPS: dict[str, type] = {
+    "budget": Budget,
+    "search": Search,
+    "offload": Offload,
+    "target": Target,
+    "training": Training,
+}
+
+
+def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
+    """Give what a plan was allowed to offload."""
+    made = plan.offloading
+    if made is None:
+        return Offload()
+    return Offload(
+        offload=True,
+        host_budget=made.host_budget_bytes,
+        offload_at_least=made.least_bytes or at_least,
+        offload_lossy=made.lossy,
+    )
 
 
 def options_of(plan: Plan, **changes: Any) -> Options:
@@ -144,19 +134,23 @@ def options_of(plan: Plan, **changes: Any) -> Options:
     Times do not, so nothing is measured again.
     """
     made = Options(
-        budget=plan.budget_bytes,
-        cost_model="roofline" if plan.cost_model == MeasuredCosts.name else plan.cost_model,
+        budget=Budget(budget=plan.budget_bytes),
+        search=Search(compare=False),
+        offload=offload_of(plan),
+        target=Target(cost_model="roofline" if plan.cost_model == MeasuredCosts.name else plan.cost_model),
         taken_over=plan,
         runtime=plan.runtime,
         name=plan.model,
-        compare=False,
-        offload=plan.offloading is not None,
-        host_budget=plan.offloading.host_budget_bytes if plan.offloading else None,
-        offload_lossy=plan.offloading is not None and plan.offloading.lossy,
-        offload_at_least=(plan.offloading and plan.offloading.least_bytes) or LEAST_BYTES,
         chunk=slices_of(plan.fingerprint),
     )
     return replace(made, **changes)
+
+
+def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
+    """Give the options with what a loss outside the model takes for these inputs."""
+    if loss_fn is None:
+        return options
+    return replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.target.device))
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,7 @@ class LoweredStep:
 @timings.stage("lowering")
 def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step, and count what surrounds it."""
-    spec = device_spec(model, options.device)
+    spec = device_spec(model, options.target.device)
     devices = options.training.tensor_parallel
     local = local_step(joint, devices)
     around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options)
@@ -221,7 +215,7 @@ def static_memory_of(
 
 def attention_for(model: nn.Module, options: Options) -> Attention | None:
     """Give the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
-    spec = device_spec(model, options.device)
+    spec = device_spec(model, options.target.device)
     return attention_on(spec) if spec.kind == "cuda" and devices.of_model(model).type != "cuda" else None
 
 
@@ -229,41 +223,41 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     """Cost a lowered step, and say where it comes from."""
     begun = time.perf_counter()
     costing = cost(model, step.lowered, step.spec, options)
-    origin = PlanOrigin(
-        fingerprint=fingerprint_of(model, step),
-        capture_seconds=step.capture_seconds + time.perf_counter() - begun,
-        cost_model=costing.cost_model,
-        device=step.spec.name,
-        torch_version=torch.__version__,
-        runtime=options.runtime,
-        warnings=(
-            *costing.warnings,
-            *step.warnings,
-            *_assumed(step.lowered.joint),
-            *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
-        ),
-    )
     return Study(
         graph=step.lowered.graph,
         costs=costing.costs,
-        origin=origin,
+        origin=origin_of(
+            costing,
+            step.spec,
+            fingerprint=fingerprint_of(model, step),
+            capture_seconds=step.capture_seconds + time.perf_counter() - begun,
+            runtime=options.runtime,
+            warnings=(
+                *costing.warnings,
+                *step.warnings,
+                *_assumed(step.lowered.joint),
+                *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
+            ),
+        ),
         static_memory=step.static_memory,
         device=step.spec,
     )
 
 
-def plan_lowered(
-    model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> PlannedStep:
-    """Plan a lowered step.
+def origin_of(costing: Costing, spec: DeviceSpec, **of_step: Any) -> PlanOrigin:
+    """Say where a costed step comes from."""
+    return PlanOrigin(cost_model=costing.cost_model, device=spec.name, torch_version=torch.__version__, **of_step)
+
+
+def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, must_match: bool = False) -> Plan:
+    """Plan a step that has been costed.
 
     Parameters
     ----------
-    model : torch.nn.Module
-    step : LoweredStep
+    study : Study
     options : Options
     reuse : Plan, optional
-        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget.
+        A plan to take over if it belongs to this step, or if its decisions fit it and keep the budget.
     must_match : bool
         Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
 
@@ -274,58 +268,42 @@ def plan_lowered(
     InfeasibleBudgetError
         If no plan fits.
     """
+    if reuse is not None:
+        if must_match:
+            check_match(reuse, study.origin, varies=study.varies)
+        host = study.host_for(options.offload)
+        step = study.for_host(host)
+        taken_over = take_over(
+            step.posed(options.budget, host),
+            reuse,
+            origin=step.origin,
+            around=step.static_memory,
+            compare=options.search.compare,
+            asked_for=must_match,
+        )
+        if taken_over is not None:
+            return taken_over
+        # Another batch may need more, or have a graph of its own; the budget is what counts.
+        if must_match and not study.varies and assumes_the_same(reuse, study.origin):
+            raise PlanMismatchError(
+                "the plan's decisions break the budget on this step: plan again, or pass replan=True"
+            )
+    return study.planned(options.budget, options.search, options.offload, options.strategy)
+
+
+def plan_lowered(
+    model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> PlannedStep:
+    """Plan a lowered step; see :func:`plan_study`."""
     return plan_studied(step, study_lowered(model, step, options), options, reuse=reuse, must_match=must_match)
 
 
 def plan_studied(
     step: LoweredStep, study: Study, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> PlannedStep:
-    """Plan a lowered step that has been costed; see :func:`plan_lowered`."""
-    lowered, costs, origin = step.lowered, study.costs, study.origin
-    if reuse is not None:
-        if must_match:
-            check_match(reuse, origin)
-        problem = make_problem(
-            lowered.graph,
-            costs,
-            budget=options.budget,
-            activation_budget=options.activation_budget,
-            at_least_bytes=options.at_least_bytes,
-            host=study.host(options.host_budget, options.offload_at_least, lossy=options.offload_lossy)
-            if options.offload
-            else None,
-        )
-        taken_over = take_over(
-            problem,
-            reuse,
-            origin=origin,
-            around=study.static_memory,
-            compare=options.compare,
-            asked_for=must_match,
-        )
-        if taken_over is not None:
-            return PlannedStep(lowered, costs, taken_over, taken_over.schedule_for(lowered.graph))
-        if must_match and assumes_the_same(reuse, origin):
-            raise PlanMismatchError(
-                "the plan's decisions break the budget on this graph: plan again, or pass replan=True"
-            )
-    plan = study.plan(
-        budget=options.budget,
-        activation_budget=options.activation_budget,
-        at_least_bytes=options.at_least_bytes,
-        strategy=options.strategy,
-        solver=options.solver,
-        time_limit_seconds=options.time_limit_seconds,
-        deterministic=options.deterministic,
-        seed=options.seed,
-        offload=options.offload,
-        host_budget=options.host_budget,
-        offload_at_least=options.offload_at_least,
-        offload_lossy=options.offload_lossy,
-        compare=options.compare,
-        progress=options.progress,
-    )
-    return PlannedStep(lowered, costs, plan, plan.schedule_for(lowered.graph))
+    """Plan a lowered step that has been costed; see :func:`plan_study`."""
+    plan = plan_study(study, options, reuse=reuse, must_match=must_match)
+    return PlannedStep(step.lowered, study.costs, plan, plan.schedule_for(step.lowered.graph))
 
 
 def _assumed(joint: JointGraph) -> Iterator[Finding]:
@@ -376,13 +354,13 @@ def cost(
         return cost_step(
             lowered,
             spec,
-            cost_model=options.cost_model,
+            cost_model=options.target.cost_model,
             here=device_here(model, spec),
             inputs=input_shapes(model, lowered.joint.inputs),
             effort=effort_for(model),
-            profile=options.profile,
+            profile=options.target.profile,
             time_limit_seconds=time_limit_seconds,
-            progress=options.progress,
+            progress=options.search.progress,
         )
 
 

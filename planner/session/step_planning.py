@@ -12,11 +12,11 @@ from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.provenance import Places
 from planner.common.chunks import AUTO, COUNTS, SLICES, TOLERANCE, slices_of
-from planner.common.units import format_percent, is_share
+from planner.common.options import Budget
+from planner.common.units import format_percent
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.planning import make_problem
 from planner.session.step import (
     LoweredStep,
     Options,
@@ -67,7 +67,7 @@ def plan_step(
         region = find_region(whole.lowered) if slices > 1 else None
         if region is None:
             return plan_lowered(model, whole, options, reuse=reuse, must_match=must_match)
-        if is_share(options.budget) or is_share(options.activation_budget):
+        if options.budget.is_share:
             options = _in_bytes(options, study_lowered(model, whole, options))
         step = _sliced(model, whole, region, slices, options)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
@@ -144,8 +144,7 @@ def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Opti
     if region is not None:
         for slices in COUNTS:
             if slices <= region.rows:
-                if options.progress is not None:
-                    options.progress(f"planning in {slices} slices")
+                options.search.tell(f"planning in {slices} slices")
                 step = _sliced(model, whole, region, slices, options)
                 yield step, study_lowered(model, step, options)
 
@@ -158,15 +157,8 @@ def _planned(found: Candidate, why: str, options: Options) -> PlannedStep:
 
 def _in_bytes(options: Options, study: Study) -> Options:
     """Give options whose budget is no percentage: one is of the step in one piece, however it is computed."""
-    problem = make_problem(
-        study.graph,
-        study.costs,
-        budget=options.budget,
-        activation_budget=options.activation_budget,
-        at_least_bytes=options.at_least_bytes,
-    )
-    budget_bytes = problem.budget_bytes + study.graph.total_static_bytes
-    return replace(options, budget=budget_bytes, activation_budget=None)
+    budget_bytes = study.posed(options.budget).budget_bytes + study.graph.total_static_bytes
+    return replace(options, budget=Budget(budget=budget_bytes))
 
 
 def _seconds(plan: Plan) -> float:

@@ -1,32 +1,33 @@
-"""From a model to a :class:`~planner.analysis.study.Study` of its step."""
+"""From a model to a :class:`~planner.analysis.study.Study` of its step, and to the answers that are made of one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from cost_models.measured import Profile
-from planner.analysis.compatibility import sliced_graph
+from planner import solvers
+from planner.analysis.audit import Audit, audit_study, read_current
+from planner.analysis.compatibility import check_solver, offloading_runtime, sliced_graph
 from planner.analysis.study import Study
-from planner.capture.inputs import (
-    Inputs,
-    LossFunction,
-    check_device,
-    check_model,
-    check_own_checkpointing,
-    check_plannable,
-)
+from planner.analysis.trade_off.curve import CurveSweep
+from planner.analysis.trade_off.ranges import check_budgets
+from planner.analysis.trade_off.types import TradeOffCurve
+from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
 from planner.capture.joint_capture import capture
 from planner.capture.parallel import has_several_ranks
 from planner.common.chunks import AUTO, OFF, Chunk, check_chunk
+from planner.common.limits import Progress
+from planner.common.options import LEAST_BYTES, Offload, Search, picked
 from planner.common.training import Training
+from planner.common.units import Size, parse_size
 from planner.errors import UsageError
-from planner.ir.problem import Progress
-from planner.measure import loss
+from planner.plans.plan import Plan
 from planner.session.eager import study_eager
-from planner.session.step import Options, attention_for, lower_as_run, study_lowered
+from planner.session.step import Options, attention_for, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import sliced
 
 
@@ -80,6 +81,7 @@ def study(
     >>> [step.plan(budget=budget).status for budget in ("100%", "80%")]
     ['optimal', 'optimal']
     """
+    asked = locals()
     check_model(model)
     if runtime not in ("graph", "modules"):
         raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
@@ -89,25 +91,191 @@ def study(
     if slices != 1:
         sliced_graph(runtime, several_devices=training.get("tensor_parallel", 1) > 1 or has_several_ranks())
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options(
-        device=device,
-        cost_model=cost_model,
-        profile=profile,
-        training=Training(**training),
-        runtime=runtime,
-        name=name,
-        loss=loss.memory_of(model, inputs, loss_fn, device) if loss_fn is not None else None,
-        progress=progress,
-    )
+    options = with_loss(model, Options.of(asked, training=Training(**training), chunk=slices), loss_fn, inputs)
     if runtime == "modules":
-        check_device(model, inputs)
-        check_own_checkpointing(model)
         return study_eager(model, inputs, options)
-    if progress is not None:
-        progress("capturing forward and backward")
+    options.search.tell("capturing forward and backward")
     check_plannable(model, inputs)
     joint = capture(model, inputs, attention=attention_for(model, options))
     step = lower_as_run(model, joint, options)
     if isinstance(slices, int) and slices > 1:
         step = sliced(model, step, slices, options)
     return study_lowered(model, step, options)
+
+
+def what_if(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    budget: Size | None = None,
+    points: int = 20,
+    budgets: str | None = None,
+    runtime: str = "graph",
+    solver: str = "auto",
+    offload: bool = False,
+    host_budget: Size | None = None,
+    offload_at_least: Size = LEAST_BYTES,
+    offload_lossy: bool = False,
+    time_limit_seconds: float = 25.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+    **options: Any,
+) -> TradeOffCurve:
+    """Give the overhead of the best plan over the budget, from the smallest feasible one to none needed.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    example_inputs : tensor, tuple or dict
+    budget : int, float or str, optional
+        A budget to ask about beside the points, together with 1 GiB more.
+    points : int
+        How many budgets, at equal distances.
+    budgets : str, optional
+        Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"``.
+    runtime : str
+        ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step, which have a solver of
+        their own.
+    solver, offload, host_budget, offload_at_least, offload_lossy, deterministic, seed
+        See :func:`planner.plan`; with offload the curve is of plans that offload too.
+    time_limit_seconds : float
+        Roughly, for all points together.
+    progress : callable, optional
+        Told in short lines how it stands.
+    **options
+        ``example_kwargs``, ``loss_fn``, ``device``, ``optimizer``, ...: see :func:`planner.study`.
+
+    Returns
+    -------
+    TradeOffCurve
+        With its knee, and what 1 GiB more buys.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    CaptureError
+        If the model cannot be captured as one graph.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> curve = planner.what_if(model, torch.randn(256, 64), points=3)
+    >>> curve.points[-1].overhead
+    0.0
+    """
+    asked = locals()
+    if points < 2:
+        raise UsageError(f"a curve has at least 2 points, not {points}")
+    if budget is not None:
+        parse_size(budget, whole_bytes=2**60)
+    if budgets is not None:
+        check_budgets(budgets)
+    search, allowed = picked(Search, asked), picked(Offload, asked)
+    solvers.get(solver)
+    check_solver(runtime, solver)
+    offloading_runtime(runtime, allowed)
+    step = study(model, example_inputs, runtime=runtime, progress=progress, **options)
+    host = step.host_for(allowed)
+    tracing = CurveSweep(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=search, host=host)
+    tracing.run(progress=progress)
+    return tracing.curve()
+
+
+def audit(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    current: str | Path | Plan,
+    budget: Size | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    loss_fn: LossFunction | None = None,
+    runtime: str = "auto",
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    device: str | None = None,
+    cost_model: str = "roofline",
+    profile: Profile | None = None,
+    name: str = "",
+    progress: Progress | None = None,
+    **training: Any,
+) -> Audit:
+    """Say what the present checkpointing of a model costs, and what a plan would do in its place.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Without checkpointing of its own: ``current`` is simulated on it.
+    current : str, path or Plan
+        ``"none"``, ``"every-layer"``, ``"every-2"`` (every second block, or another number), ``"sqrt"`` (segments of
+        the forward, about as many as the square root of the places to cut), or a plan, or the file of one.
+    budget : int, float or str, optional
+        What the device may hold: then the best plan within it is looked for too.
+    runtime : str
+        ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step; ``"auto"`` is what a plan
+        that is given is for, if it is one of these, else ``"graph"``.
+    time_limit_seconds : float
+        For each of the two searches.
+    example_inputs, example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile, name, progress
+        See :func:`planner.plan`.
+    **training
+        The fields of :class:`planner.common.training.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
+
+    Returns
+    -------
+    Audit
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong, the model checkpoints itself, or a plan is of another model.
+    CaptureError
+        If the model cannot be captured as one graph.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> found = planner.audit(model, torch.randn(256, 64), current="none", budget="90%")
+    >>> found.now.overhead, found.fits, found.within_budget.status
+    (0.0, False, 'optimal')
+    """
+    known = read_current(current)  # refused before minutes of capture
+    if runtime == "auto":
+        runtime = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
+    check_solver(runtime, solver)
+    check_model(model)
+    try:
+        check_own_checkpointing(model)
+    except UsageError as error:
+        raise UsageError(
+            f"{error}; then name it here with current='every-layer', which is simulated on the model without it "
+            "(planner.check looks at the model as it is, and names this checkpointing-already-on)"
+        ) from error
+    step = study(
+        model,
+        example_inputs,
+        example_kwargs=example_kwargs,
+        loss_fn=loss_fn,
+        device=device,
+        cost_model=cost_model,
+        profile=profile,
+        runtime=runtime,
+        name=name,
+        progress=progress,
+        **training,
+    )
+    return audit_study(
+        step,
+        current,
+        budget=budget,
+        solver=solver,
+        time_limit_seconds=time_limit_seconds,
+        deterministic=deterministic,
+        seed=seed,
+        progress=progress,
+    )

@@ -34,6 +34,8 @@ class Solver(Protocol):
         Whether ``lower_bound_seconds`` of its solutions can be above 0.
     offloads : bool
         Whether it can offload values where the problem has a host.
+    chooses_regions : bool, optional
+        Whether it solves problems that have regions, and those alone: what is said there decides, not a name.
     """
 
     name: str
@@ -57,9 +59,13 @@ def _solvers() -> dict[str, Solver]:
     return defined(__name__, __path__, "SOLVER", Solver)  # type: ignore[type-abstract]
 
 
+def _chooses_regions(solver: Solver) -> bool:
+    return getattr(solver, "chooses_regions", False)
+
+
 def names() -> tuple[str, ...]:
-    """Give the names of all solvers, sorted."""
-    return tuple(_solvers())
+    """Give the names of all solvers that people can choose from, sorted."""
+    return tuple(name for name, solver in _solvers().items() if not _chooses_regions(solver))
 
 
 def get(name: str) -> Solver:
@@ -70,10 +76,41 @@ def get(name: str) -> Solver:
     UsageError
         If there is none of that name.
     """
-    solvers = _solvers()
-    if name in solvers:
-        return solvers[name]
-    raise unknown("solver", name, solvers)
+    if name in names():
+        return _solvers()[name]
+    raise unknown("solver", name, names())
+
+
+def check_for_regions(*chosen: str) -> None:
+    """Refuse solvers of whole graphs where modules are chosen.
+
+    Raises
+    ------
+    UsageError
+    """
+    if others := [name for name in chosen if name != "auto"]:
+        raise UsageError(
+            f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
+            "programme of its own: leave it out, or ask about the runtime 'graph'"
+        )
+
+
+def solver_for(problem: Problem, name: str) -> Solver:
+    """Give the solver of that name, or the one of problems that have regions.
+
+    Raises
+    ------
+    UsageError
+        If there is none of that name, or it cannot do what the problem asks.
+    """
+    chosen = get(name)
+    if problem.regions is not None:
+        check_for_regions(name)
+        return next(solver for solver in _solvers().values() if _chooses_regions(solver))
+    if problem.host is not None and not chosen.offloads:
+        able = ", ".join(repr(name) for name in names() if get(name).offloads)
+        raise UsageError(f"solver {name!r} does not offload; those that do are {able}")
+    return chosen
 
 
 def solve(
@@ -141,16 +178,20 @@ def solve(
     (12, 1.0, True)
     """
     effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
-    chosen = get(solver)
-    if problem.host is not None and not chosen.offloads:
-        able = ", ".join(repr(name) for name in names() if get(name).offloads)
-        raise UsageError(f"solver {solver!r} does not offload; those that do are {able}")
+    return solved(problem, solver, effort=effort, progress=progress)
+
+
+def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
+    """Solve a problem within limits that are at hand; see :func:`solve`."""
+    chosen = solver_for(problem, solver)
     started = time.perf_counter()
     try:
         solution = confined(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
     except HostBudgetError:
         raise
     except InfeasibleBudgetError as error:
+        if problem.regions is not None:  # what other solvers reach, no choice of regions may
+            raise
         raise _with_known_minimum(problem, error) from None
     solution = replace(solution, solve_seconds=time.perf_counter() - started)
     confirm(problem, solution)

@@ -23,9 +23,10 @@ from planner.ir.problem import Solution
 from planner.ir.schedule import recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
 from planner.plans.plan import PlanOrigin
-from planner.plans.planning import Plan, make_plan, make_problem, plan_from_solution
+from planner.plans.planning import Plan, plan_from_solution
 from planner.report import render_difference
 from tests.example_graphs import Builder, transformer
+from tests.planned import make_plan, make_problem
 
 GRAPH, COSTS = transformer(4)
 GOLDEN = Path(__file__).parent.parent / "golden" / "diff_80.txt"

@@ -24,10 +24,11 @@ from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
-from planner.plans.planning import Plan, make_plan, make_problem, plan_from_solution
+from planner.plans.planning import Plan, plan_from_solution
 from planner.plans.values import ValueRow, ValueTable, value_table
 from planner.report import render_explanation
 from tests.example_graphs import Builder, transformer
+from tests.planned import make_plan, make_problem
 
 GRAPH, COSTS = transformer(4)
 GOLDEN = Path(__file__).parent.parent / "golden" / "explain_80.txt"

@@ -21,8 +21,9 @@ import cli
 import planner
 from planner.commands import _asked
 from planner.errors import CaptureError
-from planner.plans.planning import Plan, Verification, make_plan
+from planner.plans.planning import Plan, Verification
 from tests.example_graphs import transformer
+from tests.planned import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 GRAPH, COSTS = transformer(4)

@@ -25,7 +25,6 @@ import cli
 import cost_models
 import planner
 from planner import exporters
-from planner.analysis.eager_study import EagerStudy
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, run_backward
 from planner.capture.memory import measure_peak
@@ -53,7 +52,7 @@ def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> Study:
     return Study(graph=graph, costs=costs, origin=PlanOrigin(fingerprint=fingerprint), static_memory=StaticMemory())
 
 
-def eager(study: Study) -> EagerStudy:
+def eager(study: Study) -> Study:
     """Give a step in which every block, and every part of one, can be checkpointed."""
     modules = dict.fromkeys(
         module[: end.start()]
@@ -61,7 +60,7 @@ def eager(study: Study) -> EagerStudy:
         for end in [*re.finditer(r"\.", module)][2:4]
     )
     regions = (module_region(study.graph, [module]) for module in modules)
-    return EagerStudy(
+    return Study(
         graph=study.graph, costs=study.costs, static_memory=study.static_memory,
         origin=dataclasses.replace(study.origin, runtime="modules"), regions=tuple(r for r in regions if r),
     )  # fmt: skip
@@ -531,7 +530,7 @@ def test_the_options_of_the_trainer_choose_the_same_layers(tmp_path: Path):
 def test_a_plan_of_modules_is_carried_over_exactly_with_its_peak(tmp_path: Path):
     model, inputs = gpt()
     study = planner.study(model, inputs, runtime="modules")
-    assert isinstance(study, EagerStudy)
+    assert study.regions is not None
     selective = study.plan(budget="65%")
     whole = dataclasses.replace(study, regions=tuple(dataclasses.replace(r, keepable=()) for r in study.regions))
     plan = whole.plan(budget="65%")

@@ -30,8 +30,9 @@ from planner.ir.simulator import simulate
 from planner.plans.baselines import every_nth_layer
 from planner.plans.liveness import anatomy_of_peak, placement
 from planner.plans.plan import PlanOrigin
-from planner.plans.planning import NoPlanFitsError, Plan, Verification, make_plan, make_problem, plan_from_solution
+from planner.plans.planning import NoPlanFitsError, Plan, Verification, plan_from_solution
 from tests.example_graphs import Builder, transformer
+from tests.planned import make_plan, make_problem
 
 GRAPH, COSTS = transformer(4)
 UNPLANNED_BYTES = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH)).peak_bytes + GRAPH.total_static_bytes

@@ -20,19 +20,12 @@ from planner.ir.graph import Phase
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
-from planner.plans.planning import (
-    NoPlanFitsError,
-    Plan,
-    PlanOrigin,
-    Verification,
-    make_plan,
-    make_problem,
-    plan_from_solution,
-)
+from planner.plans.planning import NoPlanFitsError, Plan, PlanOrigin, Verification, plan_from_solution
 from planner.report import render, render_infeasible
 from planner.report.style import compact_count
 from planner.report.verdict import verdict
 from tests.example_graphs import transformer
+from tests.planned import make_plan, make_problem
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 WIDTHS = (80, 100, 160)

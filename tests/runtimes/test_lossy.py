@@ -22,7 +22,7 @@ from planner.ir.host import Host, graph_for
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import simulate
-from planner.plans.planning import make_plan, plan_from_solution
+from planner.plans.planning import plan_from_solution
 from planner.report import render
 from planner.rewrite import host_copies
 from planner.solving.offload_reduction import OffloadReduction
@@ -30,6 +30,7 @@ from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
 from tests.offload_oracle import walk
 from tests.oracle import random_graph
+from tests.planned import make_plan
 from tests.runtimes.test_offload import Cnn, Mlp, chain, peak_of_rounded_sizes
 
 LINK = Host(bytes_per_second=1.0, budget_bytes=1000, least_bytes=1, lossy=True)

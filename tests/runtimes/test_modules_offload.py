@@ -13,7 +13,6 @@ from rich.console import Console
 from torch import nn
 
 import planner
-from planner.analysis import eager_study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.methods import MethodSweep
 from planner.capture.eager.graph import lower_eager
@@ -33,8 +32,8 @@ from planner.plans.offload import OffloadedModule
 from planner.report import render
 from planner.rewrite import host_copies
 from planner.runtimes._hooks import Waiting
+from planner.solvers import checkpoints
 from planner.solving.modules.offload import (
-    Found,
     cheapest_with_offload,
     offloading_ways,
     sending,
@@ -87,7 +86,7 @@ MIXED = {"blocks.0": BOTH, "blocks.1": SEND, "blocks.2": KEEP_AND_SEND, "blocks.
 def take(monkeypatch: pytest.MonkeyPatch, ways: dict[str, int], *, shift: int = 0) -> None:
     """Let plans take these ways, with transfers that begin and end so many modules earlier and later."""
 
-    def choose(problem: Problem, regions: Any, *_: Any) -> Found:
+    def choose(problem: Problem, regions: Any, *_: Any) -> Solution:
         region_of = {region.module: region for region in regions}
         taken = []
         for name, kind in ways.items():
@@ -103,9 +102,9 @@ def take(monkeypatch: pytest.MonkeyPatch, ways: dict[str, int], *, shift: int = 
         solution = Solution(
             solver="by hand", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.added_seconds
         )
-        return Found(solution, tuple(taken))
+        return replace(solution, regions=tuple(taken))
 
-    monkeypatch.setattr(eager_study, "cheapest_with_offload", choose)
+    monkeypatch.setattr(checkpoints, "cheapest_with_offload", choose)
 
 
 class Given(nn.Module):
@@ -196,7 +195,7 @@ def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
             host=Host(bytes_per_second=rate, budget_bytes=host_bytes, least_bytes=64),
         )
         clock = SolveLimits(time_limit_seconds=5).clock()
-        solution = cheapest_with_offload(posed, regions, clock).solution
+        solution = cheapest_with_offload(posed, regions, clock)
         assert posed.evaluate(solution.schedule).host_bytes <= host_bytes
         assert solution.peak_bytes <= posed.budget_bytes
         fitting = [

@@ -32,7 +32,7 @@ from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import Copy, FetchedCopy, lifetimes, simulate
 from planner.plans.device_file import load, save
 from planner.plans.offload import offloading_of, with_offloads
-from planner.plans.planning import NoPlanFitsError, make_plan
+from planner.plans.planning import NoPlanFitsError
 from planner.report import render
 from planner.rewrite import host_copies
 from planner.solvers.mixed import ENOUGH
@@ -44,6 +44,7 @@ from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
+from tests.planned import make_plan
 from tests.runtimes.test_correctness import CASES, assert_same, one_step, run
 from tests.tiers import tiered
 

@@ -19,10 +19,11 @@ import cli
 from planner.common.limits import SolveLimits
 from planner.ir.host import Host
 from planner.ir.problem import Problem
-from planner.plans.planning import Plan, make_plan
+from planner.plans.planning import Plan
 from planner.solving import solution_cache
 from planner.solving.solution_cache import FROM_CACHE
 from tests.example_graphs import transformer
+from tests.planned import make_plan
 
 GRAPH, COSTS = transformer(4)
 EFFORT = SolveLimits(time_limit_seconds=1.0)

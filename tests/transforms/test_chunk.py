@@ -138,7 +138,7 @@ def smallest(model: nn.Module, inputs: Any, **asked: Any) -> int:
 
 def region_of(model: nn.Module, inputs: Any) -> ChunkRegion | None:
     joint = capture(model, Inputs.of(inputs, None))
-    return find_region(lower_as_run(model, joint, Options(budget="100%")).lowered)
+    return find_region(lower_as_run(model, joint, Options()).lowered)
 
 
 def targets(region: ChunkRegion) -> set[str]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.common.limits import Clock
 from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem, Progress, Solution
+from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.solving.modules.ilp import NAME, Chooser
 from planner.solving.modules.transfer_windows import widened
@@ -49,14 +50,6 @@ keep nothing, then of all ways."""
 
 _LEAST_SECONDS = 2.0
 """For finding out what would do where nothing does."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A solution, and the ways that it takes."""
-
-    solution: Solution
-    ways: tuple[Region, ...]
 
 
 def sending(region: Region) -> Region:
@@ -90,7 +83,7 @@ def _with_sending(way: Region) -> Iterator[Region]:
 
 def cheapest_with_offload(
     problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None
-) -> Found:
+) -> Solution:
     """Give the ways that keep the budgets of device and host and add least to the step.
 
     Raises
@@ -105,8 +98,15 @@ def cheapest_with_offload(
     search.without()
     search.with_ways(regions, _COARSE_SHARE)
     search.with_ways(ways_of(regions, problem.graph, problem.costs), _FINE_SHARE)
-    found = search.found()
-    return replace(found, solution=replace(found.solution, solve_seconds=time.perf_counter() - begun))
+    return replace(search.found(), solve_seconds=time.perf_counter() - begun)
+
+
+def lowest_choice(problem: Problem, clock: Clock, progress: Progress | None = None) -> Schedule:
+    """Give the choice of a problem's regions with the lowest peak that is found."""
+    assert problem.regions is not None
+    ways = ways_of if problem.host is None else offloading_ways
+    chooser = Chooser(problem, ways(problem.regions, problem.graph, problem.costs), clock, progress)
+    return chooser.schedule(chooser.lowest())
 
 
 class _SendingSearch:
@@ -115,7 +115,7 @@ class _SendingSearch:
     def __init__(self, problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None) -> None:
         self.problem, self.regions, self.clock, self.progress = problem, regions, clock, progress
         self.near_seconds = _NEAR * problem.baseline.seconds
-        self.best: Found | None = None
+        self.best: Solution | None = None
         self.bound = 0.0
         self.chooser: Chooser | None = None
 
@@ -123,12 +123,11 @@ class _SendingSearch:
         """Look for plans that send nothing, which are never to be better."""
         with self.share(_WITHOUT_SHARE) as clock:
             try:
-                solution = cheapest(
+                self.best = cheapest(
                     replace(self.problem, host=None), self.regions, clock, self.progress, near_seconds=self.near_seconds
                 )
             except InfeasibleBudgetError:
                 return
-        self.best = Found(solution, ())
 
     def with_ways(self, regions: Sequence[Region], share: float) -> None:
         """Look for plans that take these ways, with sending or without, at each price."""
@@ -162,11 +161,12 @@ class _SendingSearch:
             schedule=schedule_of(self.problem.graph, ways),
             peak_bytes=evaluation.peak_bytes,
             recompute_seconds=evaluation.added_seconds,
+            regions=ways,
         )
-        if self.best is None or _rank(solution) < _rank(self.best.solution):
-            self.best = Found(solution, ways)
+        if self.best is None or _rank(solution) < _rank(self.best):
+            self.best = solution
 
-    def found(self) -> Found:
+    def found(self) -> Solution:
         """Give the best; the lowest, if there is none and that one fits; or say why there is none."""
         if self.best is None:
             assert self.chooser is not None
@@ -178,9 +178,7 @@ class _SendingSearch:
                 self.offer(ways, evaluation)
             if self.best is None:
                 raise self.infeasible(self.chooser, lowest)
-        solution = self.best.solution
-        bound = min(solution.recompute_seconds, self.bound)
-        return replace(self.best, solution=replace(solution, lower_bound_seconds=bound))
+        return replace(self.best, lower_bound_seconds=min(self.best.recompute_seconds, self.bound))
 
     def infeasible(self, chooser: Chooser, lowest: frozenset[int]) -> InfeasibleBudgetError:
         """Give the error that says which budget is too small: the host's, if more of it would do."""
@@ -205,7 +203,7 @@ class _SendingSearch:
         """Whether there is no time left, or nothing to better."""
         if self.best is None:
             return False
-        return self.clock.left() <= 0 or self.best.solution.recompute_seconds <= self.bound + self.near_seconds
+        return self.clock.left() <= 0 or self.best.recompute_seconds <= self.bound + self.near_seconds
 
     @contextmanager
     def share(self, share: float) -> Iterator[Clock]:

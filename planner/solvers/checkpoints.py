@@ -1,0 +1,28 @@
+"""Which calls of modules to checkpoint, and which send what they save to the host, where nothing else can be done."""
+
+from __future__ import annotations
+
+from planner.common.limits import SolveLimits
+from planner.ir.problem import Problem, Progress, Solution
+from planner.solving.modules.ilp import NAME
+from planner.solving.modules.offload import cheapest_with_offload
+from planner.solving.modules.variants import cheapest
+
+
+class CheckpointSolver:
+    """An integer programme over the regions of a problem."""
+
+    name = NAME
+    summary = "checkpoints of whole modules, chosen by an integer programme"
+    proves_bound = True
+    offloads = True
+    chooses_regions = True
+
+    def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
+        """Give the ways to run regions again, or to send what they save, that add least to the step."""
+        assert problem.regions is not None
+        search = cheapest if problem.host is None else cheapest_with_offload
+        return search(problem, problem.regions, effort.clock(), progress)
+
+
+SOLVER = CheckpointSolver()
