@@ -17,7 +17,6 @@ from torch import nn
 import planner
 from planner.capture.memory import measure_peak
 from planner.measure import workspace
-from planner.session import step as session
 
 ROWS, WIDTH = 512, 64
 
@@ -156,7 +155,7 @@ def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("effort", [{"seconds": 0.0}, {"operation_bytes": 0}])
 def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dict[str, float]) -> None:
-    monkeypatch.setattr(session.workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
+    monkeypatch.setattr(workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
     plan = planner.plan(Blocks(), data(), activation_budget="60%", solver="sqrt")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
     assert "aten." in warning.evidence and warning.is_problem
