@@ -19,8 +19,7 @@ from planner.ir.graph import Phase, TrainingGraph
 from planner.measure import loss
 from planner.plans.plan import Plan
 from planner.runtimes.regional import lower_regional
-from planner.session.eager import study_eager
-from planner.session.step import Options, lower_as_run
+from planner.session.step import Options, lower_as_run, study_eager
 
 LOSS_BEFORE = "|the loss and what runs outside the captured graph|l0"
 """What recorded steps called the loss in plan files written before the three ways in had one key for it."""
