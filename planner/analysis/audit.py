@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,11 @@ from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import Evaluation, simulate
+from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.plan import SCHEMA, NoPlanFitsError, Plan
+from planner.plans.evaluated import Evaluated, evaluate
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.plan_file import SCHEMA
 
 _NONE = "none"
 _EXAMPLES = (_NONE, "every-layer", "every-2", "sqrt")
@@ -156,71 +157,58 @@ def audit_study(
     if isinstance(known, Plan) and known.offloading is not None:
         study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
     schedule, notes = _schedule(study, known)
-    setup = _SetUp(study, known if isinstance(known, str) else _name_of_plan(current), schedule)
-    best = setup.cheapest(setup.peak_bytes, search)
-    audit = Audit(current=setup.name, now=setup.as_plan(setup.peak_bytes), best=best, notes=notes)
+    setup = evaluate(
+        replace(study.problem(), host=study.unlimited_host()),
+        schedule,
+        known if isinstance(known, str) else _name_of_plan(current),
+        optimizer_peak_bytes=optimizer_peak_bytes(study.graph, study.static_memory),
+    )
+    audit = Audit(
+        current=setup.name,
+        now=_as_plan(study, setup, setup.peak_bytes),
+        best=_cheapest(study, setup, setup.peak_bytes, search),
+        notes=notes,
+    )
     if budget is None:
         return audit
     problem = study.problem(budget)
     budget_bytes = problem.budget_bytes + study.graph.total_static_bytes
     try:
-        return replace(audit, budget_bytes=budget_bytes, within_budget=setup.cheapest(budget_bytes, search))
+        return replace(audit, budget_bytes=budget_bytes, within_budget=_cheapest(study, setup, budget_bytes, search))
     except NoPlanFitsError as error:
         return replace(audit, budget_bytes=budget_bytes, no_plan_fits=error)
 
 
-@dataclass(frozen=True)
-class _SetUp:
-    """What is done now with a step."""
+def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
+    """Write a set-up out as a plan for a budget that it keeps."""
+    return study.as_plan(
+        setup.schedule, setup.name, budget=Budget(budget=budget_bytes), lower_bound_seconds=bound_seconds
+    )
 
-    study: Study
-    name: str
-    schedule: Schedule
 
-    @cached_property
-    def found(self) -> Evaluation:
-        return simulate(self.study.graph, self.study.costs, self.schedule, self.study.unlimited_host())
+def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: dict[str, Any]) -> Plan:
+    """Give the cheapest plan that is known within a budget, which may be the set-up itself.
 
-    @property
-    def rounds(self) -> bool:
-        """Whether it rounds what it offloads."""
-        return any(offload.lossy for offload in self.schedule.offloads)
-
-    @property
-    def peak_bytes(self) -> int:
-        graph = self.study.graph
-        after_bytes = optimizer_peak_bytes(graph, self.study.static_memory)
-        return max(self.found.peak_bytes + graph.total_static_bytes, after_bytes)
-
-    def as_plan(self, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
-        """Write it out as a plan for a budget that it keeps."""
-        return self.study.as_plan(
-            self.schedule, self.name, budget=Budget(budget=budget_bytes), lower_bound_seconds=bound_seconds
-        )
-
-    def cheapest(self, budget_bytes: int, search: dict[str, Any]) -> Plan:
-        """Give the cheapest plan that is known within a budget, which may be the set-up itself.
-
-        It may offload as much as the set-up does, and round what it offloads if that does.
-        """
-        fits = self.peak_bytes <= budget_bytes
-        if self.found.host_bytes:
-            search = {
-                **search,
-                "offload": True,
-                "host_budget": self.found.host_bytes,
-                "offload_at_least": self.study.least_offloaded(self.schedule),
-                "offload_lossy": self.rounds,
-            }
-        try:
-            found = self.study.plan(budget=budget_bytes, compare=False, **search)
-        except NoPlanFitsError as error:
-            if not fits:
-                raise
-            return self.as_plan(budget_bytes, error.lower_bound_seconds)
-        if fits and self.found.added_seconds < found.added_seconds:
-            return self.as_plan(budget_bytes, found.lower_bound_seconds)
-        return found
+    It may offload as much as the set-up does, and round what it offloads if that does.
+    """
+    fits = setup.peak_bytes <= budget_bytes
+    if setup.host_bytes:
+        search = {
+            **search,
+            "offload": True,
+            "host_budget": setup.host_bytes,
+            "offload_at_least": study.least_offloaded(setup.schedule),
+            "offload_lossy": any(offload.lossy for offload in setup.schedule.offloads),
+        }
+    try:
+        found = study.plan(budget=budget_bytes, compare=False, **search)
+    except NoPlanFitsError as error:
+        if not fits:
+            raise
+        return _as_plan(study, setup, budget_bytes, error.lower_bound_seconds)
+    if fits and setup.added_seconds < found.added_seconds:
+        return _as_plan(study, setup, budget_bytes, found.lower_bound_seconds)
+    return found
 
 
 def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, ...]]:

@@ -10,7 +10,8 @@ from typing import Any
 from planner.common.options import slices_of
 from planner.errors import UsageError
 from planner.ir.layers import layer_among
-from planner.plans.plan import SCHEMA, LayerPlacement, Plan
+from planner.plans.plan import LayerPlacement, Plan
+from planner.plans.plan_file import SCHEMA
 from planner.plans.values import ValueRow
 
 _SHARED_AT_LEAST = 0.5

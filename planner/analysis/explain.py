@@ -10,7 +10,8 @@ from typing import Any
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import UsageError
 from planner.ir.layers import layer_among
-from planner.plans.plan import SCHEMA, Plan
+from planner.plans.plan import Plan
+from planner.plans.plan_file import SCHEMA
 from planner.plans.values import ValueRow, ValueTable
 
 _SAME = 1e-6

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner import solvers, strategies
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.ir.problem import Progress
-from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
+from planner.ir.problem import Problem, Progress
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.plan import SCHEMA
+from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
+from planner.plans.plan_file import SCHEMA
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent as BestKnown
 
@@ -107,34 +106,12 @@ class Established:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Simulated:
-    name: str
-    strategy: strategies.Strategy
-    schedule: Schedule
-    peak_bytes: int
+class _Best(NamedTuple):
+    """The best plan that is known beside a strategy, and what is proven of all such plans."""
+
     added_seconds: float
-    host_bytes: int
-
-    @property
-    def is_of_one_device(self) -> bool:
-        return self.strategy.step is None
-
-    def incumbent(self, seconds: float, best_seconds: float | None, bound_seconds: float | None, by: str) -> Incumbent:
-        """Set it beside the best plan that is known, which may be itself."""
-        best = None if best_seconds is None else min(best_seconds, self.added_seconds)
-        bound = None if bound_seconds is None or best is None else min(bound_seconds, best)
-        return Incumbent(
-            name=self.name,
-            summary=self.strategy.summary,
-            peak_bytes=self.peak_bytes,
-            overhead=self.added_seconds / seconds,
-            best_overhead=None if best is None else best / seconds,
-            lower_bound_overhead=None if bound is None else bound / seconds,
-            solver=by if best is not None and best < self.added_seconds else self.name,
-            host_bytes=self.host_bytes,
-            note=self.strategy.note,
-        )
+    lower_bound_seconds: float
+    solver: str
 
 
 def compare(
@@ -171,26 +148,27 @@ def compare(
         )
     chosen = [strategies.get(name) for name in names or strategies.known()]
     step = strategies.StrategyStep(study.graph, study.costs, study.unlimited_host())
-    found: dict[str, _Simulated] = {}
+    found: dict[str, Evaluated] = {}
+    named: dict[str, strategies.Strategy] = {}
     absent: dict[str, str] = {}
-    for one in chosen:
+    problem = replace(study.problem(), host=step.host)
+    for strategy in chosen:
+        name = strategy.name_for(step)
         try:
-            simulated = _simulated(study, step, one)
-            found[simulated.name] = simulated
+            found[name] = _evaluated(study, problem, step, strategy)
+            named[name] = strategy.strategy
         except UsageError as error:
-            absent[one.name_for(step)] = str(error)
-    baseline = study.problem().baseline
-    ways = list(found.values())
-    offloading = [one for one in ways if one.is_of_one_device and one.host_bytes]
-    others = [one for one in ways if one.is_of_one_device and not one.host_bytes]
-    share_seconds = time_limit_seconds / max(len(offloading) + len(others), 1)
+            absent[name] = str(error)
+    of_one_device = [one for one in found.values() if named[one.name].step is None]
+    offloading = [one for one in of_one_device if one.host_bytes]
+    others = [one for one in of_one_device if not one.host_bytes]
+    share_seconds = time_limit_seconds / max(len(of_one_device), 1)
     each = SolveLimits(time_limit_seconds=share_seconds, deterministic=deterministic, seed=seed)
-    seconds = baseline.seconds or 1.0
-    rows = [
-        *_beside_the_best(study, others, solver, each, progress),
-        *(_beside_the_best_offloading(study, one, others, solver, each, progress) for one in offloading),
-        *(one.incumbent(seconds, None, None, one.name) for one in ways if not one.is_of_one_device),
-    ]
+    best = dict(_best_beside(study, others, solver, each, progress))
+    for one in offloading:
+        best[one.name] = _best_offloading_beside(study, one, others, solver, each, progress)
+    baseline = problem.baseline
+    rows = [_row(one, named[one.name], best.get(one.name), baseline.seconds or 1.0) for one in found.values()]
     return Established(
         model=study.graph.name,
         device=study.origin.device,
@@ -203,62 +181,60 @@ def compare(
     )
 
 
-def _simulated(study: Study, step: strategies.StrategyStep, chosen: strategies.Chosen) -> _Simulated:
+def _evaluated(study: Study, problem: Problem, step: strategies.StrategyStep, chosen: strategies.Chosen) -> Evaluated:
     own = chosen.step_of(step)
-    schedule = chosen.schedule(own)
-    evaluation = simulate(own.graph, own.costs, schedule, own.host)
-    return _Simulated(
-        name=chosen.name_for(step),
-        strategy=chosen.strategy,
-        schedule=schedule,
-        peak_bytes=max(
-            evaluation.peak_bytes + study.graph.total_static_bytes,
-            optimizer_peak_bytes(study.graph, study.static_memory),
-        ),
-        added_seconds=evaluation.added_seconds,
-        host_bytes=evaluation.host_bytes,
+    return evaluate(
+        problem if own is step else replace(problem, graph=own.graph, costs=tuple(own.costs)),
+        chosen.schedule(own),
+        chosen.name_for(step),
+        optimizer_peak_bytes=optimizer_peak_bytes(study.graph, study.static_memory),
     )
 
 
-def _beside_the_best(
-    study: Study, found: list[_Simulated], solver: str, each: SolveLimits, progress: Progress | None
-) -> Iterator[Incumbent]:
+def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, seconds: float) -> Incumbent:
+    """Set a strategy beside the best plan that is known, which may be itself."""
+    best_seconds = None if best is None else min(best.added_seconds, found.added_seconds)
+    bound_seconds = None if best is None or best_seconds is None else min(best.lower_bound_seconds, best_seconds)
+    return Incumbent(
+        name=found.name,
+        summary=strategy.summary,
+        peak_bytes=found.peak_bytes,
+        overhead=found.added_seconds / seconds,
+        best_overhead=None if best_seconds is None else best_seconds / seconds,
+        lower_bound_overhead=None if bound_seconds is None else bound_seconds / seconds,
+        solver=best.solver if best is not None and best.added_seconds < found.added_seconds else found.name,
+        host_bytes=found.host_bytes,
+        note=strategy.note,
+    )
+
+
+def _best_beside(
+    study: Study, found: list[Evaluated], solver: str, each: SolveLimits, progress: Progress | None
+) -> Iterator[tuple[str, _Best]]:
     if not found:
         return
     effort = replace(each, time_limit_seconds=each.time_limit_seconds * len(found))
     budgets = ",".join(str(peak) for peak in sorted({one.peak_bytes for one in found}))
     tracing = CurveSweep(study, budgets=budgets, solver=solver, effort=effort)
     tracing.run(progress=progress)
-    points = {point.budget_bytes: point for point in tracing.curve().points}
-    seconds = tracing.baseline.seconds or 1.0
     for one in found:
-        cheapest = _cheapest_within(found, one)
-        best_seconds, by = cheapest.added_seconds, cheapest.name
-        point = points[one.peak_bytes]
-        if point.overhead is not None and point.overhead * seconds < best_seconds:
-            best_seconds, by = point.overhead * seconds, point.solver
-        yield one.incumbent(seconds, best_seconds, tracing.bound_seconds(one.peak_bytes), by)
+        known = (cheapest_within(one.peak_bytes, found), cheapest_within(one.peak_bytes, tracing.found))
+        best = min(filter(None, known), key=lambda plan: plan.added_seconds)
+        yield one.name, _Best(best.added_seconds, tracing.bound_seconds(one.peak_bytes), best.name)
 
 
-def _beside_the_best_offloading(
-    study: Study, one: _Simulated, others: list[_Simulated], solver: str, effort: SolveLimits, progress: Progress | None
-) -> Incumbent:
+def _best_offloading_beside(
+    study: Study, one: Evaluated, others: list[Evaluated], solver: str, effort: SolveLimits, progress: Progress | None
+) -> _Best:
     """Look for a plan that may offload as much as a strategy does."""
     host = study.host(one.host_bytes, at_least=1)
     problem = replace(study.problem(one.peak_bytes), host=host)
     incumbent = BestKnown(problem)
-    for way in (one, *(other for other in others if other.peak_bytes <= one.peak_bytes)):
-        incumbent.update(way.schedule, way.name)
+    for known in (one, *(other for other in others if other.peak_bytes <= one.peak_bytes)):
+        incumbent.update(known.schedule, known.name)
     try:
         able = solver if solvers.get(solver).offloads else AutoSolver.name
         study.improve(incumbent, solver=able, effort=effort, progress=progress)
     except InfeasibleBudgetError as error:
         incumbent.raise_bound(error.lower_bound_seconds)
-    seconds = problem.baseline.seconds or 1.0
-    return one.incumbent(seconds, incumbent.recompute_seconds, incumbent.lower_bound_seconds, incumbent.solver)
-
-
-def _cheapest_within(found: list[_Simulated], one: _Simulated) -> _Simulated:
-    """Give the cheapest of some ways at a peak: any is a plan too, for its own peak and every larger one."""
-    fitting = [other for other in found if other.peak_bytes <= one.peak_bytes]
-    return min(fitting, key=lambda other: (other.added_seconds, other is not one))
+    return _Best(incumbent.recompute_seconds, incumbent.lower_bound_seconds, incumbent.solver)

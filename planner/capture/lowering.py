@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -35,7 +35,8 @@ from planner.capture.joint import (
 )
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.errors import UnsupportedModelError
-from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
+from planner.ir.builder import GraphBuilder
+from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.static_memory import LossMemory
 
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
@@ -74,31 +75,6 @@ class LoweredGraph:
     storage_of: dict[fx.Node, tuple[int, ...]]
     alias_nodes: set[fx.Node] = field(default_factory=set)
     fingerprinted: TrainingGraph | None = None
-
-
-def loss_values(loss: LossMemory, alignment_bytes: int) -> list[Value]:
-    """Give what a loss outside the graph takes: what it works with, and what stays behind it."""
-    held_bytes = -(-loss.held_bytes // alignment_bytes) * alignment_bytes
-    values = (
-        # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
-        Value(name="loss workspace", size_bytes=loss.working_bytes),
-        Value(name="loss", size_bytes=held_bytes, retained=True, kind="output"),
-    )
-    return [value for value in values if value.size_bytes]
-
-
-def loss_operation(inputs: Iterable[int], outputs: Iterable[int]) -> Operation:
-    """Give the operation between forward and backward, the same whichever way a step comes in."""
-    return Operation(
-        name=LOSS_NAME,
-        key=LOSS_KEY,
-        target=LOSS_TARGET,
-        inputs=_distinct(inputs),
-        outputs=tuple(outputs),
-        phase=Phase.LOSS,
-        recomputable=False,
-        dtype="",
-    )
 
 
 def lower(
@@ -149,22 +125,17 @@ def lower(
     return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(static_bytes, name, loss, given)
 
 
-class _Lowering:
+class _Lowering(GraphBuilder[fx.Node]):
     def __init__(self, joint: JointGraph, alignment_bytes: int, random_state_bytes: int, gradient_shards: int) -> None:
+        super().__init__(alignment_bytes)
         self.joint = joint
-        self.alignment_bytes = alignment_bytes
         self.random_state_bytes = random_state_bytes
         self.gradient_shards = gradient_shards
-        self.values: list[Value] = []
-        self.value_nodes: list[fx.Node] = []
-        self.operations: list[Operation] = []
-        self.operation_nodes: list[fx.Node | None] = []
         self.value_of_storage: dict[int, int | None] = {}
         """Storage to value; None marks a resident storage."""
         self.storage_of: dict[fx.Node, tuple[int, ...]] = {}
         self.alias_nodes: set[fx.Node] = set()
         self.places = provenance.Places(joint.graph)
-        self.keys = provenance.Keys()
         self.weight_copies = weight_copies(joint)
 
     def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory, given: Sequence[fx.Node]) -> LoweredGraph:
@@ -189,22 +160,16 @@ class _Lowering:
         nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
         for node in nodes:
             if node in forward:
-                self._add(node, Phase.FORWARD)
+                self._add_node(node)
         self._add_loss(forward_outputs, tangents, loss)
         for node in ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
             if node not in forward:
-                self._add(node, Phase.BACKWARD)
+                self._add_node(node)
         self._add_gradient_copies(backward_outputs)
-        graph = TrainingGraph(
-            operations=tuple(self.operations),
-            values=tuple(self.values),
-            static_bytes=static_bytes,
-            alignment_bytes=self.alignment_bytes,
-            name=name,
-        )
-        return LoweredGraph(
-            self.joint, graph, self.operation_nodes, self.value_nodes, self.storage_of, self.alias_nodes
-        )
+        graph = self.finish(static_bytes, name)
+        # Of what the loss makes there is none: it runs once, so nobody asks.
+        value_nodes = cast("list[fx.Node]", self.value_nodes)
+        return LoweredGraph(self.joint, graph, self.operation_nodes, value_nodes, self.storage_of, self.alias_nodes)
 
     def _retained_storages(self, forward_outputs: list[Any], backward_outputs: list[Any]) -> dict[int, str]:
         kinds: dict[int, str] = {}
@@ -225,20 +190,10 @@ class _Lowering:
         for node in nodes:
             (tensor,) = tensors_of(node)
             self.storage_of[node] = (self._new_value(node, tensor, 0, 1),)
-        self.operations.append(
-            Operation(
-                name="given",
-                key=self.keys.next("", GIVEN_TARGET, Phase.FORWARD),
-                target=GIVEN_TARGET,
-                inputs=(),
-                outputs=_distinct(v for node in nodes for v in self.storage_of[node]),
-                recomputable=False,
-                dtype="",
-            )
-        )
-        self.operation_nodes.append(None)
+        given = (v for node in nodes for v in self.storage_of[node])
+        self.add(GIVEN_TARGET, makes=given, name="given", recomputable=False)
 
-    def _add(self, node: fx.Node, phase: Phase) -> None:
+    def _add_node(self, node: fx.Node) -> None:
         tensors = tensors_of(node)
         reads = _distinct(v for source in node.all_input_nodes for v in self.storage_of[source])
         if node.target is operator.getitem or (tensors and not mutates(node) and self._aliases_only(tensors)):
@@ -251,33 +206,27 @@ class _Lowering:
                 continue  # an operation that writes into an input: no new storage
             outputs.append(self._new_value(node, tensor, position, len(tensors)))
         self.storage_of[node] = _distinct(v for t in tensors if (v := self.value_of_storage[storage_id(t)]) is not None)
-        if phase is Phase.BACKWARD and reads_any(node, self.unavailable, self.alias_nodes):
+        if self.phase is Phase.BACKWARD and reads_any(node, self.unavailable, self.alias_nodes):
             raise UnsupportedModelError(
                 f"the backward of {node.target} ({self.places[node].source}) reads an input that the forward "
                 "overwrites: copy it before the in-place change"
             )
-        random = is_random(node)
         place = self.places[node]
-        key = self.keys.next(place.module, str(node.target), phase)
-        self.operations.append(
-            Operation(
-                name=node.name,
-                key=key,
-                target=str(node.target),
-                inputs=reads,
-                outputs=tuple(outputs),
-                phase=phase,
-                module=place.module,
-                source=place.source,
-                recomputable=self._recomputable(node),
-                state_bytes=self._round(self.random_state_bytes) if random and on_cpu(node) else 0,
-                flops=count_flops(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
-                moved_bytes=moved_bytes(node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val")),
-                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                signature=operands.signature(node) if operands.runs_alone(node) else "",
-            )
+        called = (node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val"))
+        self.add(
+            str(node.target),
+            reads,
+            outputs,
+            name=node.name,
+            module=place.module,
+            node=node,
+            source=place.source,
+            recomputable=self._recomputable(node),
+            state_bytes=self.aligned(self.random_state_bytes) if is_random(node) and on_cpu(node) else 0,
+            flops=count_flops(*called),
+            moved_bytes=moved_bytes(*called),
+            **operands.described(node),
         )
-        self.operation_nodes.append(node)
 
     def _aliases_only(self, tensors: list[torch.Tensor]) -> bool:
         return all(storage_id(tensor) in self.value_of_storage for tensor in tensors)
@@ -300,17 +249,14 @@ class _Lowering:
             kind = "weight copy"
         read = [t for argument in node.all_input_nodes for t in tensors_of(argument)]
         made_bytes = operands.storage_bytes(node.target, read, tensor)
-        self.values.append(
-            Value(
-                name=f"{node.name}.{position}" if count > 1 else node.name,
-                size_bytes=self._round(-(-made_bytes // shards)),
-                retained=storage in self.retained,
-                kind=kind,
-            )
+        self.value_of_storage[storage] = value = self.add_value(
+            f"{node.name}.{position}" if count > 1 else node.name,
+            -(-made_bytes // shards),
+            kind=kind,
+            retained=storage in self.retained,
+            node=node,
         )
-        self.value_nodes.append(node)
-        self.value_of_storage[storage] = len(self.values) - 1
-        return len(self.values) - 1
+        return value
 
     def _add_loss(self, forward_outputs: list[Any], tangents: list[fx.Node], loss: LossMemory) -> None:
         reads = _distinct(v for n in forward_outputs if isinstance(n, fx.Node) for v in self.storage_of.get(n, ()))
@@ -324,17 +270,12 @@ class _Lowering:
                 self.values[-1] = replace(self.values[-1], kind="tangent", retained=retained)
             self.storage_of[node] = tuple(made)
             outputs.extend(made)
-        of_views = (
-            Value(name=f"gradient {i} of a view", size_bytes=self._round(size_bytes), retained=True, kind="tangent")
-            for i, size_bytes in enumerate(self.joint.outside_bytes)
-            if size_bytes
-        )
-        for value in (*loss_values(loss, self.alignment_bytes), *of_views):
-            self.values.append(value)
-            self.value_nodes.append(None)  # type: ignore[arg-type]
-            outputs.append(len(self.values) - 1)
-        self.operations.append(loss_operation(reads, outputs))
-        self.operation_nodes.append(None)
+        outputs += self.add_loss_values(loss)
+        for index, size_bytes in enumerate(self.joint.outside_bytes):
+            if size_bytes:
+                view = f"gradient {index} of a view"
+                outputs.append(self.add_value(view, size_bytes, kind="tangent", retained=True))
+        self.add_loss(reads, outputs)
 
     def _add_gradient_copies(self, gradients: list[Any]) -> None:
         """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
@@ -350,27 +291,12 @@ class _Lowering:
             same_layout = of.stride() == tensor.stride() or min(of.numel(), tensor.numel()) <= 1
             if storage in seen or not same_layout or self.retained.get(storage) != "gradient":
                 reads += self.storage_of[gradient]
-                size_bytes = self._round(-(-of.numel() * of.element_size() // self.gradient_shards))
-                self.values.append(
-                    Value(name=f"copy of {gradient.name}", size_bytes=size_bytes, retained=True, kind="gradient")
-                )
-                self.value_nodes.append(gradient)
-                copies.append(len(self.values) - 1)
+                shard_bytes = -(-of.numel() * of.element_size() // self.gradient_shards)
+                name = f"copy of {gradient.name}"
+                copies.append(self.add_value(name, shard_bytes, kind="gradient", retained=True, node=gradient))
             seen.add(storage)
         if copies:
-            self.operations.append(
-                Operation(
-                    name="accumulate",
-                    key=self.keys.next("", ACCUMULATE_TARGET, Phase.BACKWARD),
-                    target=ACCUMULATE_TARGET,
-                    inputs=_distinct(reads),
-                    outputs=tuple(copies),
-                    phase=Phase.BACKWARD,
-                    recomputable=False,
-                    dtype="",
-                )
-            )
-            self.operation_nodes.append(None)
+            self.add(ACCUMULATE_TARGET, reads, copies, name="accumulate", recomputable=False)
 
     def _recomputable(self, node: fx.Node) -> bool:
         if mutates(node) or is_collective(node):
@@ -378,9 +304,6 @@ class _Lowering:
         if reads_any(node, self.unavailable, self.alias_nodes):
             return is_batch_norm(node)
         return True
-
-    def _round(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
 
 def _vals(arguments: Any) -> Any:

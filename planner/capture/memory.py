@@ -1,4 +1,4 @@
-"""Peak memory of running code, measured; and of code that is not run, by tracking fake storages."""
+"""Peak memory of running code, measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,11 +13,6 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from planner.capture.operands import storage_bytes
-from planner.capture.torch_internals import storage_id
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """Of glibc's ``malloc.h``."""
@@ -124,52 +118,3 @@ def _quiet() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-class StorageTracker(TorchDispatchMode):
-    """Follows the storages that eager code makes under a fake mode: ``peak_bytes`` is what it would need.
-
-    Storages that were there before the tracker was entered do not count.
-    """
-
-    def __init__(self, alignment_bytes: int) -> None:
-        super().__init__()
-        self.alignment_bytes = alignment_bytes
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._known: set[int] = set()
-        self._sizes: dict[int, int] = {}
-
-    def ignore(self, tensors: Any) -> None:
-        """Take the tensors in a tree as resident."""
-        for leaf in tree_leaves(tensors):
-            if isinstance(leaf, torch.Tensor):
-                self._known.add(storage_id(leaf))
-
-    def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Give the bytes behind a tensor that was made under the tracker; 0 for others."""
-        return self._sizes.get(storage_id(tensor), 0)
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._follow(leaf.untyped_storage(), storage_bytes(function, read, leaf))
-        return result
-
-    def _follow(self, storage: torch.UntypedStorage, needed_bytes: int) -> None:
-        identity = id(storage)
-        if identity in self._known:
-            return
-        size_bytes = -(-needed_bytes // self.alignment_bytes) * self.alignment_bytes
-        self._known.add(identity)
-        self._sizes[identity] = size_bytes
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._release, identity, size_bytes)
-
-    def _release(self, identity: int, size_bytes: int) -> None:
-        self._known.discard(identity)
-        del self._sizes[identity]
-        self.live_bytes -= size_bytes

@@ -81,6 +81,15 @@ def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
     return in_place or not mutates(node)
 
 
+def described(node: fx.Node, *, in_place: bool = False) -> dict[str, str]:
+    """Give the element type that an operation computes in, and its signature if it can run alone."""
+    tensors = tensors_of(node)
+    return {
+        "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
+        "signature": signature(node) if runs_alone(node, in_place=in_place) else "",
+    }
+
+
 def is_opaque(operator: Any) -> bool:
     """Whether an operator makes memory for its own backward whose size and contents no fake tensor knows."""
     return any(name in str(operator) for name in _OPAQUE)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from torch import fx
 
-from planner.ir.graph import Phase
-
 _SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
+_HERE = os.path.dirname(__file__) + os.sep
+"""Where this package follows models from."""
+
 _STEP = re.compile(r"\._modules\[(['\"])(.*?)\1\]|\[(['\"])(.*?)\3\]|\[(\d+)\]")
 
 
@@ -45,19 +45,6 @@ class Places:
             return own
         origin = self._of_sequence.get(node.meta.get("seq_nr", -1), own)
         return Place(origin.module, own.source or origin.source)
-
-
-class Keys:
-    """Hands out keys ``module|target|phase+occurrence``, the same for the same model each time."""
-
-    def __init__(self) -> None:
-        self._seen: Counter[tuple[str, str, str]] = Counter()
-
-    def next(self, module: str, target: str, phase: Phase) -> str:
-        """Give the key of the next operation with this module, target and phase."""
-        place = (module, target, phase[0])
-        self._seen[place] += 1
-        return f"{module}|{target}|{phase[0]}{self._seen[place] - 1}"
 
 
 def module_path(dynamo_path: str) -> str:
@@ -109,4 +96,4 @@ def short_path(file: str) -> str:
 
 def is_library(file: str) -> bool:
     """Whether a file is torch's or this package's way into the model, not a user's code."""
-    return f"{os.sep}torch{os.sep}" in file or file.startswith("<") or os.path.basename(file) == "capture.py"
+    return f"{os.sep}torch{os.sep}" in file or file.startswith(("<", _HERE))

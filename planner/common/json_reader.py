@@ -1,28 +1,58 @@
-"""Reading untrusted JSON: every value is asked for by type, and says where it stands when it is not that."""
+"""JSON that is not trusted, read into dataclasses: each field has the type it declares, or its path is named.
+
+A field that takes no part in comparisons is in no file. The ``metadata`` of the others may say how they stand there:
+
+``at`` : the keys that lead to it, with dots between; by default its name
+``signed`` : its number may be negative
+``older`` : older files lack it, and mean its default
+``left_out`` : it is left out where it is None, empty or 0
+``columns`` : its rows stand column by column, since names of columns would be most of the file
+``renamed`` : texts of older files, by what they are called now
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
-from planner.errors import PlanFileError
+from planner.errors import PlanFileError, UsageError
 
+_LARGEST_FILE_BYTES = 256 * 2**20
 _LARGEST_INTEGER = 2**63 - 1
 _LARGEST_NUMBER = 1e30
 _LONGEST_TEXT = 10_000
 
+T = TypeVar("T")
+Where = tuple[Any, str | int | None]
+"""Where a value stands: where its parent does, and its key there (None: it is a key itself). A root has no parent."""
 
-def parse(text: str) -> Any:
+Read = Callable[[Any, Where], Any]
+
+
+def parse(text: str, what: str) -> Node:
     """Parse JSON that may be hostile.
+
+    Parameters
+    ----------
+    text : str
+    what : str
+        What the file is to hold, for messages: ``"plan"``.
 
     Raises
     ------
     PlanFileError
         If it is not JSON, is nested too deeply, repeats a key, or holds NaN or infinity.
     """
+    if len(text) > _LARGEST_FILE_BYTES:
+        raise PlanFileError(f"the {what} is over {_LARGEST_FILE_BYTES} bytes, which no real one is")
     try:
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except PlanFileError:
         raise
     except json.JSONDecodeError as error:
@@ -32,6 +62,108 @@ def parse(text: str) -> Any:
         raise PlanFileError("not a plan, profile or device file: it is nested too deeply") from error
     except ValueError as error:  # an integer of thousands of digits, which Python will not convert
         raise PlanFileError("not a plan, profile or device file: it holds a number of absurd length") from error
+    return Node(value, (None, f"the {what}"))
+
+
+def load(
+    path: str | Path,
+    what: str,
+    read: Callable[[str], T],
+    error: type[UsageError],
+    largest_bytes: int = _LARGEST_FILE_BYTES,
+) -> T:
+    """Read a file's text, and what it holds.
+
+    Parameters
+    ----------
+    path : str or Path
+    what : str
+        What the file is, for messages: ``"plan file"``.
+    read : callable
+        Makes it of the text.
+    error : type
+        Raised if the file cannot be read, is too large, or ``read`` refuses it.
+    largest_bytes : int
+    """
+    try:
+        with open(path, "rb") as stream:
+            content = stream.read(largest_bytes + 1)
+    except (OSError, ValueError) as failed:
+        raise error(f"cannot read {what} {path}: {getattr(failed, 'strerror', None) or failed}") from failed
+    if len(content) > largest_bytes:
+        raise error(f"{path} is over {largest_bytes} bytes, which no real {what} is")
+    try:
+        return read(content.decode("utf-8"))
+    except UnicodeDecodeError as failed:
+        raise error(f"{path} is not a {what}: it is not UTF-8 text") from failed
+    except PlanFileError as failed:
+        raise error(f"{path}: {failed}") from failed
+
+
+def to_data(value: Any) -> Any:
+    """Give a dataclass as the data from which :meth:`Node.read` makes it again."""
+    if isinstance(value, (tuple, list)):
+        return [to_data(item) for item in value]
+    if isinstance(value, dict):
+        return {key: to_data(item) for key, item in value.items()}
+    if not is_dataclass(value):
+        return value
+    data: dict[str, Any] = {}
+    kind: Any = type(value)
+    for field, declared in _fields(kind):
+        content = getattr(value, field.name)
+        if "left_out" in field.metadata and not content:
+            continue
+        *outer, key = _keys(field)
+        inner = data
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        if "columns" in field.metadata:
+            inner[key] = {
+                f.name: [to_data(getattr(row, f.name)) for row in content] for f, _ in _fields(_row(declared))
+            }
+        else:
+            inner[key] = to_data(content)
+    return data
+
+
+class Node:
+    """A parsed JSON value, and where it stands."""
+
+    __slots__ = ("value", "where")
+
+    def __init__(self, value: Any, where: Where) -> None:
+        self.value = value
+        self.where = where
+
+    def __getitem__(self, key: str) -> Node:
+        """Give a field of an object; it must be there."""
+        if not self.has(key):
+            raise PlanFileError(f"{_path((self.where, key))} is missing")
+        return Node(self.value[key], (self.where, key))
+
+    def has(self, key: str) -> bool:
+        """Whether the object, which this must be, has a field."""
+        return key in _object(self.value, self.where)
+
+    def names(self) -> tuple[str, ...]:
+        """Give the names of an object's fields."""
+        return tuple(_text(key, (self.where, None)) for key in _object(self.value, self.where))
+
+    def read(self, kind: type[T]) -> T:
+        """Give the value as a type: a dataclass, or whatever a field of one may be declared to be.
+
+        Texts are printable, integers fit into 64 bits, numbers are finite and of sensible size, and neither is
+        negative unless the field says so. Keys of an object that the dataclass does not have are passed over.
+
+        Raises
+        ------
+        PlanFileError
+            Naming the first place where the value is not that.
+        """
+        wanted: Any = kind
+        found: T = _reader(wanted)(self.value, self.where)
+        return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -47,104 +179,197 @@ def _refuse_constant(name: str) -> NoReturn:
     raise PlanFileError(f"not a plan, profile or device file: it holds {name}, and every number must be finite")
 
 
-class Node:
-    """A parsed JSON value and the path to it.
+def _path(where: Where) -> str:
+    """Write out where a value stands, for example ``"predicted.peak_at.module"``."""
+    parent, key = where
+    if parent is None:
+        return str(key)
+    if key is None:
+        return f"a key of {_path(parent)}"
+    if isinstance(key, int):
+        return f"{_path(parent)}[{key}]"
+    key = key if len(key) <= 120 else key[:117] + "..."
+    return key if parent[0] is None else f"{_path(parent)}.{key}"
 
-    Parameters
-    ----------
-    value : object
-    where : str
-        Path for messages, for example ``"predicted.peak_at.module"``.
-    """
 
-    __slots__ = ("value", "where")
+def _fail(value: Any, where: Where, wanted: str) -> NoReturn:
+    kind = json.dumps(value, default=str)[:40]
+    if isinstance(value, (dict, list)):
+        kind = "an object" if isinstance(value, dict) else "a list"
+    raise PlanFileError(f"{_path(where)} must be {wanted}, not {kind}")
 
-    def __init__(self, value: Any, where: str) -> None:
-        self.value = value
-        self.where = where
 
-    def _fail(self, wanted: str) -> NoReturn:
-        kind = json.dumps(self.value, default=str)[:40]
-        if isinstance(self.value, (dict, list)):
-            kind = "an object" if isinstance(self.value, dict) else "a list"
-        raise PlanFileError(f"{self.where} must be {wanted}, not {kind}")
+def _object(value: Any, where: Where) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        _fail(value, where, "an object")
+    return value
 
-    def _path(self, key: str) -> str:
-        key = key if len(key) <= 120 else key[:117] + "..."
-        return key if self.where in ("the plan", "the profile") else f"{self.where}.{key}"
 
-    def __getitem__(self, key: str) -> Node:
-        """Give a field of an object; it must be there."""
-        if not isinstance(self.value, dict):
-            self._fail("an object")
-        if key not in self.value:
-            raise PlanFileError(f"{self._path(key)} is missing")
-        return Node(self.value[key], self._path(key))
+def _boolean(value: Any, where: Where) -> bool:
+    if not isinstance(value, bool):
+        _fail(value, where, "true or false")
+    return value
 
-    def has(self, key: str) -> bool:
-        """Whether an object has a field."""
-        return isinstance(self.value, dict) and key in self.value
 
-    def fields(self) -> Iterator[tuple[str, Node]]:
-        """Give the names and values of an object whose names are not fixed."""
-        if not isinstance(self.value, dict):
-            self._fail("an object")
-        for key, value in self.value.items():
-            yield Node(key, f"a key of {self.where}").text(), Node(value, self._path(key))
+def _text(value: Any, where: Where) -> str:
+    """Give a text of sensible length without control characters, which could play with a terminal."""
+    if not isinstance(value, str):
+        _fail(value, where, "text")
+    if len(value) > _LONGEST_TEXT:
+        raise PlanFileError(f"{_path(where)} is longer than {_LONGEST_TEXT} characters")
+    if not value.isprintable():
+        raise PlanFileError(f"{_path(where)} holds characters that cannot be printed")
+    return value
 
-    def items(self) -> Iterator[Node]:
-        """Give the items of a list."""
-        if not isinstance(self.value, list):
-            self._fail("a list")
-        for index, value in enumerate(self.value):
-            yield Node(value, f"{self.where}[{index}]")
 
-    def text(self) -> str:
-        """Give a text of sensible length without control characters, which could play with a terminal."""
-        if not isinstance(self.value, str):
-            self._fail("text")
-        if len(self.value) > _LONGEST_TEXT:
-            raise PlanFileError(f"{self.where} is longer than {_LONGEST_TEXT} characters")
-        if not self.value.isprintable():
-            raise PlanFileError(f"{self.where} holds characters that cannot be printed")
-        return self.value
+def _integer(value: Any, where: Where, signed: bool = False) -> int:
+    wanted = "an integer" if signed else "an integer that is not negative"
+    if isinstance(value, bool) or not isinstance(value, int):
+        _fail(value, where, wanted)
+    if abs(value) > _LARGEST_INTEGER or (value < 0 and not signed):
+        _fail(value, where, wanted + " below 2**63")
+    return value
 
-    def one_of(self, *allowed: str) -> str:
-        """Give a text that is one of a few."""
-        if self.value not in allowed:
-            self._fail(" or ".join(repr(a) for a in allowed))
-        return self.text()
 
-    def integer(self, *, negative: bool = False) -> int:
-        """Give an integer that 64 bits hold."""
-        wanted = "an integer" if negative else "an integer that is not negative"
-        if isinstance(self.value, bool) or not isinstance(self.value, int):
-            self._fail(wanted)
-        if abs(self.value) > _LARGEST_INTEGER or (self.value < 0 and not negative):
-            self._fail(wanted + " below 2**63")
-        return self.value
+def _number(value: Any, where: Where, signed: bool = False) -> float:
+    wanted = "a number" if signed else "a number that is not negative"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(_integer(value, where, signed))
+    if not isinstance(value, float):
+        _fail(value, where, wanted)
+    if not abs(value) <= _LARGEST_NUMBER or (value < 0 and not signed):
+        _fail(value, where, f"{wanted} below {_LARGEST_NUMBER}")
+    return value
 
-    def number(self, *, negative: bool = False) -> float:
-        """Give a finite number of sensible size."""
-        wanted = "a number" if negative else "a number that is not negative"
-        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
-            self._fail(wanted)
-        if isinstance(self.value, int):
-            return float(self.integer(negative=negative))
-        if not abs(self.value) <= _LARGEST_NUMBER or (self.value < 0 and not negative):
-            self._fail(f"{wanted} below {_LARGEST_NUMBER}")
-        return self.value
 
-    def boolean(self) -> bool:
-        """Give true or false."""
-        if not isinstance(self.value, bool):
-            self._fail("true or false")
-        return self.value
+_SIMPLE: dict[Any, Read] = {
+    bool: _boolean,
+    str: _text,
+    int: _integer,
+    float: _number,
+    (int, "signed"): lambda value, where: _integer(value, where, signed=True),
+    (float, "signed"): lambda value, where: _number(value, where, signed=True),
+}
 
-    def text_or_integer(self) -> str | int:
-        """Give a text or an integer."""
-        return self.text() if isinstance(self.value, str) else self.integer(negative=True)
 
-    def is_null(self) -> bool:
-        """Whether the value is null."""
-        return self.value is None
+@cache
+def _reader(kind: Any) -> Read:
+    """Give what reads values of a type."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is tuple and inside[1:] == (...,):
+        return _list_of(_reader(inside[0]))
+    if origin in (dict, Mapping) and inside[0] is str:
+        return _mapping_to(_reader(inside[1]))
+    if origin is UnionType and inside == (str, int):  # of a fingerprint, with hashes in it
+        return lambda value, where: (_text if isinstance(value, str) else _SIMPLE[int, "signed"])(value, where)
+    if origin is UnionType and inside[1:] == (NoneType,):
+        some = _reader(inside[0])
+        return lambda value, where: None if value is None else some(value, where)
+    if origin is Literal:
+        return _one_of(inside)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        named = _one_of(tuple(kind))
+        return lambda value, where: kind(named(value, where))
+    if is_dataclass(kind):
+        make: Any = kind
+        parts = _parts(kind)
+        return lambda value, where: make(**_read_parts(parts, value, where))
+    return _SIMPLE[kind]
+
+
+def _one_of(allowed: tuple[str, ...]) -> Read:
+    def read(value: Any, where: Where) -> Any:
+        if value not in allowed:
+            _fail(value, where, " or ".join(repr(str(one)) for one in allowed))
+        return value
+
+    return read
+
+
+def _list_of(item: Read) -> Read:
+    def read(value: Any, where: Where) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            _fail(value, where, "a list")
+        return tuple([item(one, (where, index)) for index, one in enumerate(value)])
+
+    return read
+
+
+def _mapping_to(item: Read) -> Read:
+    def read(value: Any, where: Where) -> dict[str, Any]:
+        content = _object(value, where).items()
+        return {_text(key, (where, None)): item(one, (where, key)) for key, one in content}
+
+    return read
+
+
+def _columns_of(row: Any) -> Read:
+    parts = _parts(row, wrap=_list_of)
+
+    def read(value: Any, where: Where) -> tuple[Any, ...]:
+        columns = _read_parts(parts, value, where)
+        if len({len(column) for column in columns.values()}) > 1:
+            raise PlanFileError(f"{_path(where)}: its columns are not of one length")
+        return tuple(row(**dict(zip(columns, cells, strict=True))) for cells in zip(*columns.values(), strict=True))
+
+    return read
+
+
+_Part = tuple[str, list[str], Read, bool]
+"""Of a field of a dataclass: its name, the keys that lead to it, what reads it, and whether it may be missing."""
+
+
+def _parts(kind: Any, wrap: Callable[[Read], Read] = lambda read: read) -> list[_Part]:
+    return [
+        (
+            field.name,
+            _keys(field),
+            wrap(_field_reader(field, hint)),
+            not {"older", "left_out"}.isdisjoint(field.metadata),
+        )
+        for field, hint in _fields(kind)
+    ]
+
+
+def _field_reader(field: Field[Any], kind: Any) -> Read:
+    if "columns" in field.metadata:
+        return _columns_of(_row(kind))
+    if "signed" in field.metadata:
+        return _SIMPLE[kind, "signed"]
+    if renamed := field.metadata.get("renamed"):
+        return lambda value, where: renamed.get(text := _text(value, where), text)
+    if "left_out" in field.metadata and NoneType in get_args(kind):  # None is left out, not written
+        kind = get_args(kind)[0]
+    return _reader(kind)
+
+
+def _read_parts(parts: Iterable[_Part], value: Any, where: Where) -> dict[str, Any]:
+    found = {}
+    for name, keys, read, optional in parts:
+        inner, place = value, where
+        for key in keys:
+            if not isinstance(inner, dict):
+                _fail(inner, place, "an object")
+            place = (place, key)
+            if key not in inner:
+                if optional and key == keys[-1]:
+                    break
+                raise PlanFileError(f"{_path(place)} is missing")
+            inner = inner[key]
+        else:
+            found[name] = read(inner, place)
+    return found
+
+
+@cache
+def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
+    hints = get_type_hints(kind)
+    return [(field, hints[field.name]) for field in fields(kind) if field.compare]
+
+
+def _keys(field: Field[Any]) -> list[str]:
+    return str(field.metadata.get("at", field.name)).split(".")
+
+
+def _row(kind: Any) -> Any:
+    return get_args(kind)[0]

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn
 
 from planner.capture import fake_mode
@@ -26,6 +23,7 @@ from planner.capture.failures import raised_at
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
 from planner.capture.module_facts import tied_parameters, updates_statistics
+from planner.capture.storages import StorageRecorder, tensors_in
 from planner.capture.torch_internals import (
     CHECKPOINT,
     FakeTensor,
@@ -99,8 +97,8 @@ class _Call:
     updates: list[str] = field(default_factory=list)
     overwrites: list[str] = field(default_factory=list)
     chooses: list[str] = field(default_factory=list)
-    products: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Results of matrix products by their storage; held, so that no other storage takes the identity."""
+    products: set[int] = field(default_factory=set)
+    """Storages of the results of matrix products."""
 
     def told(self) -> CheckpointCall:
         return CheckpointCall(
@@ -118,18 +116,16 @@ class _Call:
         )
 
 
-class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watcher(StorageRecorder):
     """Sees modules come and go, calls of checkpoint, and every operation."""
 
     def __init__(self, model: nn.Module, calls: list[_Call], cast: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.paths = {module: path or type(model).__name__ for path, module in model.named_modules()}
+        super().__init__(names={module: path or type(model).__name__ for path, module in model.named_modules()})
         self.tied = tied_parameters(model)
         statistics = {path for path, module in model.named_modules() if updates_statistics(module)}
         state = [*model.named_parameters(), *model.named_buffers()]
         # Running statistics are told by their module: its kernel does not say that it writes into them.
         self.state = {storage_id(t): name for name, t in state if name.rpartition(".")[0] not in statistics}
-        self.within: list[str] = []
         self.open: list[_Call] = []
         self.calls = calls
         self.cast = cast
@@ -138,54 +134,44 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watching(self) -> Iterator[None]:
         """Look on for as long as the context lasts."""
         before = sys.getprofile()
-        hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        try:
-            with self:
-                sys.setprofile(self._profile)
-                try:
-                    yield
-                finally:
-                    sys.setprofile(before)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with self.modules(), self:
+            sys.setprofile(self._profile)
+            try:
+                yield
+            finally:
+                sys.setprofile(before)
 
-    def _enter(self, module: nn.Module, _inputs: Any) -> None:
-        path = self.paths.get(module, type(module).__name__)
-        self.within.append(path)
+    def entered(self, module: nn.Module, _inputs: Any) -> None:
+        """Note a module, and whether a checkpointed one updates statistics."""
+        path = self.names.setdefault(module, type(module).__name__)
+        super().entered(module, _inputs)
         for call in self.open:
             if updates_statistics(module):
                 call.updates.append(f"{path} ({type(module).__name__})")
-
-    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self.within.pop()
 
     def _profile(self, frame: FrameType, event: str, _argument: Any) -> None:
         if frame.f_code is not CHECKPOINT:
             return
         if event == "call":
-            self.open.append(_opened(frame, self.paths, nested=bool(self.open)))
+            self.open.append(_opened(frame, self.names, nested=bool(self.open)))
             self.calls.append(self.open[-1])
         elif event == "return" and self.open and self.open[-1].frame is frame:
             self.open.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what it does."""
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if func is aten._to_copy.default and id(args[0]) in self.tied and output.dtype != args[0].dtype:
+    def follow(self, function: Any, given: Any, result: Any) -> list[int]:
+        """Note what an operation does."""
+        made = super().follow(function, given, result)
+        args, kwargs = given
+        if function is aten._to_copy.default and id(args[0]) in self.tied and result.dtype != args[0].dtype:
             self.cast.append(self.tied[id(args[0])])
         if self.open:
-            self._note(func, args, kwargs, output)
-        return output
+            self._note(function, args, kwargs or {}, result)
+        return made
 
     def _note(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         place = f"{func} in {self.within[-1] if self.within else 'the model'}"
-        reads = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        written = storage_id(args[0]) if is_mutable(func) and isinstance(args[0], torch.Tensor) else None
+        reads = tensors_in((args, kwargs))
+        written = args[0] if is_mutable(func) and isinstance(args[0], torch.Tensor) else None
         for call in self.open:
             # An empty one is checkpoint's own: it always requires a gradient.
             call.trainable |= any(tensor.requires_grad and tensor.numel() for tensor in reads)
@@ -193,12 +179,12 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 call.draws.append(place)
             if func.overloadpacket in _CHOOSING:
                 call.chooses.append(place)
-            if written in self.state:
-                call.updates.append(self.state[written])
-            if written in call.products:
+            if written is not None and storage_id(written) in self.state:
+                call.updates.append(self.state[storage_id(written)])
+            if written is not None and self.number(written) in call.products:
                 call.overwrites.append(place)
-            if func.overloadpacket in _PRODUCTS:
-                call.products[storage_id(output)] = output
+            if func.overloadpacket in _PRODUCTS and (number := self.number(output)) is not None:
+                call.products.add(number)
 
 
 def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _Call:

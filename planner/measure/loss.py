@@ -11,9 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture import fake_mode
-from planner.capture.blocks.trace import Recorder, Trace
-from planner.capture.eager.trace import tensors_in
 from planner.capture.inputs import Inputs
+from planner.capture.storages import Run, StepRecorder, tensors_in
 from planner.capture.torch_internals import FakeTensor, call_with
 from planner.errors import PlannerError, UsageError
 from planner.ir.static_memory import LossMemory
@@ -60,7 +59,7 @@ def memory_of(
                 outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
             outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
             leaves = [t for t in tensors_in(outputs) if t.requires_grad]
-            recorder = Recorder(tensors_in((outputs, fakes.args, fakes.kwargs, list(state.values()))), {})
+            recorder = StepRecorder[Run](mode, resident=(outputs, fakes.args, fakes.kwargs, list(state.values())))
             with recorder:
                 value = loss_fn(outputs)
                 if not isinstance(value, torch.Tensor) or value.dim() != 0:
@@ -75,26 +74,25 @@ def memory_of(
         first = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(f"loss_fn fails on the model's output: {type(error).__name__}: {first}") from error
     handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    peak_bytes = _peak_bytes(recorder.trace, _workspace_bytes(recorder.trace, model, device))
+    peak_bytes = _peak_bytes(recorder, _workspace_bytes(recorder.events, model, device))
     working_bytes = max(0, peak_bytes - handed_over - held_bytes)
     return LossMemory(working_bytes=working_bytes, held_bytes=held_bytes, is_known=True)
 
 
-def _workspace_bytes(trace: Trace, model: nn.Module, device: str | None) -> Sequence[int]:
-    """Give what the kernel of each event needs beyond its outputs, as far as it can be seen here."""
+def _workspace_bytes(runs: Sequence[Run], model: nn.Module, device: str | None) -> Sequence[int]:
+    """Give what the kernel of each run needs beyond its outputs, as far as it can be seen here."""
     here = device_here(model, device_spec(model, device))
     if here is None:
-        return [0] * len(trace.events)
-    return workspace.of_calls([event.node for event in trace.events], here, workspace.effort_for(model))
+        return [0] * len(runs)
+    return workspace.of_calls([run.node for run in runs], here, workspace.effort_for(model))
 
 
-def _peak_bytes(trace: Trace, workspace_bytes: Sequence[int]) -> int:
-    changes = [0] * (len(trace.events) + 1)
-    for index, event in enumerate(trace.events):
-        for storage in map(trace.storages.__getitem__, event.makes.values()):
-            changes[index] += storage.size_bytes
-            if storage.last is not None:
-                changes[storage.last + 1] -= storage.size_bytes
+def _peak_bytes(recorder: StepRecorder[Run], workspace_bytes: Sequence[int]) -> int:
+    changes = [0] * (len(recorder.events) + 1)
+    for storage in recorder.storages:
+        changes[storage.maker] += storage.size_bytes
+        if storage.died is not None:
+            changes[storage.died] -= storage.size_bytes
     return max(map(sum, zip(accumulate(changes), workspace_bytes, strict=False)), default=0)
 
 

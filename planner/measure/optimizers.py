@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from planner.capture.memory import StorageTracker
+from planner.capture.storages import PeakRecorder
 from planner.common.options import check_optimizer
 
 DeviceKind = Literal["cpu", "cuda"]
@@ -163,17 +162,17 @@ def memory_of_step(
     16 bits is taken in float32, which for Adafactor is 4 bytes for each row of one parameter.
     """
     updated = [_without_data(p, p.dtype) for p in parameters]
-    tracker = _StepTracker(alignment_bytes=alignment_bytes, counts_host=device_kind == "cpu")
-    tracker.ignore((updated, [p.grad for p in updated]))
-    with tracker:
+    recorder = _StepRecorder(alignment_bytes, (updated, [p.grad for p in updated]))
+    recorder.counts_host = device_kind == "cpu"
+    with recorder:
         optimizer = make(updated)
         optimizer.step()
-        state_bytes = tracker.live_bytes
+        state_bytes = recorder.live_bytes
         optimizer.step()
-    return state_bytes, tracker.peak_bytes - state_bytes
+    return state_bytes, recorder.peak_bytes - state_bytes
 
 
-class _StepTracker(StorageTracker):  # type: ignore[no-untyped-call]
+class _StepRecorder(PeakRecorder):
     """Follows what a step makes where its parameters are, and lets it read numbers that are not there.
 
     Parameters are on the meta device, not fake ones on a CPU or on CUDA: step counters are on the CPU
@@ -181,21 +180,18 @@ class _StepTracker(StorageTracker):  # type: ignore[no-untyped-call]
     makes torch start CUDA where there is one. So the counters are real, a few bytes each.
     """
 
-    def __init__(self, alignment_bytes: int, *, counts_host: bool) -> None:
-        super().__init__(alignment_bytes)
-        self.counts_host = counts_host
+    counts_host = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Tensor.item(), of a counter or of a norm that Adafactor scales by. Numbers read so are factors:
         # no size depends on them.
         if function is torch.ops.aten._local_scalar_dense.default:
             return _LATE_STEP
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            # Asked of the tensor: if the caller is under a fake mode, every storage is a meta one.
-            if isinstance(leaf, torch.Tensor) and (self.counts_host or leaf.device.type == "meta"):
-                self._follow(leaf.untyped_storage(), leaf.untyped_storage().nbytes())
-        return result
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Ask the tensor: if the caller is under a fake mode, every storage is a meta one."""
+        return self.counts_host or tensor.device.type == "meta"
 
 
 def _state_of_8_bits(sizes: Sequence[int], alignment_bytes: int) -> int:

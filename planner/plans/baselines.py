@@ -14,6 +14,7 @@ from planner.ir.layers import Layers, find_layers, forward_of_blocks
 from planner.ir.module_regions import region_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
+from planner.plans.evaluated import evaluate
 from planner.plans.plan import BaselineRow
 
 NO_BLOCKS = "the model has no repeated blocks that can be checkpointed"
@@ -110,14 +111,13 @@ def _module_rows(problem: Problem, layers: Layers) -> Iterator[BaselineRow]:
 
 
 def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
-    evaluation = problem.evaluate(schedule)
-    step_seconds = problem.baseline.seconds
+    found = evaluate(problem, schedule, name)
     return BaselineRow(
         name=name,
-        peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
-        overhead=evaluation.added_seconds / step_seconds if step_seconds > 0 else 0.0,
+        peak_bytes=found.peak_bytes,
+        overhead=found.overhead,
         seconds=seconds,
-        fits=evaluation.peak_bytes <= problem.budget_bytes,
+        fits=found.peak_bytes <= problem.budget_bytes + problem.graph.total_static_bytes,
     )
 
 

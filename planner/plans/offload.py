@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.errors import PlanMismatchError
-from planner.ir.graph import TrainingGraph
+from planner.ir.graph import LOSS_KEY, LOSS_KEY_BEFORE, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import Evaluation
@@ -15,7 +15,7 @@ from planner.ir.simulator import Evaluation
 class Place:
     """A position in a schedule: so many runs before the first run of an operation."""
 
-    before: str
+    before: str = field(metadata={"renamed": {LOSS_KEY_BEFORE: LOSS_KEY}})
     runs: int = 0
 
 
@@ -44,7 +44,7 @@ class OffloadedValue:
     size_bytes: int
     leaves: Place
     returns: tuple[Place, ...]
-    lossy: bool = False
+    lossy: bool = field(default=False, metadata={"older": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,9 @@ class Offloading:
     bytes_per_second: float
     transfer_seconds: float
     stall_seconds: float
-    lossy: bool = False
-    modules: tuple[OffloadedModule, ...] = ()
-    least_bytes: int = 0
+    lossy: bool = field(default=False, metadata={"older": True})
+    modules: tuple[OffloadedModule, ...] = field(default=(), metadata={"left_out": True})
+    least_bytes: int = field(default=0, metadata={"older": True})
 
     @property
     def rounded(self) -> int:

@@ -26,7 +26,8 @@ from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight
 from planner.plans.pipeline_stages import Stage
 from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
-from planner.plans.plan import SCHEMA, Plan, PlanOrigin
+from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.plan_file import SCHEMA
 from planner.plans.planning import plan_from_solution
 from planner.solvers import get
 from planner.solving.peak_bounds import lowest_schedule

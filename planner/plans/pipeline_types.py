@@ -7,7 +7,8 @@ from typing import Any
 
 from planner.errors import InfeasibleBudgetError
 from planner.plans.pipeline_schedules import PipelineSchedule
-from planner.plans.plan import SCHEMA, Plan
+from planner.plans.plan import Plan
+from planner.plans.plan_file import SCHEMA
 
 
 @dataclass(frozen=True, kw_only=True)

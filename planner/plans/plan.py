@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
 from planner.ir.schedule import Schedule
+from planner.plans import plan_file
 from planner.plans.offload import Offloading, with_offloads
 from planner.plans.values import ValueTable
-
-SCHEMA = 1
-"""Version of the JSON that reports and plan files share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +79,12 @@ class LayerPlacement:
     module: str
     block: bool
     saved_bytes: int
-    freed_bytes: int
+    freed_bytes: int = field(metadata={"signed": True})
     recomputed: int
     added_seconds: float
     forward_seconds: float
     targets: dict[str, int] = field(default_factory=dict)
-    offloaded_bytes: int = 0
+    offloaded_bytes: int = field(default=0, metadata={"older": True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,15 +159,15 @@ class Verification:
 
     peak_bytes: int
     baseline_peak_bytes: int
-    overhead: float
+    overhead: float = field(metadata={"signed": True})
     loss_equal: bool
     gradients_bitwise_equal: bool
     buffers_equal: bool
     differences: tuple[str, ...] = ()
     steps: int = 1
     tolerance: float = 0.0
-    from_one_piece: float = 0.0
-    rounding_error: float | None = None
+    from_one_piece: float = field(default=0.0, metadata={"older": True})
+    rounding_error: float | None = field(default=None, metadata={"older": True})
 
     @property
     def exact(self) -> bool:
@@ -343,9 +341,9 @@ class StepDetails:
         All memory of the planned step. Not part of a plan file, nor of comparisons.
     """
 
-    before: Timeline
-    after: Timeline
-    alive: tuple[AliveTensors, ...]
+    before: Timeline = field(metadata={"at": "timeline.before"})
+    after: Timeline = field(metadata={"at": "timeline.after"})
+    alive: tuple[AliveTensors, ...] = field(metadata={"at": "alive_at_peak"})
     one_more_gib: MoreMemory | None = None
     modules: tuple[LayerPlacement, ...] = field(default=(), compare=False, repr=False)
     allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
@@ -418,36 +416,36 @@ class Plan:
 
     model: str
     fingerprint: dict[str, str | int]
-    status: str
+    status: Literal["optimal", "feasible"]
     budget_bytes: int
     static_bytes: dict[str, int]
-    baseline_peak_bytes: int
-    baseline_step_seconds: float
-    peak_bytes: int
-    peak_at: PeakLocation
-    recompute_seconds: float
-    lower_bound_seconds: float
+    baseline_peak_bytes: int = field(metadata={"at": "baseline.peak_bytes"})
+    baseline_step_seconds: float = field(metadata={"at": "baseline.step_seconds"})
+    peak_bytes: int = field(metadata={"at": "predicted.peak_bytes"})
+    peak_at: PeakLocation = field(metadata={"at": "predicted.peak_at"})
+    recompute_seconds: float = field(metadata={"at": "predicted.recompute_seconds"})
+    lower_bound_seconds: float = field(metadata={"at": "lower_bound.recompute_seconds"})
     minimum_feasible_peak_bytes: int
-    solver: str
-    solve_seconds: float
+    solver: str = field(metadata={"at": "solver.name"})
+    solve_seconds: float = field(metadata={"at": "solver.seconds"})
     capture_seconds: float
     cost_model: str
     device: str
     torch: str
-    anatomy: dict[str, int]
+    anatomy: dict[str, int] = field(metadata={"at": "predicted.anatomy_bytes"})
     placement: tuple[LayerPlacement, ...]
     baselines: tuple[BaselineRow, ...]
-    recomputations: dict[str, tuple[str, ...]]
+    recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
     warnings: tuple[Finding, ...] = ()
-    verification: Verification | None = None
-    optimizer_step_bytes: int = 0
-    optimizer_peak_bytes: int = 0
-    reserved: ReservedMemory | None = None
+    verification: Verification | None = field(default=None, metadata={"at": "measured", "left_out": True})
+    optimizer_step_bytes: int = field(default=0, metadata={"at": "optimizer_step.temporary_bytes"})
+    optimizer_peak_bytes: int = field(default=0, metadata={"at": "optimizer_step.peak_bytes"})
+    reserved: ReservedMemory | None = field(default=None, metadata={"at": "predicted.cuda_allocator", "left_out": True})
     runtime: str = "graph"
-    details: StepDetails | None = None
-    values: ValueTable | None = None
-    offloading: Offloading | None = None
-    kept: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    details: StepDetails | None = field(default=None, metadata={"left_out": True})
+    values: ValueTable | None = field(default=None, metadata={"left_out": True})
+    offloading: Offloading | None = field(default=None, metadata={"at": "offload", "left_out": True})
+    kept: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, metadata={"left_out": True})
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -518,15 +516,11 @@ class Plan:
         operations : bool
             Add FLOPs, bytes and seconds of every operation.
         """
-        from planner.plans.plan_file import report
-
-        return report(self, operations=operations)
+        return plan_file.report(self, operations=operations)
 
     def to_json(self) -> str:
         """Give the plan file: the report, the decisions and the fingerprint."""
-        from planner.plans.plan_file import to_json
-
-        return to_json(self)
+        return plan_file.to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -537,9 +531,7 @@ class Plan:
         PlanFileError
             If it is damaged, of another schema, or not a plan.
         """
-        from planner.plans.plan_file import from_json
-
-        return from_json(text)
+        return plan_file.from_json(text, cls)
 
     def to_html(self) -> str:
         """Give the report as one HTML page that needs nothing beside itself."""
@@ -549,16 +541,12 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file, whole or not at all."""
-        from planner.plans.plan_file import save
-
-        save(self, path)
+        plan_file.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan file."""
-        from planner.plans.plan_file import load
-
-        return load(path)
+        return plan_file.load(path, cls)
 
 
 class NoPlanFitsError(InfeasibleBudgetError):

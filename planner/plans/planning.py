@@ -29,7 +29,6 @@ from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_pea
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
 from planner.plans.plan import (
-    SCHEMA,
     BaselineRow,
     LayerPlacement,
     NoPlanFitsError,
@@ -39,6 +38,7 @@ from planner.plans.plan import (
     PlanOrigin,
     Verification,
 )
+from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import one_more_gib, step_details
 from planner.plans.values import value_table
 from planner.solvers import solved
@@ -328,7 +328,7 @@ def plan_from_solution(
         },
         warnings=(
             *plan_warnings(problem, evaluation, solution),
-            *reserve_warnings(problem, static_memory, reserved),
+            *reserve_warnings(problem, reserved),
             *origin.warnings,
         ),
         details=details,

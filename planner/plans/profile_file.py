@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cost_models.measured import Measurement, Profile, ProfiledOperation
+from planner.common import json_reader
 from planner.common.atomic import write_text
-from planner.common.json_reader import Node, parse
+from planner.common.json_reader import parse, to_data
 from planner.errors import PlanFileError, ProfileFileError
 
 SCHEMA = 1
 KIND = "checkpoint-planner profile"
 
-_LARGEST_FILE_BYTES = 256 * 2**20
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measurement:
+    signature: str
+    seconds: float
+    runs: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operation:
+    """With its signature's number: each signature stands in the file once."""
+
+    key: str
+    measurement: int | None
+    target: str
+    dtype: str
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    schema: int = SCHEMA
+    kind: str = KIND
+    model: str
+    device: str
+    torch: str
+    date: str
+    inputs: tuple[tuple[int, ...], ...]
+    measurements: tuple[_Measurement, ...]
+    operations: tuple[_Operation, ...]
 
 
 def save(profile: Profile, path: str | Path) -> None:
@@ -32,28 +63,16 @@ def save(profile: Profile, path: str | Path) -> None:
 def to_json(profile: Profile) -> str:
     """Give the text of a profile file: each signature once, operations by its number."""
     numbers = {signature: number for number, signature in enumerate(profile.measurements)}
-    data: dict[str, Any] = {
-        "schema": SCHEMA,
-        "kind": KIND,
-        "model": profile.model,
-        "device": profile.device,
-        "torch": profile.torch,
-        "date": profile.date,
-        "inputs": [list(shape) for shape in profile.inputs],
-        "measurements": [{"signature": s, **asdict(m)} for s, m in profile.measurements.items()],
-        "operations": [
-            {
-                "key": operation.key,
-                "measurement": numbers.get(operation.signature),
-                "target": operation.target,
-                "dtype": operation.dtype,
-                "flops": operation.flops,
-                "moved_bytes": operation.moved_bytes,
-            }
-            for operation in profile.operations
-        ],
-    }
-    return json.dumps(data, indent=1, allow_nan=False) + "\n"
+    file = _File(
+        model=profile.model,
+        device=profile.device,
+        torch=profile.torch,
+        date=profile.date,
+        inputs=profile.inputs,
+        measurements=tuple(_Measurement(signature=s, **to_data(m)) for s, m in profile.measurements.items()),
+        operations=tuple(_filed(operation, numbers) for operation in profile.operations),
+    )
+    return json.dumps(to_data(file), indent=1, allow_nan=False) + "\n"
 
 
 def load(path: str | Path) -> Profile:
@@ -72,20 +91,7 @@ def load(path: str | Path) -> Profile:
     ProfileFileError
         If it cannot be read, is damaged, of another schema, or not a profile.
     """
-    try:
-        with open(path, "rb") as stream:
-            content = stream.read(_LARGEST_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ProfileFileError(f"cannot read profile {path}: {reason}") from error
-    if len(content) > _LARGEST_FILE_BYTES:
-        raise ProfileFileError(f"{path} is over {_LARGEST_FILE_BYTES} bytes, which no real profile is")
-    try:
-        return from_json(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ProfileFileError(f"{path} is not a profile: it is not UTF-8 text") from error
-    except PlanFileError as error:
-        raise ProfileFileError(f"{path}: {error}") from error
+    return json_reader.load(path, "profile", from_json, ProfileFileError)
 
 
 def from_json(text: str) -> Profile:
@@ -96,40 +102,35 @@ def from_json(text: str) -> Profile:
     PlanFileError
         Naming the field that is wrong.
     """
-    root = Node(parse(text), "the profile")
-    if not root.has("kind") or root["kind"].text() != KIND:
+    root = parse(text, "profile")
+    if not root.has("kind") or root["kind"].read(str) != KIND:
         raise PlanFileError("this is no profile; 'checkpoint-planner profile MODEL --output FILE' writes one")
-    if (schema := root["schema"].integer()) != SCHEMA:
+    if (schema := root["schema"].read(int)) != SCHEMA:
         raise PlanFileError(f"the profile is of schema {schema}, and schema {SCHEMA} is what can be read here")
-    measurements: dict[str, Measurement] = {}
-    for node in root["measurements"].items():
-        measurements[node["signature"].text()] = Measurement(
-            seconds=node["seconds"].number(),
-            runs=node["runs"].integer(),
-            workspace_bytes=node["workspace_bytes"].integer(),
-        )
-    signatures = list(measurements)
-    operations = []
-    for node in root["operations"].items():
-        number = None if node["measurement"].is_null() else node["measurement"].integer()
-        if number is not None and number >= len(signatures):
-            raise PlanFileError(f"an operation names measurement {number} of {len(signatures)}")
-        operations.append(
-            ProfiledOperation(
-                key=node["key"].text(),
-                signature="" if number is None else signatures[number],
-                target=node["target"].text(),
-                dtype=node["dtype"].text(),
-                flops=node["flops"].integer(),
-                moved_bytes=node["moved_bytes"].integer(),
-            )
-        )
+    file = root.read(_File)
+    signatures = [row.signature for row in file.measurements]
     return Profile(
-        model=root["model"].text(),
-        device=root["device"].text(),
-        torch=root["torch"].text(),
-        date=root["date"].text(),
-        inputs=tuple(tuple(size.integer() for size in shape.items()) for shape in root["inputs"].items()),
-        measurements=measurements,
-        operations=tuple(operations),
+        model=file.model,
+        device=file.device,
+        torch=file.torch,
+        date=file.date,
+        inputs=file.inputs,
+        measurements={
+            row.signature: Measurement(seconds=row.seconds, runs=row.runs, workspace_bytes=row.workspace_bytes)
+            for row in file.measurements
+        },
+        operations=tuple(_unfiled(row, signatures) for row in file.operations),
     )
+
+
+def _filed(operation: ProfiledOperation, numbers: dict[str, int]) -> _Operation:
+    data = to_data(operation)
+    return _Operation(measurement=numbers.get(data.pop("signature")), **data)
+
+
+def _unfiled(row: _Operation, signatures: list[str]) -> ProfiledOperation:
+    data = to_data(row)
+    number = data.pop("measurement")
+    if number is not None and number >= len(signatures):
+        raise PlanFileError(f"an operation names measurement {number} of {len(signatures)}")
+    return ProfiledOperation(signature="" if number is None else signatures[number], **data)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from planner.ir.graph import Phase
 from planner.ir.problem import Problem
@@ -80,7 +80,7 @@ class ValueRow:
     busiest_bytes: int
     spans_baseline_peak: bool
     spans_peak: bool
-    offloaded: bool = False
+    offloaded: bool = field(default=False, metadata={"older": True})
 
     @property
     def module(self) -> str:
@@ -109,7 +109,7 @@ class ValueTable:
     steps: int
     baseline_peak_step: int
     peak_step: int
-    rows: tuple[ValueRow, ...]
+    rows: tuple[ValueRow, ...] = field(metadata={"columns": True})
 
 
 def value_table(problem: Problem, schedule: Schedule) -> ValueTable | None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from planner.capture.inductor_internals import Draft
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
-from planner.capture.memory import StorageTracker
+from planner.capture.storages import PeakRecorder, tensors_in
 from planner.capture.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -52,33 +51,32 @@ def peak_of_drafts(
         An upper bound: a call of other sizes than any in the graph needs the most workspace of its operator.
     """
     mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
-    tracker = _Allocations(lowered, costs, next(t.device for t in forward.inputs if isinstance(t, torch.Tensor)))
-    tracker.ignore(forward.inputs)
-    with mode, tracker:
+    recorder = _Allocations(lowered, costs, forward.inputs)
+    with mode, recorder:
         made = list(forward.run(list(forward.inputs)))
         results, saved = made[:outputs], made[outputs:]
         tangents = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             for t in backward.inputs[len(saved) :]
         ]
-        tracker.live_bytes += loss.held_bytes
-        tracker.reach(loss.working_bytes)
+        recorder.live_bytes += loss.held_bytes
+        recorder.reach(loss.working_bytes)
         arguments = [*saved, *tangents]
         del made, saved
         gradients = list(backward.run(arguments))
-        tracker.reach(_copied_bytes(forward.inputs, gradients, [*forward.inputs, *results, *tangents]))
-    return tracker.peak_bytes
+        recorder.reach(_copied_bytes(forward.inputs, gradients, [*forward.inputs, *results, *tangents]))
+    return recorder.peak_bytes
 
 
-class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
+class _Allocations(PeakRecorder):
     """Follows storages on one device, and adds what operators need while they run."""
 
     supports_higher_order_operators = True
     """Inductor's code calls those that keep and replay a random state; run as they are, they would replay it here."""
 
-    def __init__(self, lowered: LoweredGraph, costs: Sequence[OperationCost], device: torch.device) -> None:
-        super().__init__(lowered.graph.alignment_bytes)
-        self._device = device
+    def __init__(self, lowered: LoweredGraph, costs: Sequence[OperationCost], resident: Sequence[Any]) -> None:
+        super().__init__(lowered.graph.alignment_bytes, resident)
+        self._device = tensors_in(resident)[0].device
         self._workspace: dict[Any, int] = {}
         for node, cost in zip(lowered.operation_nodes, costs, strict=True):
             # Inductor makes kernels of its own for ``prims``: what they need in eager says nothing.
@@ -88,10 +86,6 @@ class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
             arguments = fx.map_arg(node.args, lambda n: n.meta.get("val"))
             for key in ((name, _shapes(arguments)), name, None):
                 self._workspace[key] = max(self._workspace.get(key, 0), cost.workspace_bytes)
-
-    def reach(self, more_bytes: int) -> None:
-        """Take note that so much more is held for a moment."""
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is run_and_save_rng_state:
@@ -120,7 +114,7 @@ class _Allocations(StorageTracker):  # type: ignore[no-untyped-call]
 
 
 def _shapes(arguments: Any) -> tuple[Any, ...]:
-    return tuple(tuple(leaf.shape) for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(arguments))
 
 
 _ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.common import atomic
-from planner.common.json_reader import Node, parse
+from planner.common.json_reader import parse, to_data
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Problem, Solution, confirm
@@ -47,6 +47,19 @@ class Contents:
 
     solutions: int
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A solution in its file; each operation's index with the indices of what runs again before it."""
+
+    key: str
+    solver: str
+    recomputations: dict[str, tuple[int, ...]]
+    offloads: tuple[Offload, ...]
+    peak_bytes: int
+    recompute_seconds: float
+    lower_bound_seconds: float
 
 
 def folder() -> Path | None:
@@ -103,15 +116,17 @@ def keep(key: str, solution: Solution) -> None:
     place = folder()
     if place is None:
         return
-    content = {
-        "key": key,
-        "solver": solution.solver,
-        "recomputations": {str(index): again for index, again in solution.schedule.recomputations().items()},
-        "offloads": [[o.value, o.leaves, list(o.returns), o.lossy] for o in solution.schedule.offloads],
-        "peak_bytes": solution.peak_bytes,
-        "recompute_seconds": solution.recompute_seconds,
-        "lower_bound_seconds": solution.lower_bound_seconds,
-    }
+    content = to_data(
+        _Entry(
+            key=key,
+            solver=solution.solver,
+            recomputations={str(index): again for index, again in solution.schedule.recomputations().items()},
+            offloads=solution.schedule.offloads,
+            peak_bytes=solution.peak_bytes,
+            recompute_seconds=solution.recompute_seconds,
+            lower_bound_seconds=solution.lower_bound_seconds,
+        )
+    )
     path = place / f"{key}.json"
     with suppress(OSError, UsageError):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -173,20 +188,22 @@ def _read(path: Path) -> str:
 
 
 def _solution(problem: Problem, key: str, text: str) -> Solution:
-    root = Node(parse(text), "the solution")
-    node = root["solution"]
-    if root["digest"].text() != _digest(dict(node.value)) or node["key"].text() != key:
+    root = parse(text, "solution")
+    entry = root["solution"].read(_Entry)
+    if root["digest"].read(str) != _digest(root["solution"].value) or entry.key != key:
         raise UsageError("not what was written")
-    before = {_index(problem, i): _indices(problem, again) for i, again in node["recomputations"].fields()}
+    before = {_index(problem, i): again for i, again in entry.recomputations.items()}
+    operations, values = len(problem.graph.operations), len(problem.graph.values)
+    if any(index >= operations for again in before.values() for index in again):
+        raise UsageError("there is no such operation")
+    if any(offload.value >= values for offload in entry.offloads):
+        raise UsageError("that is no offload of this step")
     return Solution(
-        solver=node["solver"].text(),
-        schedule=replace(
-            Schedule.with_recomputations(problem.graph, before),
-            offloads=tuple(_offload(problem, item) for item in node["offloads"].items()),
-        ),
-        peak_bytes=node["peak_bytes"].integer(),
-        recompute_seconds=node["recompute_seconds"].number(),
-        lower_bound_seconds=node["lower_bound_seconds"].number(),
+        solver=entry.solver,
+        schedule=replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads),
+        peak_bytes=entry.peak_bytes,
+        recompute_seconds=entry.recompute_seconds,
+        lower_bound_seconds=entry.lower_bound_seconds,
     )
 
 
@@ -194,20 +211,6 @@ def _index(problem: Problem, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(problem.graph.operations)):
         raise UsageError(f"there is no operation {text[:20]}")
     return int(text)
-
-
-def _offload(problem: Problem, node: Node) -> Offload:
-    parts = list(node.items())
-    if len(parts) != 4 or parts[0].integer() >= len(problem.graph.values):
-        raise UsageError("that is no offload of this step")
-    value, leaves, returns, lossy = parts
-    return Offload(
-        value.integer(), leaves.integer(), tuple(item.integer() for item in returns.items()), lossy.boolean()
-    )
-
-
-def _indices(problem: Problem, node: Node) -> tuple[int, ...]:
-    return tuple(_index(problem, str(item.integer())) for item in node.items())
 
 
 def _files(place: Path | None) -> Iterator[tuple[Path, os.stat_result]]:

@@ -19,6 +19,8 @@ import planner
 from planner import commands, exporters, runtimes, solvers, strategies
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
+GRAPH_PLAN = Path(__file__).parent.parent / "data" / "schema1" / "graph.plan"
+PLAN = ("plan", "minigpt", "--budget", "90%")
 X = torch.randn(512, 32)
 
 
@@ -50,34 +52,45 @@ def drop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         forget(package)
 
 
-def test_a_solver(drop: Any) -> None:
+def listed(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> bool:
+    """Say whether the command line, asked for a name that is not quite one, tells this one."""
+    assert cli.main([*arguments, f"{name}x"]) == 2
+    return re.search(rf"\b{name}\b", capsys.readouterr().err) is not None
+
+
+def test_a_solver(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-solver.md", solvers, "greedy")
     plan = planner.plan(net(), X, budget="80%", solver="greedy")
     assert plan.solver == "greedy" and plan.recomputations and plan.peak_bytes <= plan.budget_bytes
+    assert listed("greedy", capsys, *PLAN, "--solver")
 
 
-def test_a_cost_model(drop: Any) -> None:
+def test_a_cost_model(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-cost-model.md", cost_models, "traffic")
     assert planner.plan(net(), X, budget="80%", cost_model="traffic").cost_model == "traffic"
+    assert listed("traffic", capsys, *PLAN, "--cost-model")
 
 
-def test_a_runtime(drop: Any) -> None:
+def test_a_runtime(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-runtime.md", runtimes, "counting")
     model = planner.auto_wrap(net(), X, budget="80%", runtime="counting")
     model(X).sum().backward()
     assert planner.plan_of(model).recomputations
+    assert listed("counting", capsys, *PLAN, "--runtime")
 
 
-def test_an_exporter(drop: Any) -> None:
+def test_an_exporter(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-an-exporter.md", exporters, "lines")
     step = planner.study(net(), X, runtime="modules")
     export = planner.export(step.plan(activation_budget="85%"), to="lines", study=step)
     assert export.text.splitlines()[-1].startswith("- ")
+    assert listed("lines", capsys, "export", "minigpt", str(GRAPH_PLAN), "--to")
 
 
-def test_a_strategy(drop: Any) -> None:
+def test_a_strategy(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:
     drop("add-a-strategy.md", strategies, "first_half")
     assert planner.plan(net(), X, strategy="first-half").solver == "first-half"
+    assert listed("first-half", capsys, *PLAN, "--strategy")
 
 
 def test_a_command(drop: Any, capsys: pytest.CaptureFixture[str]) -> None:

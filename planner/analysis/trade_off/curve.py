@@ -7,7 +7,7 @@ one. So neighbours give a point its first plan and its first bound, and the curv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from planner.analysis.study import Study
 from planner.analysis.trade_off.ranges import parse_budgets, spread
@@ -15,10 +15,10 @@ from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
 from planner.ir.host import Host, graph_for
-from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.problem import Problem, Progress, confirm
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import Evaluation
 from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_lowest
@@ -33,17 +33,6 @@ _TOLERANCE = 1e-6
 """By so much of the step a bound may be above a plan, since integer programmes are solved in floating point."""
 
 _LEAST_SECONDS = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A plan that some point's solve has given."""
-
-    peak_bytes: int
-    added_seconds: float
-    host_bytes: int
-    schedule: Schedule
-    solver: str
 
 
 class CurveSweep:
@@ -94,8 +83,7 @@ class CurveSweep:
         whole = study.problem("100%")
         self.static_bytes = study.graph.total_static_bytes
         self.baseline = whole.baseline
-        keep_all = Schedule.keep_all(study.graph)
-        self.found = [_Found(self.baseline.peak_bytes, 0.0, 0, keep_all, solver)]
+        self.found = [evaluate(whole, Schedule.keep_all(study.graph), solver)]
         self.bounds: dict[int, float] = dict(known.bounds) if known else {}
         self.solved: set[int] = set()
         self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.static_memory)
@@ -137,9 +125,7 @@ class CurveSweep:
             torch=self.study.origin.torch_version,
             baseline_peak_bytes=self.baseline.peak_bytes + self.static_bytes,
             baseline_step_seconds=self.baseline.seconds,
-            minimum_feasible_peak_bytes=max(
-                min(found.peak_bytes for found in self.found) + self.static_bytes, self.proven_bytes
-            ),
+            minimum_feasible_peak_bytes=max(min(found.peak_bytes for found in self.found), self.proven_bytes),
             proven_minimum_peak_bytes=self.proven_bytes,
             points=tuple(self._point(budget) for budget in self.budgets if budget in self.solved),
             asked=self._point(asked) if asked in self.solved else None,
@@ -162,10 +148,10 @@ class CurveSweep:
         """Give the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
         problem = self._problem(self.proven_bytes)
         schedule = self.study.lowest(problem, effort=self.effort)
-        evaluation = problem.evaluate(schedule)
+        lowest = evaluate(problem, schedule, self.solver)
         if self.solver == AutoSolver.name:
-            self._keep(evaluation, schedule, self.solver)
-        return max(evaluation.peak_bytes + self.static_bytes, self.proven_bytes)
+            self.found.append(lowest)
+        return max(lowest.peak_bytes, self.proven_bytes)
 
     def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock, progress: Progress | None) -> None:
         """Better what the neighbours give."""
@@ -191,7 +177,7 @@ class CurveSweep:
         incumbent = Incumbent(self._problem(budget_bytes))
         best = self._best(budget_bytes)
         if best is not None:
-            incumbent.update(best.schedule, best.solver)
+            incumbent.update(best.schedule, best.name)
         incumbent.raise_bound(self.bound_seconds(budget_bytes))
         return incumbent
 
@@ -213,22 +199,14 @@ class CurveSweep:
                     f"a bound of {incumbent.lower_bound_seconds} s at {budget_bytes} bytes is above the "
                     f"{incumbent.recompute_seconds} s of a plan by {incumbent.solver!r}; please report this as a bug"
                 )
-            solution: Solution = incumbent.solution()
-            self._keep(confirm(incumbent.problem, solution), solution.schedule, solution.solver)
+            solution = incumbent.solution()
+            evaluation = confirm(incumbent.problem, solution)
+            self.found.append(evaluate(incumbent.problem, solution.schedule, solution.solver, evaluation=evaluation))
         self.bounds[budget_bytes] = incumbent.lower_bound_seconds
 
-    def _keep(self, evaluation: Evaluation, schedule: Schedule, solver: str) -> None:
-        self.found.append(
-            _Found(evaluation.peak_bytes, evaluation.added_seconds, evaluation.host_bytes, schedule, solver)
-        )
-
-    def _best(self, budget_bytes: int) -> _Found | None:
+    def _best(self, budget_bytes: int) -> Evaluated | None:
         """Give the cheapest plan of any point that keeps a budget."""
-        if budget_bytes < self.proven_bytes:
-            return None
-        limit_bytes = budget_bytes - self.static_bytes
-        fitting = [found for found in self.found if found.peak_bytes <= limit_bytes]
-        return min(fitting, key=lambda found: (found.added_seconds, found.peak_bytes), default=None)
+        return cheapest_within(budget_bytes, self.found) if budget_bytes >= self.proven_bytes else None
 
     def _point(self, budget_bytes: int) -> TradeOffPoint:
         best = self._best(budget_bytes)
@@ -239,11 +217,11 @@ class CurveSweep:
         optimal = best.added_seconds - bound_seconds <= 1e-9 * best.added_seconds
         return TradeOffPoint(
             budget_bytes=budget_bytes,
-            predicted_peak_bytes=best.peak_bytes + self.static_bytes,
-            overhead=best.added_seconds / step_seconds,
+            predicted_peak_bytes=best.peak_bytes,
+            overhead=best.overhead,
             host_bytes=best.host_bytes,
             lower_bound_overhead=bound_seconds / step_seconds,
-            solver=best.solver,
+            solver=best.name,
             status="optimal" if optimal else "feasible",
         )
 

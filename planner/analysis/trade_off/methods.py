@@ -16,7 +16,7 @@ from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
+from planner.plans.evaluated import evaluate
 from planner.solvers.auto import AutoSolver
 
 PYTORCH = "pytorch"
@@ -158,14 +158,12 @@ class MethodSweep:
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
     """Give the point of a schedule: its own peak is its budget."""
-    evaluation = simulate(study.graph, study.costs, schedule, study.unlimited_host())
-    peak_bytes = evaluation.peak_bytes + study.graph.total_static_bytes
-    step_seconds = study.problem().baseline.seconds or 1.0
+    found = evaluate(replace(study.problem(), host=study.unlimited_host()), schedule, name)
     return TradeOffPoint(
-        budget_bytes=peak_bytes,
-        predicted_peak_bytes=peak_bytes,
-        overhead=evaluation.added_seconds / step_seconds,
-        host_bytes=evaluation.host_bytes,
+        budget_bytes=found.peak_bytes,
+        predicted_peak_bytes=found.peak_bytes,
+        overhead=found.overhead,
+        host_bytes=found.host_bytes,
         solver=name,
         status="feasible",
     )

@@ -18,13 +18,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from planner.capture.blocks.trace import RESIDENT, Kind, Recorder, Trace
+from planner.capture.blocks.trace import Kind, Recorder, Trace
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph, is_tangent, mutates, tensors_of
 from planner.capture.joint_capture import capture, differentiable_outputs, fake_mode
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
+from planner.capture.storages import tensors_in
 from planner.capture.torch_internals import FakeTensor, TangentAOTInput, call_implementation, call_with
 from planner.errors import CaptureError, UnsupportedModelError
 
@@ -147,28 +148,28 @@ class Step:
         """
         modules = dict(self.model.named_modules())
         names = {module: name for name, module in modules.items()}
-        recorder = Recorder([*self.state.values(), *self.inputs.tensors()], names)
+        recorder = Recorder(self.mode, resident=[*self.state.values(), *self.inputs.tensors()], names=names)
         replacing: dict[nn.Module, Callable[..., Any]] = {
             modules[path]: _StandIn(block, recorder) for path, block in blocks.items()
         }
         with forwards(replacing), recorder.modules():
             self._run(lambda: self._follow(recorder, has_loss), recorder)
-        return recorder.trace
+        return Trace(recorder.events, recorder.storages)
 
     def _follow(self, recorder: Recorder, has_loss: bool) -> None:
         outputs = call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
-        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(outputs)
         recorder.mark(tensors, "output")
         losses = [t for t in tensors if t.requires_grad]
         losses = [t for t in losses if t.dim() == 0] or losses
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
-        loss = recorder.event(Kind.LOSS, reads=[n for t in tensors if (n := recorder.number(t)) != RESIDENT])
+        loss = recorder.passage(Kind.LOSS, reads=recorder.numbers(tensors))
 
         def tangents() -> list[torch.Tensor]:
             with recorder.silent():
                 made = [torch.empty_like(t) for t in losses]
-            loss.makes = {i: recorder.follow(t, "tangent") for i, t in enumerate(made)}
+            loss.makes = {i: recorder.made(t, kind="tangent") for i, t in enumerate(made)}
             return made
 
         if has_loss:
@@ -246,7 +247,7 @@ class Step:
         places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
         given = placeholders_given(joint, own.values())
         results, spec = pytree.tree_flatten(outputs)
-        tensors = [t for t in results if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(results)
         raw = [n for n in joint.outputs[0] if isinstance(n, fx.Node)]
         if [t.shape for t in tensors] != [t.shape for n in raw for t in tensors_of(n)]:
             raise UnsupportedModelError(f"block {path} overwrites an input, or returns one")
@@ -351,7 +352,7 @@ class _StandIn:
             if value not in bases:
                 with self.recorder.silent():
                     bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                made[value] = self.recorder.follow(bases[value])
+                made[value] = self.recorder.made(bases[value])
                 tensors.append(bases[value])
             else:
                 with self.recorder.silent():
@@ -374,9 +375,8 @@ class _Through(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stand_in = stand_in
         given = dict(zip(block.placeholders, tensors, strict=True))
-        event = recorder.event(Kind.FORWARD, block.path)
-        event.reads = [recorder.number(given[node]) for node in block.given]
-        made = stand_in.new(block.outputs, event.makes)
+        passage = recorder.passage(Kind.FORWARD, block.path, [recorder.number(given[node]) for node in block.given])
+        made = stand_in.new(block.outputs, passage.makes)
         differentiable = {position for _, position in block.tangents}
         ctx.mark_non_differentiable(*(t for i, t in enumerate(made) if i not in differentiable))
         return tuple(made)
@@ -399,6 +399,5 @@ class _Through(torch.autograd.Function):
         tangent = None
         tangents.clear()
         boxed.clear()  # what is freed by that lives as long as the block's own operations read it
-        event = recorder.event(Kind.BACKWARD, block.path)
-        event.reads = reads
-        return (None, *stand_in.new(block.lowered.joint.outputs[1], event.makes))
+        passage = recorder.passage(Kind.BACKWARD, block.path, reads)
+        return (None, *stand_in.new(block.lowered.joint.outputs[1], passage.makes))

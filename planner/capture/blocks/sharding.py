@@ -14,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from planner.ir.graph import Phase
-
 if TYPE_CHECKING:
     from planner.capture.blocks.whole_step import Builder
 
@@ -139,16 +137,14 @@ class Sharding:
         self._add("free the reduce-scatter before", path, self.last_reduced)
         size_bytes = sum(p.padded_bytes(self.ranks) for p in trainable)
         buffer = self._make("gradients to be spread", path, size_bytes, "gradients", reads=self.gradients[path])
-        share = self.builder.new_value(f"{path} share", size_bytes // self.ranks, "gradient", retained=True)
+        share = self.builder.add_value(f"{path} share", size_bytes // self.ranks, kind="gradient", retained=True)
         self._add("reduce-scatter", path, [buffer], [share])
         self.last_reduced = [buffer]
 
     def _make(self, target: str, path: str, size_bytes: int, kind: str, reads: Sequence[int] = ()) -> int:
-        value = self.builder.new_value(f"{target} of {path}.{len(self.builder.values)}", size_bytes, kind)
+        value = self.builder.add_value(f"{target} of {path}.{len(self.builder.values)}", size_bytes, kind=kind)
         self._add(target, path, reads, [value])
         return value
 
     def _add(self, target: str, path: str, reads: Iterable[int], makes: Iterable[int] = ()) -> None:
-        phase = self.builder.phase
-        assert phase is not Phase.LOSS
-        self.builder.add(target=target, module=path, reads=reads, makes=makes)
+        self.builder.add_once(target, path, reads, makes)

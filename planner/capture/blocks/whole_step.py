@@ -13,22 +13,15 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.flops import count_flops, moved_bytes
-from planner.capture import operands
 from planner.capture.blocks.regions import Block
 from planner.capture.blocks.sharding import Parameter, Sharding
-from planner.capture.blocks.trace import RESIDENT, Event, Kind, Trace
-from planner.capture.joint import JointGraph, mutates, tensors_of
-from planner.capture.lowering import (
-    ACCUMULATE_TARGET,
-    GIVEN_TARGET,
-    LoweredGraph,
-    loss_operation,
-    loss_values,
-)
-from planner.capture.provenance import Keys
+from planner.capture.blocks.trace import Kind, Passage, Trace
+from planner.capture.joint import JointGraph
+from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
+from planner.capture.storages import Run
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
-from planner.ir.graph import Operation, Phase, TrainingGraph, Value
+from planner.ir.builder import GraphBuilder
+from planner.ir.graph import TrainingGraph
 from planner.ir.static_memory import LossMemory
 
 RETURN_TARGET = "returns"
@@ -68,7 +61,7 @@ def put_together(
     if units:
         builder.sharding = Sharding(builder, units, ranks)
     graph = builder.run(static_bytes, name, loss)
-    return LoweredGraph(joint, graph, builder.nodes, [], {}, fingerprinted=builder.as_written_before(graph))
+    return LoweredGraph(joint, graph, builder.operation_nodes, [], {}, fingerprinted=builder.as_written_before(graph))
 
 
 def prefixed(path: str, key: str) -> str:
@@ -87,37 +80,32 @@ def _join(path: str, module: str) -> str:
     return f"{path}.{module}" if module else path
 
 
-class Builder:
-    """Adds one operation after the other."""
+class Builder(GraphBuilder[fx.Node]):
+    """Adds one event of the step after the other."""
 
     def __init__(self, trace: Trace, blocks: Mapping[str, Block], alignment_bytes: int) -> None:
+        super().__init__(alignment_bytes)
         self.trace = trace
         self.blocks = blocks
-        self.alignment_bytes = alignment_bytes
         self.sharding: Sharding | None = None
-        self.operations: list[Operation] = []
-        self.nodes: list[fx.Node | None] = []
-        self.values: list[Value] = []
-        self.keys = Keys()
-        self.phase = Phase.FORWARD
         self.eager_gradients: list[int] = []
         """Storages that eager operations make, those of gradients among them."""
         self.value_of: dict[int, int] = {}
         """Storage that was followed to value."""
-        self.inside: dict[tuple[str, int], int] = {}
-        """Block and its own value to value."""
+        self.inside: dict[tuple[str, int], int | None] = {}
+        """Block and its own value to value; None for what is resident."""
         self.held: dict[int, list[int]] = {}
         """Event to the storages that are freed after it."""
         for number, storage in enumerate(trace.storages):
-            if storage.last is not None:
-                self.held.setdefault(storage.last, []).append(number)
+            if storage.died is not None:
+                self.held.setdefault(storage.died - 1, []).append(number)
 
     def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory) -> TrainingGraph:
         """Go through the events of the step."""
         if self.sharding:
             self.sharding.begin()
         for index, event in enumerate(self.trace.events):
-            if event.kind is Kind.OPERATION:
+            if isinstance(event, Run):
                 self._eager(event, index)
             elif event.kind is Kind.LOSS:
                 self._loss(event, index, loss)
@@ -125,13 +113,7 @@ class Builder:
                 self._block(event, index)
         if self.sharding:
             self.sharding.end(self._gradients(self.eager_gradients))
-        return TrainingGraph(
-            operations=tuple(self.operations),
-            values=tuple(self.values),
-            static_bytes=static_bytes,
-            alignment_bytes=self.alignment_bytes,
-            name=name,
-        )
+        return self.finish(static_bytes, name)
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
         """Give the graph as fingerprints have it: what a loss works with was rounded up here, as one tensor is."""
@@ -141,54 +123,34 @@ class Builder:
         """Give the value of a storage that is made now."""
         seen = self.trace.storages[storage]
         spread = self.sharding is not None and seen.kind == "gradient"  # and then freed
-        stays = seen.last is None and not spread
-        self.value_of[storage] = self.new_value(f"storage {storage}", seen.size_bytes, seen.kind, stays)
+        stays = seen.died is None and not spread
+        self.value_of[storage] = self.add_value(f"storage {storage}", seen.size_bytes, kind=seen.kind, retained=stays)
         return self.value_of[storage]
-
-    def new_value(self, name: str, size_bytes: int, kind: str = "activation", retained: bool = False) -> int:
-        """Add a value."""
-        self.values.append(Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained))
-        return len(self.values) - 1
-
-    def aligned(self, size_bytes: int) -> int:
-        """Round a size up as the allocator does."""
-        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
     def _gradients(self, storages: Iterable[int]) -> list[int]:
         return [self.value_of[s] for s in storages if self.trace.storages[s].kind == "gradient"]
 
-    def _eager(self, event: Event, index: int) -> None:
-        node = event.node
-        assert node is not None
-        val = _vals(node)
-        self.eager_gradients += event.makes.values()
-        self.add(
-            target=str(node.target),
-            module=event.module,
-            reads=self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values()),
-            makes=[self._value(storage) for storage in event.makes.values()],
-            node=node,
-            flops=count_flops(node.target, *val, node.meta["val"]),
-            moved_bytes=moved_bytes(node.target, *val, node.meta["val"]),
-            dtype=str(tensors_of(node)[0].dtype).removeprefix("torch.") if tensors_of(node) else "",
-            signature=operands.signature(node) if operands.runs_alone(node) and not mutates(node) else "",
+    def _eager(self, run: Run, index: int) -> None:
+        self.eager_gradients += run.makes
+        self.add_once(
+            str(run.node.target),
+            run.module,
+            self._reads((*run.reads, *self.held.get(index, ())), made=run.makes),
+            [self._value(storage) for storage in run.makes],
+            node=run.node,
+            **run.facts,
         )
 
-    def _loss(self, event: Event, index: int, loss: LossMemory) -> None:
+    def _loss(self, event: Passage, index: int, loss: LossMemory) -> None:
         if self.sharding:
             self.sharding.end_forward()
         makes = [self._value(storage) for storage in event.makes.values()]
-        for value in loss_values(loss, self.alignment_bytes):
-            self.values.append(value)
-            makes.append(len(self.values) - 1)
-        reads = self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values())
-        self.operations.append(loss_operation(reads, makes))
-        self.nodes.append(None)
-        self.phase = Phase.BACKWARD
+        makes += self.add_loss_values(loss)
+        self.add_loss(self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values()), makes)
         if self.sharding:
             self.sharding.begin_backward()
 
-    def _block(self, event: Event, index: int) -> None:
+    def _block(self, event: Passage, index: int) -> None:
         block = self.blocks[event.module]
         graph, path = block.lowered.graph, block.path
         if self.sharding:
@@ -199,11 +161,10 @@ class Builder:
         else:
             given = [block.value(node) for node, _ in block.tangents]
         crossing = dict(event.makes)
-        handed = {v: self.value_of.get(storage, RESIDENT) for v, storage in zip(given, event.reads, strict=True)}
+        handed = {v: self._value_of(storage) for v, storage in zip(given, event.reads, strict=True)}
         self.inside |= {(path, v): value for v, value in handed.items()}
-        phase = Phase.FORWARD if event.kind is Kind.FORWARD else Phase.BACKWARD
         for operation, node in zip(graph.operations, block.lowered.operation_nodes, strict=True):
-            if operation.phase is not phase or operation.target in (GIVEN_TARGET, ACCUMULATE_TARGET):
+            if operation.phase is not self.phase or operation.target in (GIVEN_TARGET, ACCUMULATE_TARGET):
                 continue
             inputs = [self.inside[path, v] for v in operation.inputs]
             outputs = []
@@ -212,26 +173,26 @@ class Builder:
                 if v in crossing:
                     value = self._value(crossing[v])
                 else:
-                    value = self.new_value(f"{path}.{inner.name}", inner.size_bytes, inner.kind)
+                    value = self.add_value(f"{path}.{inner.name}", inner.size_bytes, kind=inner.kind)
                 self.inside[path, v] = value
                 outputs.append(value)
-            self.operations.append(
+            self.append(
                 replace(
                     operation,
                     name=f"{path}.{operation.name}",
                     key=prefixed(path, operation.key),
-                    inputs=tuple(dict.fromkeys(v for v in inputs if v != RESIDENT)),
+                    inputs=tuple(dict.fromkeys(v for v in inputs if v is not None)),
                     outputs=tuple(outputs),
                     module=_join(path, operation.module),
                     recomputable=operation.recomputable and crossing.keys().isdisjoint(operation.outputs),
                     region=path,
-                )
+                ),
+                node,
             )
-            self.nodes.append(node)
         held = self._reads(self.held.get(index, ()), made=())
         if event.kind is not Kind.FORWARD and not GIVES_GRADIENTS_AWAY:
-            held += [v for v in handed.values() if v != RESIDENT]
-        self.add(target=RETURN_TARGET, module=path, reads=held, makes=[])
+            held += [v for v in handed.values() if v is not None]
+        self.add_once(RETURN_TARGET, path, held)
         if self.sharding and event.kind is Kind.FORWARD:
             self.sharding.after_forward(path)
         elif self.sharding:
@@ -239,39 +200,14 @@ class Builder:
             passed_on = any(self.trace.storages[s].kind != "gradient" for s in event.makes.values())
             self.sharding.after_backward(path, gradients, input_has_gradient=passed_on)
 
-    def _reads(self, storages: Iterable[int], made: Iterable[int]) -> list[int]:
+    def _value_of(self, storage: int | None) -> int | None:
+        return None if storage is None else self.value_of.get(storage)
+
+    def _reads(self, storages: Iterable[int | None], made: Iterable[int]) -> list[int]:
         """Give the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
 
-    def add(
-        self,
-        *,
-        target: str,
-        module: str,
-        reads: Iterable[int],
-        makes: Iterable[int],
-        node: fx.Node | None = None,
-        dtype: str = "",
-        **facts: Any,
-    ) -> None:
+    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), **facts: Any) -> None:
         """Add an operation that runs once."""
-        self.operations.append(
-            Operation(
-                name=f"{_join(module, target)}.{len(self.operations)}".lstrip("."),
-                key=self.keys.next(module, target, self.phase),
-                target=target,
-                inputs=tuple(dict.fromkeys(reads)),
-                outputs=tuple(makes),
-                phase=self.phase,
-                module=module,
-                recomputable=False,
-                dtype=dtype,
-                **facts,
-            )
-        )
-        self.nodes.append(node)
-
-
-def _vals(node: fx.Node) -> tuple[Any, Any]:
-    vals: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return vals
+        name = f"{_join(module, target)}.{len(self.operations)}".lstrip(".")
+        self.add(target, reads, makes, name=name, module=module, recomputable=False, **facts)

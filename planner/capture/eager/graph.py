@@ -10,23 +10,18 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 from planner.capture import operands
 from planner.capture.eager.sends import Candidate, Waits, sends_in, waits_of
-from planner.capture.eager.trace import Call, Run, Storage, Trace
+from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
-from planner.capture.lowering import (
-    CPU_RANDOM_STATE_BYTES,
-    LoweredGraph,
-    loss_operation,
-    loss_values,
-)
-from planner.capture.provenance import Keys
+from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
+from planner.capture.storages import Run, Storage
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
+from planner.ir.builder import GraphBuilder
 from planner.ir.checkpoints import (
     AWAY,
     BACK,
@@ -39,7 +34,7 @@ from planner.ir.checkpoints import (
     Keepable,
     Region,
 )
-from planner.ir.graph import LOSS_KEY_BEFORE, Operation, Phase, TrainingGraph, Value
+from planner.ir.graph import LOSS_KEY_BEFORE, Operation, TrainingGraph
 from planner.ir.static_memory import LossMemory
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -85,24 +80,15 @@ def lower_eager(
     return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss, least_bytes)
 
 
-class _Lowering:
+class _Lowering(GraphBuilder[fx.Node]):
     def __init__(self, trace: Trace, model: nn.Module, alignment_bytes: int, on_cpu: bool) -> None:
+        super().__init__(alignment_bytes)
         self.trace = trace
         self.modules = dict(model.named_modules())
-        self.alignment_bytes = alignment_bytes
-        self.random_bytes = self._round(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
-        self.keys = Keys()
-        self.values = [
-            Value(
-                name=f"storage {index}",
-                size_bytes=0 if self._is_elsewhere(storage, on_cpu) else self._round(storage.size_bytes),
-                retained=storage.died is None,
-                kind=storage.kind,
-            )
-            for index, storage in enumerate(trace.storages)
-        ]
-        self.operations: list[Operation] = []
-        self.nodes: list[fx.Node | None] = []
+        self.random_bytes = self.aligned(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
+        for index, storage in enumerate(trace.storages):
+            size_bytes = 0 if self._is_elsewhere(storage, on_cpu) else storage.size_bytes
+            self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=storage.died is None)
         self.kept_by_last: defaultdict[int, list[int]] = defaultdict(list)
         """For each run, the storages that are let go right after it."""
         for index, storage in enumerate(trace.storages):
@@ -158,32 +144,26 @@ class _Lowering:
                 ends[candidate.module] = self._add_stop(candidate)
                 if found := waits.get(candidate.module):
                     back = [wait.value for wait in found.given]
-                    backs[candidate.module] = self._add(BACK, Phase.FORWARD, candidate.module, back)
+                    backs[candidate.module] = self._add_note(BACK, candidate.module, back)
             for candidate in begins[position]:
                 state_bytes = self.random_bytes + candidate.statistics_bytes
-                hold = partial(self._add, phase=Phase.FORWARD, module=candidate.module, state_bytes=state_bytes)
+                hold = partial(self._add_note, module=candidate.module, state_bytes=state_bytes)
                 given = candidate.call.given
                 holds[candidate.module] = hold(HOLD, reads=given)
                 if found := waits.get(candidate.module):
                     sent = {wait.value for wait in found.given}
                     aways[candidate.module] = hold(AWAY, reads=[value for value in given if value not in sent])
             if position == self.trace.backward:
-                self._add_loss(loss)
+                self._add_own_loss(loss)
             first_at.append(len(self.operations))
             if position in unpacked:
-                self._add(UNPACK, Phase.BACKWARD, "", unpacked[position])
+                self._add_note(UNPACK, "", unpacked[position])
             if position < len(runs):
                 run_at.append(self._add_run(runs[position], position))
             if position in keepable:
                 stand_ins[position] = self._add_stand_in(self.operations[-1])
-        run_at.append(self._add(END, Phase.BACKWARD, "", ()))
-        graph = TrainingGraph(
-            operations=tuple(self.operations),
-            values=tuple(self.values),
-            static_bytes=static_bytes,
-            alignment_bytes=self.alignment_bytes,
-            name=name,
-        )
+        run_at.append(self._add_note(END, "", ()))
+        graph = self.finish(static_bytes, name)
         regions = []
         for candidate in candidates:
             *scratch, stop = ends[candidate.module]
@@ -213,39 +193,24 @@ class _Lowering:
             )
         nodes = fx.Graph()
         joint = JointGraph(fx.GraphModule(nn.Module(), nodes), nodes, 0, inputs)
-        lowered = LoweredGraph(joint, graph, self.nodes, [], {}, fingerprinted=self._as_written_before(graph, loss))
+        lowered = LoweredGraph(
+            joint, graph, self.operation_nodes, [], {}, fingerprinted=self._as_written_before(graph, loss)
+        )
         seen = {index: run.workspace_bytes for index, run in zip(run_at, runs, strict=False)}
         return EagerStep(lowered, tuple(regions), {index: size for index, size in seen.items() if size is not None})
 
     # Operations.
 
     def _add_run(self, run: Run, position: int) -> int:
-        node, tensors = run.node, tensors_of(run.node)
-        return self._append(
-            node,
-            Operation(
-                name=f"{node.name}_{position}",
-                key=self.keys.next(run.module, str(node.target), self._phase(position)),
-                target=str(node.target),
-                inputs=tuple(dict.fromkeys((*run.reads, *self.kept_by_last[position]))),
-                outputs=run.makes,
-                phase=self._phase(position),
-                module=run.module,
-                source=run.source,
-                flops=run.flops,
-                moved_bytes=run.moved_bytes,
-                dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "",
-                signature=operands.signature(node) if operands.runs_alone(node, in_place=True) else "",
-            ),
+        reads = (*run.reads, *self.kept_by_last[position])
+        name = f"{run.node.name}_{position}"
+        return self.add(
+            str(run.node.target), reads, run.makes, name=name, module=run.module, node=run.node, **run.facts
         )
 
-    def _phase(self, position: int) -> Phase:
-        return Phase.FORWARD if position < self.trace.backward else Phase.BACKWARD
-
-    def _add(
+    def _add_note(
         self,
         target: str,
-        phase: Phase,
         module: str,
         reads: Iterable[int],
         makes: Iterable[int] = (),
@@ -254,36 +219,14 @@ class _Lowering:
         name: str = "",
     ) -> int:
         """Add an operation that costs nothing."""
-        return self._append(
-            None,
-            Operation(
-                name=name or f"{target} of {module}",
-                key=self.keys.next(module, target, phase),
-                target=target,
-                inputs=tuple(reads),
-                outputs=tuple(makes),
-                phase=phase,
-                module=module,
-                state_bytes=state_bytes,
-                dtype="",
-            ),
+        return self.add(
+            target, reads, makes, name=name or f"{target} of {module}", module=module, state_bytes=state_bytes
         )
 
-    def _append(self, node: fx.Node | None, operation: Operation) -> int:
-        self.nodes.append(node)
-        self.operations.append(operation)
-        return len(self.operations) - 1
-
-    def _value(self, name: str, size_bytes: int, **what: Any) -> int:
-        self.values.append(Value(name=name, size_bytes=size_bytes, **what))
-        return len(self.values) - 1
-
-    def _add_loss(self, loss: LossMemory) -> None:
+    def _add_own_loss(self, loss: LossMemory) -> None:
         """Add the loss: what it works with is there until the outputs have their gradients."""
-        first = len(self.values)
-        self.values += loss_values(loss, self.alignment_bytes)
-        made = range(first, len(self.values))
-        self._append(None, loss_operation((), made))
+        made = self.add_loss_values(loss)
+        self.add_loss((), made)
         if self.trace.tangents > self.trace.backward:
             self.kept_by_last[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
 
@@ -293,7 +236,7 @@ class _Lowering:
         operations[graph.loss_index] = replace(operations[graph.loss_index], key=LOSS_KEY_BEFORE)
         for index, storage in enumerate(self.trace.storages):
             if storage.is_stand_in:
-                values[index] = replace(values[index], size_bytes=self._round(storage.size_bytes))
+                values[index] = replace(values[index], size_bytes=self.aligned(storage.size_bytes))
         for index in graph.operations[graph.loss_index].outputs:
             if values[index].retained:
                 values[index] = replace(values[index], size_bytes=loss.held_bytes)
@@ -302,7 +245,7 @@ class _Lowering:
     def _add_stand_in(self, operation: Operation) -> int:
         """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""
         alive = dict.fromkeys((*operation.inputs, *operation.outputs))
-        return self._add(KEPT, Phase.FORWARD, operation.module, alive, name=f"{KEPT} {operation.name}")
+        return self._add_note(KEPT, operation.module, alive, name=f"{KEPT} {operation.name}")
 
     def _add_stop(self, candidate: Candidate) -> tuple[int, ...]:
         alive = [
@@ -313,10 +256,10 @@ class _Lowering:
         ]
         scratch = []
         if self.random_bytes:
-            state = self._value(f"random state beside {candidate.module}", self.random_bytes)
-            scratch = [self._add(SCRATCH, Phase.FORWARD, candidate.module, (), (state,))]
+            state = self.add_value(f"random state beside {candidate.module}", self.random_bytes)
+            scratch = [self._add_note(SCRATCH, candidate.module, (), (state,))]
             alive.append(state)
-        return (*scratch, self._add(STOP, Phase.FORWARD, candidate.module, alive))
+        return (*scratch, self._add_note(STOP, candidate.module, alive))
 
     # What can be checkpointed.
 
@@ -395,11 +338,8 @@ class _Lowering:
         """Give the bytes of the copies that a recompute updates in place of running statistics."""
         inside = [m for name, m in self.modules.items() if f"{name}.".startswith(f"{module}.")]
         return sum(
-            self._round(b.numel() * b.element_size()) for m in inside if keeps_statistics(m) for b in m.buffers()
+            self.aligned(b.numel() * b.element_size()) for m in inside if keeps_statistics(m) for b in m.buffers()
         )
-
-    def _round(self, size_bytes: int) -> int:
-        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
 
 
 def keeps_statistics(module: nn.Module | None) -> bool:

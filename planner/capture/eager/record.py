@@ -12,14 +12,15 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
-from planner.capture.eager.autograd_accumulation import EngineSums
-from planner.capture.eager.trace import Recorder, Trace, tensors_in
+from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import raised_at
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, run_backward
 from planner.capture.joint_capture import fake_mode, is_fake
 from planner.capture.operands import is_opaque
+from planner.capture.storages import tensors_in
 from planner.capture.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -113,7 +114,7 @@ def _record(
             with as_with_data(masking), InPlaceOfAttention(attention), mode:
                 _step(recorder, call, parameters, inputs, has_loss)
     return Trace(
-        runs=recorder.runs,
+        runs=recorder.events,
         storages=recorder.storages,
         saves=recorder.saves,
         calls=recorder.calls,
@@ -130,12 +131,12 @@ def _step(
 ) -> None:
     with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
         outputs = call(*inputs.args, **inputs.kwargs)
-        recorder.backward = len(recorder.runs)
+        recorder.backward = recorder.now
         recorder.returned_cache = getattr(outputs, "past_key_values", None) is not None
         _backward(recorder, outputs, has_loss)
-        recorder.name(outputs, "output")
+        recorder.mark(outputs, "output")
         recorder.finish()
-        recorder.name([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
+        recorder.mark([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
 
 
 class _OutsideLoss(torch.autograd.Function):
@@ -150,12 +151,13 @@ class _OutsideLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _gradient: Any) -> Any:
         gradients = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like]
-        ctx.recorder.tangents = len(ctx.recorder.runs)
+        ctx.recorder.tangents = ctx.recorder.now
         return (None, *gradients)
 
 
 def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
+    assert recorder.sums is not None
     recorder.sums.watch(tensors)
     if not tensors:
         raise CaptureError("nothing of the model needs a backward: no output requires gradients")

@@ -1,0 +1,322 @@
+"""Follows the storages of code that runs: what makes each, how large it is, and when it is freed.
+
+One dispatch mode gives every storage its number. Whoever needs more derives from it: :class:`PeakRecorder` adds up
+what is alive at a time, :class:`StepRecorder` writes down what runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cost_models.flops import count_flops, moved_bytes
+from planner.capture import operands
+from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.layouts import as_kernel_gives
+from planner.capture.torch_internals import OpOverload, is_mutable, storage_id, written_arguments
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Give the tensors in a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@dataclass
+class Storage:
+    """One storage that was made: by event ``maker``, freed before event ``died``; None if it outlives the recording.
+
+    A number is one of Python's that autograd keeps as a tensor, in the host's memory. A stand-in is of the loss that
+    is not seen, whose own memory is known apart from the recording.
+    """
+
+    size_bytes: int
+    maker: int
+    died: int | None = None
+    kind: str = "activation"
+    is_number: bool = False
+    is_stand_in: bool = False
+
+
+class StorageRecorder(TorchDispatchMode):
+    """Numbers the storages that code makes, and notes when each is freed.
+
+    Parameters
+    ----------
+    resident : tree of torch.Tensor
+        What was there before.
+    names : dict of torch.nn.Module to str, optional
+        Paths of modules, for :meth:`modules`.
+    """
+
+    def __init__(self, resident: Any = (), names: dict[nn.Module, str] | None = None) -> None:
+        super().__init__()
+        self.storages: list[Storage] = []
+        self.names = names or {}
+        self.within: list[str] = []
+        """The modules at work, the outermost first."""
+        self._numbers: dict[int, int | None] = {}
+        """Numbers of the storages that are alive, by identity; None for what is resident."""
+        self._is_silent = self._is_over = False
+        self.resident(resident)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self._is_silent:
+            self.follow(function, (args, kwargs), result)
+        return result
+
+    @property
+    def now(self) -> int:
+        """How many events there were."""
+        return 0
+
+    def resident(self, tensors: Any) -> None:
+        """Take the tensors in a tree as there before."""
+        self._numbers.update(dict.fromkeys(map(storage_id, tensors_in(tensors))))
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Give the number of a tensor's storage; one that was never made here is resident."""
+        return self._numbers.get(storage_id(tensor))
+
+    def size_bytes(self, tensor: torch.Tensor) -> int:
+        """Give the bytes behind a tensor that was made here; 0 for what is resident."""
+        number = self.number(tensor)
+        return 0 if number is None else self.storages[number].size_bytes
+
+    def follow(self, function: Any, given: Any, result: Any) -> list[int]:
+        """Give what a call made its numbers."""
+        read = tensors_in(given)
+        fresh = (t for t in tensors_in(result) if storage_id(t) not in self._numbers and self.counts(t))
+        return [self.made(t, operands.storage_bytes(function, read, t)) for t in fresh]
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is where memory is counted."""
+        return True
+
+    def made(self, tensor: torch.Tensor, size_bytes: int | None = None, kind: str = "activation") -> int:
+        """Give a new storage its number; from now on it is known when it is freed."""
+        storage = tensor.untyped_storage()
+        number = self._numbers[id(storage)] = len(self.storages)
+        self.storages.append(Storage(storage.nbytes() if size_bytes is None else size_bytes, self.now, kind=kind))
+        weakref.finalize(storage, self._freed, id(storage), number)
+        return number
+
+    def freed(self, storage: Storage) -> None:
+        """Note that a storage is freed."""
+        storage.died = self.now
+
+    def _freed(self, identity: int, number: int) -> None:
+        self._numbers.pop(identity, None)
+        if not self._is_over:
+            self.freed(self.storages[number])
+
+    def mark(self, tensors: Any, kind: str) -> None:
+        """Say what the storages of the tensors in a tree are."""
+        for tensor in tensors_in(tensors):
+            if (number := self.number(tensor)) is not None:
+                self.storages[number].kind = kind
+
+    def finish(self) -> None:
+        """End the recording: what is alive now outlives it."""
+        self._is_over = True
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Let operations pass unseen."""
+        before, self._is_silent = self._is_silent, True
+        try:
+            yield
+        finally:
+            self._is_silent = before
+
+    @contextmanager
+    def modules(self) -> Iterator[None]:
+        """Keep track of which modules are at work in the forward."""
+        hooks = [
+            register_module_forward_pre_hook(self.entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def entered(self, module: nn.Module, _inputs: Any) -> None:
+        """Note that a module's forward begins."""
+        self.within.append(self.names.get(module, ""))
+
+    def _left(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        self.within.pop()
+
+
+class PeakRecorder(StorageRecorder):
+    """Adds up the storages that are alive: ``peak_bytes`` is what the code would need beside what is resident."""
+
+    def __init__(self, alignment_bytes: int, resident: Any = ()) -> None:
+        super().__init__(resident)
+        self.alignment_bytes = alignment_bytes
+        self.live_bytes = self.peak_bytes = 0
+
+    def reach(self, more_bytes: int) -> None:
+        """Take note that so much more is held for a moment."""
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes + more_bytes)
+
+    def made(self, tensor: torch.Tensor, size_bytes: int | None = None, kind: str = "activation") -> int:
+        """Add a new storage."""
+        number = super().made(tensor, size_bytes, kind)
+        storage = self.storages[number]
+        storage.size_bytes = -(-storage.size_bytes // self.alignment_bytes) * self.alignment_bytes
+        self.live_bytes += storage.size_bytes
+        self.reach(0)
+        return number
+
+    def freed(self, storage: Storage) -> None:
+        """Take a storage away."""
+        self.live_bytes -= storage.size_bytes
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One operator that ran: the storages that it read, made and wrote into; ``occurrence`` is how often it had before.
+
+    ``flops`` and ``moved_bytes`` are counted on what it was called with. ``workspace_bytes`` is known where the run
+    itself had to be watched: see :func:`planner.capture.operands.is_opaque`.
+    """
+
+    node: fx.Node
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...]
+    writes_resident: bool
+    module: str
+    source: str
+    flops: int
+    moved_bytes: int
+    occurrence: int = 0
+    workspace_bytes: int | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What an operation of a graph says of it."""
+        described = operands.described(self.node, in_place=True)
+        return {"source": self.source, "flops": self.flops, "moved_bytes": self.moved_bytes, **described}
+
+
+EventT = TypeVar("EventT")
+
+
+class StepRecorder(StorageRecorder, Generic[EventT]):
+    """Writes down what runs on fake tensors, or on real ones.
+
+    Parameters
+    ----------
+    fakes : FakeTensorMode
+        In which calls are described.
+    sums : EngineSums, optional
+        Which sums of gradients are made in place when nobody looks on.
+    resident, names
+        See :class:`StorageRecorder`.
+    """
+
+    def __init__(
+        self,
+        fakes: Any,
+        sums: EngineSums | None = None,
+        resident: Any = (),
+        names: dict[nn.Module, str] | None = None,
+    ) -> None:
+        super().__init__(resident, names)
+        self.fakes, self.sums = fakes, sums
+        self.events: list[EventT | Run] = []
+        self._nodes = fx.Graph()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_silent:
+            return function(*args, **kwargs)
+        if self.sums is not None and self.sums.is_in_place(function, args):
+            function = torch.ops.aten.add_.Tensor
+        return self.watch(function, args, kwargs)
+
+    def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call and write it down."""
+        result = as_kernel_gives(function, args, kwargs, function(*args, **kwargs))
+        self.note(function, args, kwargs, result)
+        return result
+
+    @property
+    def now(self) -> int:
+        """How many events there were."""
+        return len(self.events)
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Give the number of a tensor's storage; one that was never made here is resident, and stays known as that."""
+        identity = storage_id(tensor)
+        if identity not in self._numbers:
+            self._numbers[identity] = None
+            weakref.finalize(tensor.untyped_storage(), self._numbers.pop, identity, None)
+        return self._numbers[identity]
+
+    def numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        """Give the numbers of what is not resident, each once."""
+        return tuple(dict.fromkeys(n for t in tensors if (n := self.number(t)) is not None))
+
+    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
+        """Write a call down; a view, or a number for Python, is none."""
+        reads = self.numbers(tensors_in((args, kwargs)))
+        makes = self.follow(function, (args, kwargs), result)
+        writes = written_arguments(function, args, kwargs) if isinstance(function, OpOverload) else []
+        if not makes and not (isinstance(function, OpOverload) and is_mutable(function)):
+            return None
+        run = Run(
+            node=self._node(function, args, kwargs, result),
+            reads=reads,
+            makes=tuple(makes),
+            writes=self.numbers(writes),
+            writes_resident=any(self.number(t) is None for t in writes),
+            module=self.within[-1] if self.within else "",
+            source=self.source(),
+            flops=count_flops(function, args, kwargs, result),
+            moved_bytes=moved_bytes(function, args, kwargs, result),
+        )
+        self.events.append(run)
+        return run
+
+    def source(self) -> str:
+        """Give the line of the user's code that runs; ``""`` where nobody asks for it."""
+        return ""
+
+    def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
+        """Describe a call by tensors like its own, which hold none of the step's storages and share as those do."""
+        flats: dict[int, torch.Tensor] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            elements = leaf.untyped_storage().nbytes() // leaf.element_size()
+            key = storage_id(leaf)
+            if key not in flats or flats[key].dtype != leaf.dtype:
+                flats[key] = torch.empty(elements, dtype=leaf.dtype, device=leaf.device)
+            return flats[key].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
+
+        def operand(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            node = self._nodes.placeholder("operand")
+            node.meta["val"] = fake(leaf)
+            return node
+
+        with self.fakes, torch.no_grad():
+            node = self._nodes.call_function(function, tree_map(operand, args), tree_map(operand, kwargs))
+            node.meta["val"] = tree_map(fake, result)
+        return node

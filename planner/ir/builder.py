@@ -1,0 +1,131 @@
+"""Builds a :class:`~planner.ir.graph.TrainingGraph`, operation by operation.
+
+Whichever way a step comes in (captured whole, recorded as eager runs it, or by blocks), its keys, its loss, the
+rounding of its sizes and the way back to what its operations were made of are the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
+from planner.ir.static_memory import LossMemory
+
+Node = TypeVar("Node")
+
+
+class Keys:
+    """Hands out keys ``module|target|phase+occurrence``, the same for the same model each time."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+
+    def next(self, module: str, target: str, phase: Phase) -> str:
+        """Give the key of the next operation with this module, target and phase."""
+        place = (module, target, phase[0])
+        self._seen[place] += 1
+        return f"{module}|{target}|{phase[0]}{self._seen[place] - 1}"
+
+
+class GraphBuilder(Generic[Node]):
+    """Adds values and operations, in base order.
+
+    Parameters
+    ----------
+    alignment_bytes : int
+        What the allocator rounds sizes up to.
+    """
+
+    def __init__(self, alignment_bytes: int) -> None:
+        self.alignment_bytes = alignment_bytes
+        self.keys = Keys()
+        self.phase = Phase.FORWARD
+        self.operations: list[Operation] = []
+        self.values: list[Value] = []
+        self.operation_nodes: list[Node | None] = []
+        """What operations were made of; None where nothing of the model stands behind one."""
+        self.value_nodes: list[Node | None] = []
+
+    def aligned(self, size_bytes: int) -> int:
+        """Round a size up as the allocator does."""
+        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+
+    def add_value(
+        self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None
+    ) -> int:
+        """Add a value, whose size is rounded up, and give its index."""
+        self.values.append(Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained))
+        self.value_nodes.append(node)
+        return len(self.values) - 1
+
+    def add(
+        self,
+        target: str,
+        reads: Iterable[int] = (),
+        makes: Iterable[int] = (),
+        *,
+        name: str,
+        module: str = "",
+        node: Node | None = None,
+        dtype: str = "",
+        **facts: Any,
+    ) -> int:
+        """Add an operation of the phase that the step is in, and give its index."""
+        return self.append(
+            Operation(
+                name=name,
+                key=self.keys.next(module, target, self.phase),
+                target=target,
+                inputs=tuple(dict.fromkeys(reads)),
+                outputs=tuple(dict.fromkeys(makes)),
+                phase=self.phase,
+                module=module,
+                dtype=dtype,
+                **facts,
+            ),
+            node,
+        )
+
+    def append(self, operation: Operation, node: Node | None = None) -> int:
+        """Add an operation as it is, and give its index."""
+        self.operations.append(operation)
+        self.operation_nodes.append(node)
+        return len(self.operations) - 1
+
+    def add_loss_values(self, loss: LossMemory) -> list[int]:
+        """Add what a loss outside the graph takes: what it works with, and what stays behind it."""
+        # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
+        working = Value(name="loss workspace", size_bytes=loss.working_bytes)
+        held = Value(name="loss", size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
+        first = len(self.values)
+        self.values += [value for value in (working, held) if value.size_bytes]
+        self.value_nodes += [None] * (len(self.values) - first)
+        return list(range(first, len(self.values)))
+
+    def add_loss(self, reads: Iterable[int], makes: Iterable[int]) -> int:
+        """Add the operation between forward and backward; what comes next is of the backward."""
+        self.phase = Phase.BACKWARD
+        return self.append(
+            Operation(
+                name=LOSS_NAME,
+                key=LOSS_KEY,
+                target=LOSS_TARGET,
+                inputs=tuple(dict.fromkeys(reads)),
+                outputs=tuple(makes),
+                phase=Phase.LOSS,
+                recomputable=False,
+                dtype="",
+            )
+        )
+
+    def finish(self, static_bytes: dict[str, int], name: str) -> TrainingGraph:
+        """Give the graph of what was added."""
+        return TrainingGraph(
+            operations=tuple(self.operations),
+            values=tuple(self.values),
+            static_bytes=static_bytes,
+            alignment_bytes=self.alignment_bytes,
+            name=name,
+        )

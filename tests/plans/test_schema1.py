@@ -1,0 +1,101 @@
+"""Files of schema 1 that an earlier version wrote: each is read, says what it said, and is carried out or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import planner
+from planner.errors import PlanMismatchError
+from planner.plans import device_file
+from planner.report import render
+from tests import schema1
+from tests.tiers import tiered
+
+FILES = Path(__file__).parent.parent / "data" / "schema1"
+NAMES = tiered(schema1.PLANS, slow=["inductor"])
+
+
+def load(name: str) -> planner.Plan:
+    return planner.Plan.load(FILES / f"{name}.plan")
+
+
+@pytest.mark.parametrize("name", schema1.PLANS)
+def test_a_plan_says_what_it_said(name: str) -> None:
+    written = json.loads((FILES / f"{name}.plan").read_text(encoding="utf-8"))
+    plan = load(name)
+    assert json.loads(plan.to_json()) == written
+    assert plan.runtime == schema1.PLANS[name]["runtime"] and plan.verification is not None
+    console = Console(file=StringIO(), width=100)
+    render(plan, console)
+    assert console.file.getvalue().startswith("FITS ")  # type: ignore[attr-defined]
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert (plan.offloading is not None) == ("offload" in schema1.PLANS[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_is_carried_out(name: str) -> None:
+    plan = load(name)
+    before = plan.verification
+    try:
+        proof = planner.verify(schema1.model(), schema1.inputs(), plan, timed_steps=1)
+    except PlanMismatchError:
+        assert not torch.__version__.startswith("2.13"), "only another torch may trace another graph"
+        return
+    assert proof.agrees, proof.differences
+    assert before is not None and proof.exact == before.exact
+    assert proof.peak_bytes <= plan.peak_bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_of_another_model_is_refused(name: str) -> None:
+    other = schema1.model()
+    other.blocks[1].rise = nn.Linear(schema1.WIDTH, 4 * schema1.WIDTH, bias=False)
+    with pytest.raises(PlanMismatchError):
+        planner.auto_wrap(other, schema1.inputs(), plan=load(name))
+
+
+def fields(data: Any, path: str = "") -> Iterator[str]:
+    """Give where there is a number, a text, a truth or nothing, whatever it is."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from fields(value, f"{path}.{key}")
+    elif isinstance(data, list):
+        for value in data:
+            yield from fields(value, f"{path}[]")
+    else:
+        yield f"{path}: {'number' if type(data) in (int, float) else type(data).__name__}"
+
+
+def test_answers_have_the_fields_that_they_had() -> None:
+    for name, report in schema1.reports(load("graph"), load("graph_offload")).items():
+        written = json.loads((FILES / f"{name}.json").read_text(encoding="utf-8"))
+        assert set(fields(written)) - set(fields(json.loads(json.dumps(report)))) == set(), name
+
+
+def test_explanations_and_differences_of_plan_files_are_the_same() -> None:
+    plan, other = load("graph"), load("graph_offload")
+    for name, report in (("explain", planner.explain(plan)), ("diff", planner.diff(plan, other))):
+        assert json.loads(json.dumps(report.report())) == json.loads((FILES / f"{name}.json").read_text("utf-8"))
+
+
+def test_a_profile_is_planned_with() -> None:
+    profile = planner.load_profile(FILES / "toy.profile")
+    plan = planner.plan(schema1.model(), schema1.inputs(), budget="100%", profile=profile, compare=False)
+    assert plan.cost_model == "measured" and profile.model == "toy"
+
+
+def test_a_device_is_planned_for() -> None:
+    path = FILES / "device.json"
+    device = device_file.load(path)
+    assert json.loads(path.read_text(encoding="utf-8")) == {"schema": 1, **asdict(device)}
+    assert planner.plan(schema1.model(), schema1.inputs(), budget="100%", device=str(path), compare=False).device
