@@ -65,7 +65,7 @@ def test_bytes_are_those_of_a_walk_through_the_step(seed: int, share: float, rat
     problem = replace(problem, budget_bytes=int(share * problem.baseline.peak_bytes))
     asked = OffloadReduction(problem, problem.host.movable(problem.graph))
     try:
-        found = solvers.get("sqrt").solve(asked.problem, effort=solvers.Effort())
+        found = solvers.get("sqrt").solve(asked.problem, effort=solvers.SolveLimits())
     except InfeasibleBudgetError:
         return
     tight = asked.invert(found.schedule)

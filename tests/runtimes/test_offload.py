@@ -146,7 +146,7 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float)
     problem = posed(share, replace(LINK, bytes_per_second=rate), seed)
     asked = OffloadReduction(problem, problem.host.movable(problem.graph))
     try:
-        found = solvers.get("sqrt").solve(asked.problem, effort=SolveLimits())
+        found = solvers.get("sqrt").solve(asked.problem, effort=solvers.SolveLimits())
     except InfeasibleBudgetError:
         return
     tight = asked.invert(found.schedule)
