@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from planner import workspace
 from planner.capture import fake_mode
 from planner.eager_trace import tensors_in
+from planner.engine_sums import EngineSums
 from planner.errors import PlannerError, UsageError
 from planner.inputs import Inputs
 from planner.region_trace import Recorder, Trace
@@ -60,11 +61,13 @@ def memory_of(
                 outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
             outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
             leaves = [t for t in tensors_in(outputs) if t.requires_grad]
-            recorder = Recorder(tensors_in((outputs, fakes.args, fakes.kwargs, list(state.values()))), {})
+            sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))
+            recorder = Recorder(tensors_in((outputs, fakes.args, fakes.kwargs, list(state.values()))), {}, sums)
             with recorder:
                 value = loss_fn(outputs)
                 if not isinstance(value, torch.Tensor) or value.dim() != 0:
                     raise UsageError("loss_fn must give a scalar tensor")
+                sums.watch([value])
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)
                 # Autograd holds the gradient that it starts from as long as the loss is held.
                 held_bytes = recorder.size_bytes(value) + value.element_size()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.eager_trace import tensors_in
+from planner.engine_internals import next_number, number_at_work
+from planner.engine_sums import EngineSums
 from planner.layouts import as_kernel_gives
 from planner.operands import storage_bytes
 from planner.torch_internals import OpOverload, is_mutable, storage_id
@@ -42,6 +45,8 @@ class Event:
     kind : Kind
     module : str
         Path of the module; of the block, where it is one.
+    derivative_of : str
+        Path of the module whose derivative it is a part of.
     node : torch.fx.Node, optional
         An operation with its arguments, in a graph of its own.
     reads : list of int
@@ -52,6 +57,7 @@ class Event:
 
     kind: Kind
     module: str = ""
+    derivative_of: str = ""
     node: fx.Node | None = None
     reads: list[int] = field(default_factory=list)
     makes: dict[int, int] = field(default_factory=dict)
@@ -83,19 +89,26 @@ class Recorder(TorchDispatchMode):
         What is there before the step.
     names : dict of torch.nn.Module to str
         Paths of modules.
+    sums : EngineSums
+        Made under the same mode.
     """
 
-    def __init__(self, resident: Sequence[torch.Tensor], names: dict[nn.Module, str]) -> None:
+    def __init__(self, resident: Sequence[torch.Tensor], names: dict[nn.Module, str], sums: EngineSums) -> None:
         super().__init__()
         self.trace = Trace()
-        self.names = names
+        self.names, self.sums = names, sums
         self._numbers = {storage_id(tensor): RESIDENT for tensor in resident}
         self._within: list[str] = []
+        self._turns: list[int] = []
+        self._at_work: list[str] = []
+        """From the operation of each number on, in forward order, the module that is at work."""
         self._silent = False
         self._nodes = fx.Graph()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.sums.is_in_place(function, args):
+            function = torch.ops.aten.add_.Tensor
         result = as_kernel_gives(function, args, kwargs, function(*args, **kwargs))
         if self._silent:
             return result
@@ -103,6 +116,7 @@ class Recorder(TorchDispatchMode):
         if made or (isinstance(function, OpOverload) and is_mutable(function)):
             reads = [n for t in tensors_in((args, kwargs)) if (n := self.number(t)) != RESIDENT]
             event = self.event(Kind.OPERATION, self._within[-1] if self._within else "", reads)
+            event.derivative_of = self._differentiated()
             event.node = self._node(function, args, kwargs, result)
             for tensor in made:
                 if storage_id(tensor) not in self._numbers:
@@ -159,9 +173,11 @@ class Recorder(TorchDispatchMode):
 
         def enter(module: nn.Module, _arguments: Any) -> None:
             self._within.append(self.names.get(module, ""))
+            self._turn()
 
         def leave(_module: nn.Module, _arguments: Any, _result: Any) -> None:
             self._within.pop()
+            self._turn()
 
         hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
         try:
@@ -169,6 +185,27 @@ class Recorder(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def caller(self) -> Iterator[None]:
+        """Count the derivative of what runs to the module that calls the one at work."""
+        *outside, inside = self._within
+        self._within = outside
+        self._turn()
+        try:
+            yield
+        finally:
+            self._within.append(inside)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._turns.append(next_number())
+        self._at_work.append(self._within[-1] if self._within else "")
+
+    def _differentiated(self) -> str:
+        number = number_at_work()
+        turn = 0 if number is None else bisect_right(self._turns, number)
+        return self._at_work[turn - 1] if turn else ""
 
     def _freed(self, identity: int, number: int) -> None:
         if self._numbers.pop(identity, None) == number:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import capture, differentiable_outputs, fake_mode
 from planner.cuda_attention import Attention, InPlaceOfAttention
+from planner.engine_sums import EngineSums
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.hugging_face import as_with_data, masking_of
 from planner.inputs import Inputs
@@ -147,7 +148,10 @@ class Step:
         """
         modules = dict(self.model.named_modules())
         names = {module: name for name, module in modules.items()}
-        recorder = Recorder([*self.state.values(), *self.inputs.tensors()], names)
+        known = [*self.state.values(), *self.inputs.tensors()]
+        with self.mode:
+            sums = EngineSums(known[0].device)
+        recorder = Recorder(known, names, sums)
         replacing: dict[nn.Module, Callable[..., Any]] = {
             modules[path]: _StandIn(block, recorder) for path, block in blocks.items()
         }
@@ -163,6 +167,7 @@ class Step:
         losses = [t for t in losses if t.dim() == 0] or losses
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
+        recorder.sums.watch(losses)
         loss = recorder.event(Kind.LOSS, reads=[n for t in tensors if (n := recorder.number(t)) != RESIDENT])
 
         def tangents() -> list[torch.Tensor]:
@@ -333,7 +338,8 @@ class _StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called = Inputs(args, kwargs).tensors()
         given = [called[place] if isinstance(place, int) else place for place in self.block.places]
-        made = iter(_Through.apply(self, *given))
+        with self.recorder.caller():
+            made = iter(_Through.apply(self, *given))
         return pytree.tree_unflatten(
             [next(made) if isinstance(r, torch.Tensor) else r for r in self.block.results], self.block.spec
         )

@@ -92,7 +92,9 @@ class Builder:
         self.operations: list[Operation] = []
         self.nodes: list[fx.Node | None] = []
         self.values: list[Value] = []
-        self.keys = Keys()
+        self.keys, self.keys_before = Keys(), Keys()
+        self.known_as: dict[int, str] = {}
+        """Operation to the key that it had in plan files written before."""
         self.phase = Phase.FORWARD
         self.eager_gradients: list[int] = []
         """Storages that eager operations make, those of gradients among them."""
@@ -128,8 +130,15 @@ class Builder:
         )
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
-        """Give the graph as fingerprints have it: what a loss works with was rounded up here, as one tensor is."""
-        return replace(graph, values=tuple(replace(v, size_bytes=self.aligned(v.size_bytes)) for v in graph.values))
+        """Give the graph as fingerprints have it.
+
+        What is eager in the backward was of no module, and what a loss works with was rounded up, as one tensor is.
+        """
+        return replace(
+            graph,
+            operations=tuple(replace(o, key=self.known_as.get(i, o.key)) for i, o in enumerate(graph.operations)),
+            values=tuple(replace(value, size_bytes=self.aligned(value.size_bytes)) for value in graph.values),
+        )
 
     def _value(self, storage: int) -> int:
         """Give the value of a storage that is made now."""
@@ -158,7 +167,8 @@ class Builder:
         self.eager_gradients += event.makes.values()
         self.add(
             target=str(node.target),
-            module=event.module,
+            module=event.module or event.derivative_of,
+            module_before=event.module,
             reads=self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values()),
             makes=[self._value(storage) for storage in event.makes.values()],
             node=node,
@@ -244,11 +254,14 @@ class Builder:
         module: str,
         reads: Iterable[int],
         makes: Iterable[int],
+        module_before: str | None = None,
         node: fx.Node | None = None,
         dtype: str = "",
         **facts: Any,
     ) -> None:
-        """Add an operation that runs once."""
+        """Add an operation that runs once; ``module_before`` is what its key had for the module before."""
+        known_as = self.keys_before.next(module if module_before is None else module_before, target, self.phase)
+        self.known_as[len(self.operations)] = known_as
         self.operations.append(
             Operation(
                 name=f"{_join(module, target)}.{len(self.operations)}".lstrip("."),
