@@ -22,10 +22,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
+from planner.capture import provenance
 from planner.capture.blocks.whole_step import RETURN_TARGET
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
+from planner.capture.provenance import is_library, short_path
 from planner.ir.checkpoints import BOOKKEEPING, END, NOT_OF_THE_STEP
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
 from planner.ir.schedule import Schedule
@@ -87,6 +89,21 @@ def perceptrons(rows: int = 32) -> tuple[nn.Module, torch.Tensor]:
 
 def mean_of_squares(y: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
+
+
+# Where operations come from.
+
+
+def test_an_operation_is_of_the_users_own_line_whichever_way_a_step_came_in() -> None:
+    graphs = three_ways(*perceptrons())
+    for graph in (graphs.captured, graphs.recorded):
+        lines = {op.source.rpartition(":")[0] for op in graph.operations if op.phase is Phase.FORWARD and op.flops}
+        assert lines == {short_path(__file__)}
+
+
+def test_a_users_own_file_may_have_a_name_of_ours() -> None:
+    assert not is_library("somewhere/capture.py") and not is_library("somewhere/flops.py")
+    assert is_library(provenance.__file__)
 
 
 # The loss.
