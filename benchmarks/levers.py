@@ -25,9 +25,7 @@ from planner import zoo
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture, fake_mode
-from planner.common.chunks import slices_of
-from planner.common.options import Budget, Target
-from planner.common.training import Training
+from planner.common.options import Budget, Target, Training, slices_of
 from planner.common.units import format_bytes
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.session.step import Options, attention_for, lower_as_run, study_lowered

@@ -23,9 +23,8 @@ from planner.capture.inputs import Inputs, LossFunction, check_model
 from planner.capture.joint_capture import capture, is_fake
 from planner.capture.parallel import has_several_ranks
 from planner.capture.torch_internals import install_call, installed_call
-from planner.common.chunks import OFF, Chunk, check_chunk
 from planner.common.limits import Progress
-from planner.common.options import LEAST_BYTES, Budget, Target
+from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
 from planner.common.units import Size
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
@@ -110,7 +109,7 @@ def plan(
     profile : Profile, optional
         Costs recorded before, by :func:`profile` or read from a file.
     optimizer : str
-        One of ``planner.common.training.OPTIMIZERS`` (``"adamw"``, ``"adafactor"``, ``"adam8bit"``, ...): its state is
+        One of ``planner.common.options.OPTIMIZERS`` (``"adamw"``, ``"adafactor"``, ``"adam8bit"``, ...): its state is
         resident, and its own step must fit too.
     master_weights : bool
         Whether parameters of 16 bits are updated through float32 copies.

@@ -9,8 +9,7 @@ from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
-from planner.common.chunks import slices_of
-from planner.common.options import Budget
+from planner.common.options import Budget, slices_of
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.host import LEAST_BYTES

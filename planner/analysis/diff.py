@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planner.common.chunks import slices_of
+from planner.common.options import slices_of
 from planner.errors import UsageError
 from planner.ir.layers import layer_among
 from planner.plans.plan import LayerPlacement, Plan

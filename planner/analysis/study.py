@@ -25,9 +25,9 @@ from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import GAP, make_plan, make_problem, plan_from_solution
 from planner.solvers.auto import AutoSolver
+from planner.solvers.checkpoints import lowest_choice
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
 from planner.solving.incumbent import Incumbent
-from planner.solving.modules.offload import lowest_choice
 from planner.solving.peak_bounds import lowest_schedule
 
 _OF_MODULES = ("pytorch-checkpoint", "every")

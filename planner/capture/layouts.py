@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
-from planner.capture.joint import draws, mutates, tensors_of
+from planner.capture.joint import mutates, tensors_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, is_mutable, outside_tracing, storage_id
 
 aten = torch.ops.aten
@@ -79,48 +79,38 @@ def correct_layouts(graph: fx.Graph) -> None:
     O(nodes); only operators that read something not laid out in the usual way are run.
     """
     changed: set[fx.Node] = set()
-    before: dict[int, torch.Tensor] = {}  # by storage; held, or another could come to have the same name
     for node in graph.nodes:
         if node.op != "call_function" or "val" not in node.meta:
             continue
         affected = not changed.isdisjoint(node.all_input_nodes)
-        traced = {storage_id(tensor): tensor for tensor in tensors_of(node)}
+        traced = result = node.meta["val"]
         if node.target is operator.getitem:
-            if not affected:
-                continue
-            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
-        elif not isinstance(node.target, OpOverload) or mutates(node):
-            continue
-        elif affected and not traced.keys().isdisjoint(before):
-            _view_again(node)
-        elif not affected and node.target in _VIEWS:
-            viewed = _as_kernels_view(node.target, _values(node.args), node.meta["val"])
-            if viewed is node.meta["val"]:
-                continue
-            node.meta["val"] = viewed
-        else:
-            is_other = affected and _record_again(node)
-            if affected or _reads_unusual(node):
-                is_other |= _lay_out(node)
-            if not is_other:
-                continue
-        changed.add(node)
-        before |= traced
+            if affected:
+                result = node.args[0].meta["val"][node.args[1]]
+        elif isinstance(node.target, OpOverload) and not mutates(node):
+            if affected:
+                result = _traced_again(node)
+            result = as_kernel_gives(node.target, _values(node.args), _values(node.kwargs), result)
+        leaves = zip(pytree.tree_leaves(result), pytree.tree_leaves(traced), strict=True)
+        if any(new is not old for new, old in leaves):
+            node.meta["val"] = result
+            changed.add(node)
 
 
-def _reads_unusual(node: fx.Node) -> bool:
-    return any(not tensor.is_contiguous() for source in node.all_input_nodes for tensor in tensors_of(source))
+def _traced_again(node: fx.Node) -> Any:
+    """Give what fake tensors say now that another layout is read; what was recorded, if that is nothing else.
 
-
-def _view_again(node: fx.Node) -> None:
-    """Record a view anew, of what it now looks at: of a copy of that, where there is no other way."""
-    (like, *_) = tensors_of(node)
-    with like.fake_mode:  # type: ignore[attr-defined]
+    Where that can no longer be viewed, the node reads a copy of it from now on.
+    """
+    before, recorded = tensors_of(node), node.meta["val"]
+    if not before:
+        return recorded
+    with before[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
         try:
-            node.meta["val"] = _result(node)
+            result = _result(node)
         except (RuntimeError, ValueError):
             if node.target is not aten.view.default:
-                return
+                return recorded
             (source,) = node.all_input_nodes
             with node.graph.inserting_before(node):
                 copy = node.graph.call_function(
@@ -128,50 +118,25 @@ def _view_again(node: fx.Node) -> None:
                 )
             copy.meta = {**node.meta, "val": _result(copy)}
             node.replace_input_with(source, copy)
-            node.meta["val"] = _result(node)
-
-
-def _record_again(node: fx.Node) -> bool:
-    """Record what fake tensors say now that another layout is read, and tell whether that is something else."""
-    before = tensors_of(node)
-    if not before:
-        return False
-    with before[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-        try:
-            result = _result(node)
-        except (RuntimeError, ValueError):
-            return False
-    traced, node.meta["val"] = node.meta["val"], result
-    if [tensor.stride() for tensor in tensors_of(node)] != [tensor.stride() for tensor in before]:
-        return True
-    node.meta["val"] = traced
-    return False
+            return _result(node)
+    after = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    looks_at = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
+    is_view = not looks_at.isdisjoint(map(storage_id, after))
+    is_other = [tensor.stride() for tensor in after] != [tensor.stride() for tensor in before]
+    return result if is_view or is_other else recorded
 
 
 def _result(node: fx.Node) -> Any:
-    arguments = _values(node.args)
-    return _as_kernels_view(node.target, arguments, node.target(*arguments, **_values(node.kwargs)))  # type: ignore[operator]
-
-
-def _lay_out(node: fx.Node) -> bool:
-    """Give a node's results the strides of its kernel, and tell whether that changed anything."""
-    traced = node.meta["val"]
-    node.meta["val"] = _laid_out(node.target, _values(node.args), _values(node.kwargs), traced)
-    return any(
-        new is not old
-        for new, old in zip(pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(traced), strict=True)
-    )
+    return node.target(*_values(node.args), **_values(node.kwargs))  # type: ignore[operator]
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Give the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
     read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
     outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-    if not outputs or draws(function, arguments, keywords):
+    if not outputs or not all(isinstance(output, FakeTensor) for output in outputs):
         return result
     if not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
-        return result
-    if not all(isinstance(output, FakeTensor) for output in outputs):
         return result
     if function in _NORMS:
         if outputs[0].device.type != "cpu":

@@ -7,8 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from planner.commands._options import DTYPES
-from planner.common.options import Target, picked
-from planner.common.training import Training
+from planner.common.options import Target, Training, picked
 from planner.errors import UsageError
 
 if TYPE_CHECKING:

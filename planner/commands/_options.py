@@ -7,9 +7,7 @@ import math
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from planner.common.chunks import AUTO, OFF, Chunk
-from planner.common.options import Offload, Search, Target
-from planner.common.training import PARALLEL, Training
+from planner.common.options import AUTO, OFF, PARALLEL, Chunk, Offload, Search, Target, Training
 from planner.errors import UsageError
 from planner.plans.pipeline_schedules import PipelineSchedule
 

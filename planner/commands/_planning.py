@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from planner.commands import _asked
 from planner.commands._terminal import quiet, reporting, show, write_json
 from planner.common import timings
-from planner.common.options import Budget, Offload, Search, Target
-from planner.common.training import Training
+from planner.common.options import Budget, Offload, Search, Target, Training
 from planner.errors import CaptureError, PlannerError, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 def check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     from planner.analysis.compatibility import check_strategy
-    from planner.common.chunks import OFF
+    from planner.common.options import OFF
     from planner.common.units import parse_size
 
     _asked.check_solving(args)

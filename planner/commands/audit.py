@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from planner.commands import _asked
 from planner.commands._options import Parser, model_options, solving_options, training_options
 from planner.commands._terminal import quiet, reporting, show, write_json
-from planner.common.options import Search, Target
-from planner.common.training import Training
+from planner.common.options import Search, Target, Training
 
 
 class _Audit:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from planner.commands import _asked
 from planner.commands._options import Parser, add, model_options, training_options
 from planner.commands._terminal import quiet, reporting, show, write_json
-from planner.common.options import Target, picked
-from planner.common.training import Training
+from planner.common.options import Target, Training, picked
 from planner.errors import CaptureError, PlannerError
 
 

@@ -17,8 +17,7 @@ from planner.commands._options import (
     training_options,
 )
 from planner.commands._terminal import quiet, reporting, show, write_json
-from planner.common.options import Search, Target
-from planner.common.training import Training
+from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
 
 if TYPE_CHECKING:

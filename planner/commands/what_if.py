@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from planner.commands import _asked
 from planner.commands._options import Parser, add, count, model_options, solving_options, training_options
 from planner.commands._terminal import Bar, Interrupts, counting, quiet, show, write_json
-from planner.common.options import Offload, Search, picked
-from planner.common.training import Training
+from planner.common.options import Offload, Search, Training, picked
 from planner.errors import UsageError
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import install_call, installed_call, uninstall_call
-from planner.common.chunks import TOLERANCE, slices_of
-from planner.common.options import Budget
+from planner.common.options import TOLERANCE, Budget, slices_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.planning import Plan, Verification
 from planner.runtimes import Running

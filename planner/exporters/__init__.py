@@ -12,7 +12,7 @@ from functools import cache
 from typing import Protocol, runtime_checkable
 
 from planner.analysis.study import Study
-from planner.common.chunks import slices_of
+from planner.common.options import slices_of
 from planner.common.registry import defined, unknown
 from planner.common.units import format_bytes
 from planner.errors import UsageError

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.capture.storages import PeakRecorder
-from planner.common.training import check_optimizer
+from planner.common.options import check_optimizer
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -76,7 +76,7 @@ def optimizer_memory(
         Real or built under :func:`planner.capture.fake_mode`, on any device. Parameters that require no
         gradient have no state, tied ones have it once.
     name : str
-        One of :data:`planner.common.training.OPTIMIZERS`, with its default options; ``"momentum"`` is SGD with it.
+        One of :data:`planner.common.options.OPTIMIZERS`, with its default options; ``"momentum"`` is SGD with it.
     alignment_bytes : int
         What the device's allocator rounds each tensor up to.
     device_kind : {"cpu", "cuda"}

@@ -9,7 +9,7 @@ from torch import nn
 
 from cost_models.devices import DeviceSpec
 from planner.capture.inputs import static_bytes
-from planner.common.training import Training
+from planner.common.options import Training
 from planner.common.units import parse_size
 from planner.ir.static_memory import StaticMemory
 from planner.measure.optimizers import optimizer_memory

@@ -324,9 +324,7 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
     return ReservedMemory(allocated_bytes=found.block_bytes, reserved_bytes=found.reserved_bytes)
 
 
-def reserve_warnings(
-    problem: Problem, static_memory: StaticMemory, reserved: ReservedMemory | None
-) -> Iterator[Finding]:
+def reserve_warnings(problem: Problem, reserved: ReservedMemory | None) -> Iterator[Finding]:
     """Warn where fragmentation would eat what the budget leaves free."""
     static_bytes = problem.graph.static_bytes
     available_bytes = problem.budget_bytes + problem.graph.total_static_bytes - static_bytes.get("reserve", 0)

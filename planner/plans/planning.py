@@ -42,8 +42,8 @@ from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import one_more_gib, step_details
 from planner.plans.values import value_table
 from planner.solvers import solved
+from planner.solvers.checkpoints import lowest_choice
 from planner.solving import solution_cache
-from planner.solving.modules.offload import lowest_choice
 from planner.solving.peak_bounds import lowest_peak
 
 
@@ -328,7 +328,7 @@ def plan_from_solution(
         },
         warnings=(
             *plan_warnings(problem, evaluation, solution),
-            *reserve_warnings(problem, static_memory, reserved),
+            *reserve_warnings(problem, reserved),
             *origin.warnings,
         ),
         details=details,

@@ -24,7 +24,7 @@ def render(explanation: Explanation, console: Console, *, largest: int | None = 
         shown = sorted(groups, key=lambda group: -sum(v.value.size_bytes for v in group[1]))[:largest]
     for label, members in shown:
         console.print()
-        console.print(_paragraph(label, members, explanation.steps))
+        console.print(_paragraph(label, members))
     if len(shown) < len(groups):
         console.print()
         console.print(Text(f"{len(groups) - len(shown)} smaller ones are left out: name a module, or pass --all"))
@@ -67,7 +67,7 @@ def _alike(values: Sequence[ExplainedValue]) -> Iterator[tuple[str, list[Explain
         yield label, [values[i] for i in members]
 
 
-def _paragraph(label: str, members: Sequence[ExplainedValue], steps: int) -> Group:
+def _paragraph(label: str, members: Sequence[ExplainedValue]) -> Group:
     first = members[0]
     each = f" each, {format_bytes(sum(v.value.size_bytes for v in members))} together" if len(members) > 1 else ""
     state, _, why = first.reason.partition(": ")
@@ -77,11 +77,11 @@ def _paragraph(label: str, members: Sequence[ExplainedValue], steps: int) -> Gro
         Padding(Text.assemble((state, style), f": {why}"), (0, 0, 0, 4)),
     ]
     if len(members) == 1:
-        lines.append(Padding(Text(_where(first, steps)), (0, 0, 0, 4)))
+        lines.append(Padding(Text(_where(first)), (0, 0, 0, 4)))
     return Group(*lines)
 
 
-def _where(explained: ExplainedValue, steps: int) -> str:
+def _where(explained: ExplainedValue) -> str:
     row = explained.value
     at = {
         (True, True): "at both peaks",

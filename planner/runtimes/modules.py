@@ -25,8 +25,7 @@ from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._situation import situation_of
-from planner.session.eager import plan_eager
-from planner.session.step import Options
+from planner.session.step import Options, plan_eager
 
 
 @dataclass(frozen=True, slots=True)

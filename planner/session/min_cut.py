@@ -16,8 +16,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import eliminate_common_subexpressions, min_cut_partition
-from planner.common.options import Target
-from planner.common.training import Training
+from planner.common.options import Target, Training
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
 from planner.session.step import Options, attention_for, lower_step

@@ -16,8 +16,7 @@ from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.common.limits import Progress
-from planner.common.options import picked
-from planner.common.training import Training
+from planner.common.options import Training, picked
 from planner.common.units import Size
 from planner.errors import UsageError
 from planner.ir.static_memory import LossMemory, StaticMemory

@@ -11,8 +11,7 @@ from torch import nn
 from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.provenance import Places
-from planner.common.chunks import AUTO, COUNTS, SLICES, TOLERANCE, slices_of
-from planner.common.options import Budget
+from planner.common.options import AUTO, COUNTS, SLICES, TOLERANCE, Budget, slices_of
 from planner.common.units import format_percent
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed

@@ -19,15 +19,12 @@ from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
 from planner.capture.joint_capture import capture
 from planner.capture.parallel import has_several_ranks
-from planner.common.chunks import AUTO, OFF, Chunk, check_chunk
 from planner.common.limits import Progress
-from planner.common.options import LEAST_BYTES, Offload, Search, picked
-from planner.common.training import Training
+from planner.common.options import AUTO, LEAST_BYTES, OFF, Chunk, Offload, Search, Training, check_chunk, picked
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
-from planner.session.eager import study_eager
-from planner.session.step import Options, attention_for, lower_as_run, study_lowered, with_loss
+from planner.session.step import Options, attention_for, lower_as_run, study_eager, study_lowered, with_loss
 from planner.session.step_planning import sliced
 
 
@@ -59,7 +56,7 @@ def study(
     chunk : int or str
         In how many slices to compute what makes the peak, or ``"off"``; percentages are then of the peak in slices.
     **training
-        The fields of :class:`planner.common.training.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
+        The fields of :class:`planner.common.options.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
     Returns
     -------
@@ -223,7 +220,7 @@ def audit(
     example_inputs, example_kwargs, loss_fn, solver, deterministic, seed, device, cost_model, profile, name, progress
         See :func:`planner.plan`.
     **training
-        The fields of :class:`planner.common.training.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
+        The fields of :class:`planner.common.options.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
     Returns
     -------

@@ -185,14 +185,15 @@ def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Prog
     """Solve a problem within limits that are at hand; see :func:`solve`."""
     chosen = solver_for(problem, solver)
     started = time.perf_counter()
-    try:
-        solution = confined(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
-    except HostBudgetError:
-        raise
-    except InfeasibleBudgetError as error:
-        if problem.regions is not None:  # what other solvers reach, no choice of regions may
+    if problem.regions is not None:  # what recomputes or keeps anything else is no plan there
+        solution = chosen.solve(problem, effort=effort, progress=progress)
+    else:
+        try:
+            solution = confined(problem, lambda asked: chosen.solve(asked, effort=effort, progress=progress))
+        except HostBudgetError:
             raise
-        raise _with_known_minimum(problem, error) from None
+        except InfeasibleBudgetError as error:
+            raise _with_known_minimum(problem, error) from None
     solution = replace(solution, solve_seconds=time.perf_counter() - started)
     confirm(problem, solution)
     return solution

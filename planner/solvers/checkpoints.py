@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from planner.common.limits import SolveLimits
+from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
-from planner.solving.modules.ilp import NAME
-from planner.solving.modules.offload import cheapest_with_offload
-from planner.solving.modules.variants import cheapest
+from planner.ir.schedule import Schedule
+from planner.solving.modules.ilp import NAME, Chooser
+from planner.solving.modules.offload import cheapest_with_offload, offloading_ways
+from planner.solving.modules.variants import cheapest, ways_of
+
+
+def lowest_choice(problem: Problem, clock: Clock, progress: Progress | None = None) -> Schedule:
+    """Give the choice of a problem's regions with the lowest peak that is found."""
+    assert problem.regions is not None
+    ways = ways_of if problem.host is None else offloading_ways
+    chooser = Chooser(problem, ways(problem.regions, problem.graph, problem.costs), clock, progress)
+    return chooser.schedule(chooser.lowest())
 
 
 class CheckpointSolver:

@@ -29,8 +29,6 @@ class ChainStage:
         Peaks of its first run, with all other memory of the forward.
     backward_bytes : int
         Peak of its backward, saved values included, above what stands when it begins.
-    growth_bytes : int
-        How much more stands when the backward of the stage before begins (gradients of parameters).
     """
 
     boundary_bytes: int
@@ -44,7 +42,6 @@ class ChainStage:
     first_pass_bytes: int
     first_save_bytes: int
     backward_bytes: int
-    growth_bytes: int
 
 
 class Chain:
@@ -182,7 +179,6 @@ class Chain:
             first_pass_bytes=self._peak(runs, boundary, self.load_bytes, k),
             first_save_bytes=self._peak(runs, saved, self.load_bytes, k),
             backward_bytes=self._backward_peak(k, own) - self.standing_bytes[k],
-            growth_bytes=self.standing_bytes[k - 1] - self.standing_bytes[k] if k else 0,
         )
 
     def _closure(self, k: int, targets: Collection[int]) -> list[int]:

@@ -226,7 +226,6 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, cloc
     """
     order = list(order)
     seconds = [cost.seconds for cost in problem.costs]
-    values = problem.graph.values
     layout = Layout(problem, order)
     refused: set[tuple[int, int]] = set()
     while clock.left() > 0:
@@ -241,7 +240,7 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, cloc
             if cost <= 0.0:
                 return order
             index = order[position]
-            if _can_go(layout, position, index, budget_bytes, values):
+            if _can_go(layout, position, index, budget_bytes):
                 clock.work(len(order) * _SECONDS_PER_RUN)
                 trial = order[:position] + order[position + 1 :]
                 trial = without_useless(problem, trial)
@@ -255,7 +254,7 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, cloc
     return order
 
 
-def _can_go(layout: Layout, position: int, index: int, budget_bytes: int, values: Sequence[object]) -> bool:
+def _can_go(layout: Layout, position: int, index: int, budget_bytes: int) -> bool:
     """Say whether the copies before a rerun could stay in its place, by their bytes alone."""
     graph = layout.problem.graph
     for u in graph.operations[index].outputs:

@@ -35,8 +35,7 @@ from planner.ir.simulator import Evaluation, simulate
 from planner.measure import loss
 from planner.plans.plan import Plan
 from planner.runtimes.regional import lower_regional
-from planner.session.eager import study_eager
-from planner.session.step import Options, lower_as_run
+from planner.session.step import Options, lower_as_run, study_eager
 from planner.zoo.modules import MiniGPT
 
 LOSS_BEFORE = "|the loss and what runs outside the captured graph|l0"

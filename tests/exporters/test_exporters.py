@@ -511,7 +511,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
 
 def test_the_options_of_the_trainer_choose_the_same_layers(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
-    step_of = exporters.Step(PLANS["60%"], STUDIES["modules"])
+    step_of = exporters.ExportStep(PLANS["60%"], STUDIES["modules"])
     from planner.exporters.huggingface import _as_trainer_options
 
     options = _as_trainer_options(step_of, tuple(f"transformer.h.{i}" for i in (0, 2, 4)))

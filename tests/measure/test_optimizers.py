@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture import fake_mode
 from planner.capture.memory import measure_peak, record
-from planner.common.training import OPTIMIZERS
+from planner.common.options import OPTIMIZERS
 from planner.errors import UsageError
 from planner.measure.optimizers import OptimizerMemory, memory_of_step, optimizer_memory
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import cost_models
 import planner
-from planner.common.training import Training
+from planner.common.options import Training
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.measure.optimizers import optimizer_memory
 from planner.measure.resident import static_memory

@@ -11,7 +11,7 @@ from torch import nn
 import planner
 from planner import runtimes
 from planner.capture.memory import measure_peak
-from planner.common.chunks import slices_of
+from planner.common.options import slices_of
 from planner.common.units import parse_size
 from tests.tiers import tiered
 

@@ -236,13 +236,13 @@ def test_more_of_the_budget_buys_time_to_hide() -> None:
         cheapest_with_offload(posed, regions, SolveLimits(time_limit_seconds=2, deterministic=True).clock())
         for _ in range(2)
     )
-    assert found.ways == again.ways and found.solution.schedule == again.solution.schedule
+    assert found.regions == again.regions and found.schedule == again.schedule
     tight = [
-        replace(way, sent=(way.sends.saved, way.sends.given)[bool(way.recompute)]) for way in found.ways if way.sent
+        replace(way, sent=(way.sends.saved, way.sends.given)[bool(way.recompute)]) for way in found.regions if way.sent
     ]
-    assert any(way.leaves_with or way.returns_with for way in found.ways)
-    evaluation = posed.evaluate(schedule_of(posed.graph, [*(way for way in found.ways if not way.sent), *tight]))
-    assert evaluation.stall_seconds > posed.evaluate(found.solution.schedule).stall_seconds
+    assert any(way.leaves_with or way.returns_with for way in found.regions)
+    evaluation = posed.evaluate(schedule_of(posed.graph, [*(way for way in found.regions if not way.sent), *tight]))
+    assert evaluation.stall_seconds > posed.evaluate(found.schedule).stall_seconds
 
 
 # Plans.

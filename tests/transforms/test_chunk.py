@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.common.chunks import TOLERANCE, check_chunk, slices_of
+from planner.common.options import TOLERANCE, check_chunk, slices_of
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.plan import Plan
 from planner.session.step import Options, lower_as_run

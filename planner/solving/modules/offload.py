@@ -20,7 +20,6 @@ from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem, Progress, Solution
-from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.solving.modules.ilp import NAME, Chooser
 from planner.solving.modules.transfer_windows import widened
@@ -99,14 +98,6 @@ def cheapest_with_offload(
     search.with_ways(regions, _COARSE_SHARE)
     search.with_ways(ways_of(regions, problem.graph, problem.costs), _FINE_SHARE)
     return replace(search.found(), solve_seconds=time.perf_counter() - begun)
-
-
-def lowest_choice(problem: Problem, clock: Clock, progress: Progress | None = None) -> Schedule:
-    """Give the choice of a problem's regions with the lowest peak that is found."""
-    assert problem.regions is not None
-    ways = ways_of if problem.host is None else offloading_ways
-    chooser = Chooser(problem, ways(problem.regions, problem.graph, problem.costs), clock, progress)
-    return chooser.schedule(chooser.lowest())
 
 
 class _SendingSearch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.ir.checkpoints import Region
@@ -30,14 +30,6 @@ class Need:
     fixed_bytes: int
     group_bytes: Mapping[Group, int]
     when: int | None = None
-
-    def bytes_with(self, chosen: Collection[int]) -> int:
-        """Give the bytes for one choice."""
-        held = 0
-        for (freed_by, held_by), size in self.group_bytes.items():
-            if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
-                held += size
-        return self.fixed_bytes + held
 
 
 def _released(step: int) -> int:
