@@ -9,7 +9,7 @@ from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
-from planner.common.options import Budget, slices_of
+from planner.common.options import slices_of
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.host import LEAST_BYTES
@@ -181,9 +181,7 @@ def audit_study(
 
 def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
     """Write a set-up out as a plan for a budget that it keeps."""
-    return study.as_plan(
-        setup.schedule, setup.name, budget=Budget(budget=budget_bytes), lower_bound_seconds=bound_seconds
-    )
+    return study.as_plan(setup.schedule, setup.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
 
 
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: dict[str, Any]) -> Plan:

@@ -149,8 +149,15 @@ class Study:
             offloading_runtime("modules", offload)
         check_strategy(strategy, self.origin.runtime, offload=offload.offload)
         if strategy is not None:
-            beside = search if search.compare else None
-            return self.as_plan(self.strategy(strategy), strategy, budget=budget, beside=beside)
+            return self.as_plan(
+                self.strategy(strategy),
+                strategy,
+                budget=budget.budget,
+                activation_budget=budget.activation_budget,
+                bound_by=search if search.compare else None,
+                compare=search.compare,
+                progress=search.progress,
+            )
         host = self.host_for(offload)
         step = self.for_host(host)
         return make_plan(step.posed(budget, host), search, origin=step.origin, static_memory=step.static_memory)
@@ -160,9 +167,12 @@ class Study:
         schedule: Schedule,
         name: str,
         *,
-        budget: Budget | None = None,
+        budget: Size | None = None,
+        activation_budget: Size | None = None,
         lower_bound_seconds: float = 0.0,
-        beside: Search | None = None,
+        bound_by: SolveLimits | None = None,
+        compare: bool = False,
+        progress: Progress | None = None,
     ) -> Plan:
         """Write out a schedule of this step, wherever it comes from, as a plan for a budget, or for its own peak.
 
@@ -171,11 +181,13 @@ class Study:
         schedule : Schedule
         name : str
             What stands for the solver's name.
-        budget : Budget, optional
+        budget, activation_budget : int, float or str, optional
         lower_bound_seconds : float
             Proven for the budget.
-        beside : Search, optional
-            How to look for a better bound, and for what the report shows beside the plan.
+        bound_by : SolveLimits, optional
+            How hard to look for a better bound.
+        compare, progress
+            See :class:`planner.common.options.Search`.
 
         Raises
         ------
@@ -185,7 +197,8 @@ class Study:
         found = simulate(self.graph, self.costs, schedule, self.unlimited_host())
         static_bytes = self.graph.total_static_bytes
         needed_bytes = max(found.peak_bytes + static_bytes, optimizer_peak_bytes(self.graph, self.static_memory))
-        problem = self.posed(budget if budget is not None and budget.is_given else Budget(budget=needed_bytes))
+        asked = Budget(budget=budget, activation_budget=activation_budget)
+        problem = self.posed(asked if asked.is_given else Budget(budget=needed_bytes))
         budget_bytes = problem.budget_bytes + static_bytes
         if needed_bytes > budget_bytes:
             raise InfeasibleBudgetError(
@@ -197,11 +210,11 @@ class Study:
         rounds = any(offload.lossy for offload in schedule.offloads)
         host = self.host(found.host_bytes, self.least_offloaded(schedule), lossy=rounds) if found.host_bytes else None
         problem = replace(problem, host=host)
-        if beside is not None:
+        if bound_by is not None:
             incumbent = Incumbent(problem)
             incumbent.update(schedule, name)
             with suppress(InfeasibleBudgetError):  # nothing better was found in time
-                self.improve(incumbent, solver=AutoSolver.name, effort=beside, progress=beside.progress)
+                self.improve(incumbent, solver=AutoSolver.name, effort=bound_by, progress=progress)
             lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)
         solution = Solution(
             solver=name,
@@ -215,8 +228,8 @@ class Study:
             solution,
             origin=self.origin,
             static_memory=self.static_memory,
-            compare=beside is not None,
-            limits=beside,
+            compare=compare,
+            limits=bound_by,
         )
         # That it pays more than it must is what was to be seen, and no solver's time changes it.
         return replace(made, warnings=tuple(one for one in made.warnings if one.rule != GAP))
