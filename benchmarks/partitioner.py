@@ -31,7 +31,8 @@ from planner.capture.joint import is_tangent, tensors_of
 from planner.capture.joint_capture import capture, fake_mode
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import storage_id
-from planner.common.options import Target
+from planner.common.options import Search, Target
+from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.measure.costing import operation_costs
@@ -165,7 +166,7 @@ def _tables(name: str, case: str, sizes: dict[str, Any], args: argparse.Namespac
             seconds[ratio] = time.perf_counter() - begun
             common.progress(f"  PyTorch at {percent(ratio, 0)}: {seconds[ratio]:.1f} s")
         step = lower_step(model.model, joint, options)
-        lowered, costs = step.lowered, operation_costs(step.lowered.graph, step.spec, options.cost_model)
+        lowered, costs = step.lowered, operation_costs(step.lowered.graph, step.spec, options.target.cost_model)
         baseline = simulate(lowered.graph, costs, Schedule.keep_all(lowered.graph))
         rows: list[Result] = []
         for ratio, split in splits.items():
@@ -209,11 +210,8 @@ def _row(
             return other
     try:
         plan = make_plan(
-            lowered.graph,
-            costs,
-            activation_budget=theirs.peak_bytes,
-            time_limit_seconds=limit_seconds,
-            compare=False,
+            Problem(graph=lowered.graph, costs=costs, budget_bytes=theirs.peak_bytes),
+            Search(time_limit_seconds=limit_seconds, compare=False),
         )
     except NoPlanFitsError as error:
         return {**row, "planned": None, "smallest_peak_bytes": error.minimum_feasible_peak_bytes, "quotient": None}

@@ -26,15 +26,16 @@ from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from cost_models.measured import Profile
 from planner import api, zoo
+from planner.capture import operands
 from planner.capture.inputs import Inputs
 from planner.capture.joint import is_tangent, tensors_of
-from planner.capture.joint_capture import capture, operands
+from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import keep_freed_memory
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
 from planner.plans.planning import NoPlanFitsError, Plan
-from planner.rewrite.graphs import split
+from planner.rewrite.graphs import extract_fwd_bwd
 from planner.session.step import Options, lower_step
 from planner.zoo import ZooModel
 
@@ -190,7 +191,7 @@ def _pairs(inside: dict[str, list[float]], profile: Profile) -> list[tuple[float
 
 def _time_inside(lowered: LoweredGraph, ways: Sequence[Schedule], rounds: int) -> list[list[list[tuple[str, float]]]]:
     """Run whole steps node by node, in turn, and give each node's signature and time: by way, by round, in order."""
-    graphs = [split(lowered, schedule) for schedule in ways]
+    graphs = [extract_fwd_bwd(lowered, schedule) for schedule in ways]
     found: list[list[list[tuple[str, float]]]] = [[] for _ in ways]
     tangents_of = [
         [t for n in backward.graph.find_nodes(op="placeholder") if is_tangent(n) for t in tensors_of(n)]

@@ -99,7 +99,7 @@ def _keep_all(vocabulary: int, layers: int, args: argparse.Namespace) -> Problem
     options = Options(target=Target(device=args.device), name=f"gpt2-{layers}-{vocabulary}")
     step = lower_step(model, joint, options)
     graph: TrainingGraph = step.lowered.graph
-    costs = operation_costs(graph, step.spec, options.cost_model)
+    costs = operation_costs(graph, step.spec, options.target.cost_model)
     peak_bytes = simulate(graph, costs, Schedule.keep_all(graph)).peak_bytes
     return Problem(graph=graph, costs=costs, budget_bytes=peak_bytes)
 

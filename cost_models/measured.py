@@ -126,12 +126,6 @@ class MeasuredCosts:
             for operation, estimate in zip(operations, estimates, strict=True)
         )
 
-    def missing(self, operations: Sequence[CostedOperation]) -> tuple[str, ...]:
-        """Give the signatures that the profile does not know, each once."""
-        known = self.profile.measurements if self.profile else {}
-        wanted = dict.fromkeys(operation.signature for operation in operations if operation.signature)
-        return tuple(signature for signature in wanted if signature not in known)
-
 
 def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tuple[tuple[int, ...], ...]) -> Profile:
     """Carry a profile over to another batch size: times grow as arithmetic and traffic do.

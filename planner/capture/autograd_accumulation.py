@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.engine_internals import is_called_by_engine, is_dense, references
+from planner.capture.engine_internals import is_called_by_engine, is_dense, references, takes_boxed_gradients
 
 aten = torch.ops.aten
 
@@ -37,8 +37,12 @@ class EngineSums:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            node.register_prehook(self._begins)
-            node.register_hook(self._ended)
+            if takes_boxed_gradients(node):
+                # A hook would hold the gradients while it runs. What it runs is called by Python, so it is between.
+                self._is_between = True
+            else:
+                node.register_prehook(self._begins)
+                node.register_hook(self._ended)
             pending += [following for following, _ in node.next_functions]
 
     def is_in_place(self, function: Any, args: Sequence[Any]) -> bool:

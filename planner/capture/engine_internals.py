@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -25,6 +26,23 @@ def is_called_by_engine(above: int) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_DISPATCHERS):
         frame = frame.f_back
     return frame is None or frame.f_code is _engine_run_backward.__code__
+
+
+def next_number() -> int:
+    """Give the number that the next operation that can be differentiated will have."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def number_at_work() -> int | None:
+    """Give the number of the operation whose derivative the engine computes now, None if it computes none."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def takes_boxed_gradients(node: Any) -> bool:
+    """Whether a function of Python's is given its gradients in a list that it may empty."""
+    return bool(getattr(getattr(node, "_forward_cls", None), "boxed_grads_call", False))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

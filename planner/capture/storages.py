@@ -79,6 +79,11 @@ class StorageRecorder(TorchDispatchMode):
         """How many events there were."""
         return 0
 
+    @property
+    def module(self) -> str:
+        """Path of the module at work, ``""`` for the model itself."""
+        return self.within[-1] if self.within else ""
+
     def resident(self, tensors: Any) -> None:
         """Take the tensors in a tree as there before."""
         self._numbers.update(dict.fromkeys(map(storage_id, tensors_in(tensors))))
@@ -143,7 +148,7 @@ class StorageRecorder(TorchDispatchMode):
         """Keep track of which modules are at work in the forward."""
         hooks = [
             register_module_forward_pre_hook(self.entered),
-            register_module_forward_hook(self._left, always_call=True),
+            register_module_forward_hook(self.left, always_call=True),
         ]
         try:
             yield
@@ -155,7 +160,8 @@ class StorageRecorder(TorchDispatchMode):
         """Note that a module's forward begins."""
         self.within.append(self.names.get(module, ""))
 
-    def _left(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+    def left(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        """Note that a module's forward ends."""
         self.within.pop()
 
 
@@ -190,7 +196,8 @@ class Run:
     """One operator that ran: the storages that it read, made and wrote into; ``occurrence`` is how often it had before.
 
     ``flops`` and ``moved_bytes`` are counted on what it was called with. ``workspace_bytes`` is known where the run
-    itself had to be watched: see :func:`planner.capture.operands.is_opaque`.
+    itself had to be watched: see :func:`planner.capture.operands.is_opaque`. ``derivative_of`` is the module whose
+    derivative it is a part of, where that was followed.
     """
 
     node: fx.Node
@@ -202,6 +209,7 @@ class Run:
     source: str
     flops: int
     moved_bytes: int
+    derivative_of: str = ""
     occurrence: int = 0
     workspace_bytes: int | None = None
 
@@ -222,8 +230,8 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     ----------
     fakes : FakeTensorMode
         In which calls are described.
-    sums : EngineSums, optional
-        Which sums of gradients are made in place when nobody looks on.
+    sums : EngineSums
+        Which sums of gradients are made in place when nobody looks on; made under the mode in which the step runs.
     resident, names
         See :class:`StorageRecorder`.
     """
@@ -231,7 +239,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     def __init__(
         self,
         fakes: Any,
-        sums: EngineSums | None = None,
+        sums: EngineSums,
         resident: Any = (),
         names: dict[nn.Module, str] | None = None,
     ) -> None:
@@ -244,7 +252,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         kwargs = kwargs or {}
         if self._is_silent:
             return function(*args, **kwargs)
-        if self.sums is not None and self.sums.is_in_place(function, args):
+        if self.sums.is_in_place(function, args):
             function = torch.ops.aten.add_.Tensor
         return self.watch(function, args, kwargs)
 
@@ -284,7 +292,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             makes=tuple(makes),
             writes=self.numbers(writes),
             writes_resident=any(self.number(t) is None for t in writes),
-            module=self.within[-1] if self.within else "",
+            module=self.module,
             source=self.source(),
             flops=count_flops(function, args, kwargs, result),
             moved_bytes=moved_bytes(function, args, kwargs, result),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture import fake_mode
+from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.inputs import Inputs
 from planner.capture.storages import Run, StepRecorder, tensors_in
 from planner.capture.torch_internals import FakeTensor, call_with
@@ -59,11 +60,14 @@ def memory_of(
                 outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
             outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
             leaves = [t for t in tensors_in(outputs) if t.requires_grad]
-            recorder = StepRecorder[Run](mode, resident=(outputs, fakes.args, fakes.kwargs, list(state.values())))
+            sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))
+            resident = outputs, fakes.args, fakes.kwargs, list(state.values())
+            recorder = StepRecorder[Run](mode, sums, resident)
             with recorder:
                 value = loss_fn(outputs)
                 if not isinstance(value, torch.Tensor) or value.dim() != 0:
                     raise UsageError("loss_fn must give a scalar tensor")
+                sums.watch([value])
                 gradients = torch.autograd.grad(value, leaves, allow_unused=True)
                 # Autograd holds the gradient that it starts from as long as the loss is held.
                 held_bytes = recorder.size_bytes(value) + value.element_size()

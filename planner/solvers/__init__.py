@@ -16,6 +16,7 @@ from planner.common.registry import defined, unknown
 from planner.errors import HostBudgetError, InfeasibleBudgetError, UsageError
 from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.solving.confine import confined
+from planner.solving.peak_bounds import minimum_peak
 
 DEFAULT_TIME_LIMIT_SECONDS = 30.0
 
@@ -201,8 +202,6 @@ def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Prog
 
 def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
     """Let the error name the smallest peak that any quick solver can reach, not only the one that gave up."""
-    from planner.solving.peak_bounds import minimum_peak  # it calls solvers itself
-
     floor = minimum_peak(problem.graph, problem.costs)
     known_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
     if known_bytes >= error.minimum_feasible_peak_bytes:

@@ -17,7 +17,6 @@ from torch import nn
 import planner
 from planner.capture.memory import measure_peak
 from planner.measure import workspace
-from planner.session import step as session
 
 ROWS, WIDTH = 512, 64
 
@@ -144,18 +143,19 @@ def test_groups_may_be_of_any_size(shift: float) -> None:
 
 def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
-    expected = planner.plan(copy.deepcopy(model), data(), activation_budget="60%", deterministic=True)
+    asked = {"activation_budget": "60%", "deterministic": True, "time_limit_seconds": 0.25, "compare": False}
+    expected = planner.plan(copy.deepcopy(model), data(), **asked)
     workspace._known.clear()
     minutes = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: 60.0 * next(minutes))
-    plan = planner.plan(model, data(), activation_budget="60%", deterministic=True)
+    plan = planner.plan(model, data(), **asked)
     assert (plan.peak_bytes, plan.recomputations) == (expected.peak_bytes, expected.recomputations)
     assert "workspace-unseen" not in {warning.rule for warning in plan.warnings}
 
 
 @pytest.mark.parametrize("effort", [{"seconds": 0.0}, {"operation_bytes": 0}])
 def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dict[str, float]) -> None:
-    monkeypatch.setattr(session.workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
+    monkeypatch.setattr(workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
     plan = planner.plan(Blocks(), data(), activation_budget="60%", solver="sqrt")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
     assert "aten." in warning.evidence and warning.is_problem

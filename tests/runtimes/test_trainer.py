@@ -24,14 +24,16 @@ from tests.tiers import tiered
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the trainers warn of is not ours
 
 VOCABULARY, LENGTH = 64, 32
-EXAMPLES = torch.randint(VOCABULARY, (14, LENGTH), generator=torch.Generator().manual_seed(1))
+EXAMPLES = torch.randint(VOCABULARY, (20, LENGTH), generator=torch.Generator().manual_seed(1))
 TOKENS = [{"input_ids": row, "labels": row} for row in EXAMPLES]
+UNEVEN = 14
+"""So many examples leave a smaller last batch, which is captured and planned by itself."""
 
 
 def llama(seed: int = 0, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         hidden_size=32,
         intermediate_size=64,
         num_attention_heads=2,
@@ -56,8 +58,8 @@ def wrap(model: nn.Module, budget: str | None) -> nn.Module:
     return model if budget is None else planner.auto_wrap(model, activation_budget=budget, time_limit_seconds=1.0)
 
 
-def trainer(model: nn.Module, folder: Path, **arguments: Any) -> transformers.Trainer:
-    """Four steps of two batches each, the last batch smaller, with an evaluation and a saved state after two steps."""
+def trainer(model: nn.Module, folder: Path, examples: int = len(TOKENS), **arguments: Any) -> transformers.Trainer:
+    """Four steps of two batches each, with an evaluation and a saved state after two steps."""
     settings = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -73,7 +75,7 @@ def trainer(model: nn.Module, folder: Path, **arguments: Any) -> transformers.Tr
         disable_tqdm=True,
         **arguments,
     )
-    return transformers.Trainer(model=model, args=settings, train_dataset=TOKENS, eval_dataset=TOKENS[:6])
+    return transformers.Trainer(model=model, args=settings, train_dataset=TOKENS[:examples], eval_dataset=TOKENS[:6])
 
 
 def curve(ran: transformers.Trainer) -> list[tuple[Any, ...]]:
@@ -104,7 +106,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[planner.Plan]:
 @pytest.mark.parametrize("bf16", tiered([False, True], slow=[True]))
 def test_loss_curve_with_lora_is_that_without_a_plan(tmp_path: Path, plans: list[planner.Plan], bf16: bool) -> None:
     def train(budget: str | None) -> transformers.Trainer:
-        ran = trainer(wrap(with_lora(llama()), budget), tmp_path, bf16=bf16)
+        ran = trainer(wrap(with_lora(llama()), budget), tmp_path, UNEVEN, bf16=bf16)
         ran.train()
         return ran
 
@@ -173,7 +175,7 @@ def test_adapters_and_tokens_added_after_wrapping() -> None:
     assert planner.plan_of(model).fingerprint["parameters"] > whole.fingerprint["parameters"]
     planner.unwrap(model)
     expected = gradients(outer)
-    assert len(expected) == 2 * 4  # adapters alone
+    assert len(expected) == 4  # adapters alone
     assert all(torch.equal(a, b) for a, b in zip(planned, expected, strict=True))
 
 
@@ -207,7 +209,7 @@ def test_accelerate(mixed_precision: str, late: bool) -> None:
 class Lit(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.model = MiniGPT(layers=2, width=32, heads=2, hidden=64, vocabulary=VOCABULARY, positions=LENGTH)
+        self.model = MiniGPT(layers=1, width=32, heads=2, hidden=64, vocabulary=VOCABULARY, positions=LENGTH)
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.model(batch, batch)
@@ -220,7 +222,7 @@ class Lit(lightning.LightningModule):
 
 
 def test_lightning(tmp_path: Path) -> None:
-    loader = DataLoader(EXAMPLES, batch_size=4)
+    loader = DataLoader(EXAMPLES[:UNEVEN], batch_size=4)
 
     def train(budget: str | None) -> Lit:
         torch.manual_seed(0)

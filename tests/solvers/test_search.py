@@ -54,11 +54,11 @@ def assert_agrees_with_the_simulator(annealing: Annealing) -> None:
 
 
 def improved(
-    problem: Problem, incumbent: Schedule | None = None, *, seconds: float = 5.0, bound: float = 0.0, **options: Any
+    problem: Problem, known: Schedule | None = None, *, seconds: float = 5.0, bound: float = 0.0, **options: Any
 ) -> Solution:
     incumbent = Incumbent(problem)
-    if incumbent is not None:
-        assert incumbent.update(incumbent, "incumbent")
+    if known is not None:
+        assert incumbent.update(known, "known")
     incumbent.raise_bound(bound)
     SOLVER.improve(incumbent, effort=SolveLimits(time_limit_seconds=seconds), **options)
     solution = incumbent.solution()

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Kind, Recorder, Trace
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -148,7 +149,10 @@ class Step:
         """
         modules = dict(self.model.named_modules())
         names = {module: name for name, module in modules.items()}
-        recorder = Recorder(self.mode, resident=[*self.state.values(), *self.inputs.tensors()], names=names)
+        known = [*self.state.values(), *self.inputs.tensors()]
+        with self.mode:
+            sums = EngineSums(known[0].device)
+        recorder = Recorder(self.mode, sums, known, names)
         replacing: dict[nn.Module, Callable[..., Any]] = {
             modules[path]: _StandIn(block, recorder) for path, block in blocks.items()
         }
@@ -164,6 +168,7 @@ class Step:
         losses = [t for t in losses if t.dim() == 0] or losses
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
+        recorder.sums.watch(losses)
         loss = recorder.passage(Kind.LOSS, reads=recorder.numbers(tensors))
 
         def tangents() -> list[torch.Tensor]:
@@ -334,7 +339,8 @@ class _StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called = Inputs(args, kwargs).tensors()
         given = [called[place] if isinstance(place, int) else place for place in self.block.places]
-        made = iter(_Through.apply(self, *given))
+        with self.recorder.caller():
+            made = iter(_Through.apply(self, *given))
         return pytree.tree_unflatten(
             [next(made) if isinstance(r, torch.Tensor) else r for r in self.block.results], self.block.spec
         )

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from torch import nn
+
+from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.engine_internals import next_number, number_at_work
 from planner.capture.storages import Run, StepRecorder, Storage
 
 
@@ -52,8 +59,52 @@ class Trace:
 class Recorder(StepRecorder[Passage]):
     """Records a step on fake tensors, under their mode."""
 
+    def __init__(self, fakes: Any, sums: EngineSums, resident: Any, names: dict[nn.Module, str]) -> None:
+        super().__init__(fakes, sums, resident, names)
+        self._turns: list[int] = []
+        self._at_work: list[str] = []
+        """From the operation of each number on, in forward order, the module that is at work."""
+
     def passage(self, kind: Kind, module: str = "", reads: Sequence[int | None] = ()) -> Passage:
         """Begin a passage: what is freed from now on is freed after it."""
         passage = Passage(kind, module, reads)
         self.events.append(passage)
         return passage
+
+    def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
+        """Write a call down, and what it is a part of the derivative of."""
+        run = super().note(function, args, kwargs, result)
+        if run is not None:
+            run.derivative_of = self._differentiated()
+        return run
+
+    def entered(self, module: nn.Module, inputs: Any) -> None:
+        """Note that a module's forward begins."""
+        super().entered(module, inputs)
+        self._turn()
+
+    def left(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Note that a module's forward ends."""
+        super().left(module, inputs, outputs)
+        self._turn()
+
+    @contextmanager
+    def caller(self) -> Iterator[None]:
+        """Count the derivative of what runs to the module that calls the one at work."""
+        *outside, inside = self.within
+        self.within = outside
+        self._turn()
+        try:
+            yield
+        finally:
+            self.within.append(inside)
+            self._turn()
+
+    def _turn(self) -> None:
+        self._turns.append(next_number())
+        self._at_work.append(self.module)
+
+    def _differentiated(self) -> str:
+        number = number_at_work()
+        turn = 0 if number is None else bisect_right(self._turns, number)
+        return self._at_work[turn - 1] if turn else ""

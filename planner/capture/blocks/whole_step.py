@@ -20,7 +20,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
 from planner.capture.storages import Run
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
-from planner.ir.builder import GraphBuilder
+from planner.ir.builder import GraphBuilder, Keys
 from planner.ir.graph import TrainingGraph
 from planner.ir.static_memory import LossMemory
 
@@ -88,6 +88,9 @@ class Builder(GraphBuilder[fx.Node]):
         self.trace = trace
         self.blocks = blocks
         self.sharding: Sharding | None = None
+        self.keys_before = Keys()
+        self.known_as: dict[int, str] = {}
+        """Operation to the key that it had in plan files written before."""
         self.eager_gradients: list[int] = []
         """Storages that eager operations make, those of gradients among them."""
         self.value_of: dict[int, int] = {}
@@ -116,8 +119,15 @@ class Builder(GraphBuilder[fx.Node]):
         return self.finish(static_bytes, name)
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
-        """Give the graph as fingerprints have it: what a loss works with was rounded up here, as one tensor is."""
-        return replace(graph, values=tuple(replace(v, size_bytes=self.aligned(v.size_bytes)) for v in graph.values))
+        """Give the graph as fingerprints have it.
+
+        What is eager in the backward was of no module, and what a loss works with was rounded up, as one tensor is.
+        """
+        return replace(
+            graph,
+            operations=tuple(replace(o, key=self.known_as.get(i, o.key)) for i, o in enumerate(graph.operations)),
+            values=tuple(replace(value, size_bytes=self.aligned(value.size_bytes)) for value in graph.values),
+        )
 
     def _value(self, storage: int) -> int:
         """Give the value of a storage that is made now."""
@@ -134,9 +144,10 @@ class Builder(GraphBuilder[fx.Node]):
         self.eager_gradients += run.makes
         self.add_once(
             str(run.node.target),
-            run.module,
+            run.module or run.derivative_of,
             self._reads((*run.reads, *self.held.get(index, ())), made=run.makes),
             [self._value(storage) for storage in run.makes],
+            module_before=run.module,
             node=run.node,
             **run.facts,
         )
@@ -207,7 +218,18 @@ class Builder(GraphBuilder[fx.Node]):
         """Give the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
 
-    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = (), **facts: Any) -> None:
-        """Add an operation that runs once."""
+    def add_once(
+        self,
+        target: str,
+        module: str,
+        reads: Iterable[int],
+        makes: Iterable[int] = (),
+        *,
+        module_before: str | None = None,
+        **facts: Any,
+    ) -> None:
+        """Add an operation that runs once; ``module_before`` is what its key had for the module before."""
+        known_as = self.keys_before.next(module if module_before is None else module_before, target, self.phase)
+        self.known_as[len(self.operations)] = known_as
         name = f"{_join(module, target)}.{len(self.operations)}".lstrip(".")
         self.add(target, reads, makes, name=name, module=module, recomputable=False, **facts)

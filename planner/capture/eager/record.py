@@ -157,7 +157,6 @@ class _OutsideLoss(torch.autograd.Function):
 
 def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
     tensors = [t for t in tensors_in(outputs) if t.requires_grad]
-    assert recorder.sums is not None
     recorder.sums.watch(tensors)
     if not tensors:
         raise CaptureError("nothing of the model needs a backward: no output requires gradients")

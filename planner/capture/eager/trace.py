@@ -188,7 +188,7 @@ class Recorder(StepRecorder[Run]):
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Note that a tensor is saved, and give a copy to be held in its place."""
-        save = Save(self.number(tensor), self.within[-1] if self.within else "", self.now, is_plain(tensor))
+        save = Save(self.number(tensor), self.module, self.now, is_plain(tensor))
         self.saves.append(save)
         for _, call in self._stack:
             call.saves.append(save)
