@@ -65,7 +65,7 @@ def _complain(message: str, debug: bool) -> None:
 
 
 def make_parser() -> Parser:
-    """Give the parser of all commands."""
+    """Return the parser of all commands."""
     parser = Parser(prog="checkpoint-planner", description=(__doc__ or "").split("\n\n")[0])
     common = Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -26,7 +26,7 @@ Result = dict[str, Any]
 
 
 def parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Give a parser with the options of every benchmark."""
+    """Return a parser with the options of every benchmark."""
     summary = (description or "").split("\n\n")[0]
     made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=summary)
     made.add_argument(
@@ -107,7 +107,7 @@ def page(title: str, result: Result, *parts: str) -> str:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Give a Markdown table; everything but the first column is aligned to the right.
+    """Return a Markdown table; everything but the first column is aligned to the right.
 
     Examples
     --------

@@ -218,7 +218,7 @@ def _take_out(loaded: ZooModel) -> None:
 
 
 def _switch(loaded: ZooModel, peer: Peer) -> Callable[[], None]:
-    """Give what puts an alternative in force; what it compiles is kept from one time to the next."""
+    """Return what puts an alternative in force; what it compiles is kept from one time to the next."""
     compiled: list[Any] = []
 
     def prepare() -> None:
@@ -235,7 +235,7 @@ def _switch(loaded: ZooModel, peer: Peer) -> Callable[[], None]:
 def _measure(
     loaded: ZooModel, prepare: Callable[[], None], references: _References, compiles: bool, device: torch.device
 ) -> tuple[int, str]:
-    """Give the peak of a step and what its gradients are beside eager's.
+    """Return the peak of a step and what its gradients are beside eager's.
 
     The first way that is measured is eager; the first that ``compiles`` is a compiled graph without recompute.
     """
@@ -277,7 +277,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
 
 
 def _tolerance(gradients: Sequence[torch.Tensor], moved: float) -> float:
-    """Give how far off gradients may be that are as good, where rounding alone moved them so far."""
+    """Return how far off gradients may be that are as good, where rounding alone moved them so far."""
     least = max(torch.finfo(gradient.dtype).eps for gradient in gradients) ** 0.5
     return max(least, min(_TIMES_ROUNDING * moved, _ANOTHER_PROGRAM))
 
@@ -296,7 +296,7 @@ def _verdict(gradients: list[torch.Tensor], references: _References, compiles: b
 
 
 def _apart(gradients: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
-    """Give the norm of the difference over that of the reference, all gradients together."""
+    """Return the norm of the difference over that of the reference, all gradients together."""
     difference = torch.stack([(a - b).double().norm() for a, b in zip(gradients, reference, strict=True)]).norm()
     return float(difference / torch.stack([b.double().norm() for b in reference]).norm())
 

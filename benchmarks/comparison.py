@@ -24,7 +24,7 @@ NOT_COMPARED = ("eager", "Inductor")
 
 
 def against(rows: Sequence[Result]) -> Result:
-    """Give for each alternative that costs something what a plan at its peak or below pays of that.
+    """Return for each alternative that costs something what a plan at its peak or below pays of that.
 
     Of several plans that is the one whose predicted overhead is lowest: to take the one that was measured to be
     fastest would count what is only noise as ours.
@@ -59,7 +59,7 @@ def against(rows: Sequence[Result]) -> Result:
 
 
 def error_of(ratios: Sequence[float]) -> float:
-    """Give the standard error of a median, from the quartiles: single rounds on a shared machine are far off."""
+    """Return the standard error of a median, from the quartiles: single rounds on a shared machine are far off."""
     first, _, third = quantiles(ratios)
     return 1.2533 * (third - first) / 1.349 / math.sqrt(len(ratios))
 
@@ -74,7 +74,7 @@ def _counts(row: Result) -> bool:
 
 
 def summary(models: Sequence[Result]) -> list[Result]:
-    """Give for each kind of alternative what plans pay of its overhead, over all models."""
+    """Return for each kind of alternative what plans pay of its overhead, over all models."""
     found = []
     for kind, goal in GOALS.items():
         points = [
@@ -103,7 +103,7 @@ def summary(models: Sequence[Result]) -> list[Result]:
 
 
 def markdown(result: Result, pictures: str | None = None) -> str:
-    """Give the page; ``pictures`` is the folder, beside it, of a picture for each model."""
+    """Return the page; ``pictures`` is the folder, beside it, of a picture for each model."""
     legend = (
         "Peaks are MiB that a step allocates on top of what is resident, measured. Overhead is the median over rounds "
         "of step time over eager's in the same round, less one. Gradients are held against eager's from the same "

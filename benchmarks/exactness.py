@@ -81,7 +81,7 @@ def _sizes(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rows(name: str, sizes: dict[str, Any], args: argparse.Namespace, done: Sequence[Result]) -> Iterator[Result]:
-    """Give one row for each budget of a model; what is infeasible adds one at the smallest feasible budget."""
+    """Return one row for each budget of a model; what is infeasible adds one at the smallest feasible budget."""
     common.progress(f"{name}: {common.sizes_text(sizes)}")
     loaded = zoo.build(name, **sizes)
     case = {"model": name, "sizes": sizes}

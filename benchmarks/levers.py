@@ -120,7 +120,7 @@ class _Step:
         return candidates(loaded.model, whole, study_lowered(loaded.model, whole, options), options)
 
     def pieces(self) -> Iterator[Candidate]:
-        """Give the step in one piece, then in more and more slices."""
+        """Return the step in one piece, then in more and more slices."""
         for number in count():
             if number == len(self.sliced):
                 following = next(self.rest, None)
@@ -130,7 +130,7 @@ class _Step:
             yield self.sliced[number]
 
     def planned(self, budget: str, lever: Lever) -> Result:
-        """Give a row."""
+        """Return a row."""
         _, whole = next(self.pieces())
         asked: dict[str, Any] = {"activation_budget" if budget.endswith("%") else "budget": budget}
         problem = whole.posed(Budget(**asked))

@@ -231,7 +231,7 @@ def _point(row: Result) -> tuple[int, float]:
 
 
 def _quotients(rows: Sequence[Result]) -> list[float]:
-    """Give what we pay of PyTorch's overhead; ratios at which it does the same are one point.
+    """Return what we pay of PyTorch's overhead; ratios at which it does the same are one point.
 
     Where its peak is not below that of the step without recompute we pay nothing; a hundredth stands for that.
     """

@@ -145,7 +145,7 @@ def _inductor(loaded: ZooModel) -> Iterator[Any]:
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any]:
-    """Give a function of its own code object, by which Dynamo keeps its graphs, that runs a model."""
+    """Return a function of its own code object, by which Dynamo keeps its graphs, that runs a model."""
     space: dict[str, Any] = {"run": call_implementation(model)}
     exec("def call(*args, **kwargs):\n    return run(*args, **kwargs)", space)
     call: Callable[..., Any] = space["call"]
@@ -171,7 +171,7 @@ def _ckptplan(loaded: ZooModel) -> Iterator[Any]:
 
 
 def peers(ratios: Sequence[float], *, inductor: bool) -> list[Peer]:
-    """Give the alternatives in the order of the tables; plain eager is first."""
+    """Return the alternatives in the order of the tables; plain eager is first."""
     solvers = ["dp", "ilp"]
     return [
         Peer("eager", _nothing),

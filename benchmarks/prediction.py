@@ -243,7 +243,7 @@ class _Timed(fx.Interpreter):
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Give Spearman's coefficient; ties share their mean rank.
+    """Return Spearman's coefficient; ties share their mean rank.
 
     Examples
     --------

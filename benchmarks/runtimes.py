@@ -116,7 +116,7 @@ def _entries(
     find: Callable[[ZooModel, str, argparse.Namespace], Result],
     args: argparse.Namespace,
 ) -> Iterable[Result]:
-    """Give what is found about one model under each runtime, or was found before; errors are looked at again."""
+    """Return what is found about one model under each runtime, or was found before; errors are looked at again."""
     kept = {
         entry["runtime"]: entry
         for entry in done
@@ -265,7 +265,7 @@ def _plan(loaded: ZooModel, runtime: str, budget_bytes: int, limit_seconds: floa
 
 
 def _gradient_distance(loaded: ZooModel, plan: Plan) -> float:
-    """Give the largest difference of a gradient under a plan from that without recompute, relative to its length.
+    """Return the largest difference of a gradient under a plan from that without recompute, relative to its length.
 
     A gradient counts as no shorter than a hundredth of all together: one that cancels out is only rounding.
     """
@@ -291,7 +291,7 @@ def _failure(error: Exception) -> Result:
 
 
 def _rows(entries: Iterable[Result]) -> list[Result]:
-    """Give rows that say which model and runtime they are of."""
+    """Return rows that say which model and runtime they are of."""
     return [
         {"model": entry["model"], "runtime": entry["runtime"], **row}
         for entry in entries

@@ -19,7 +19,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 5, 400
 
 
 def step_of(loaded: ZooModel) -> Callable[[], Any]:
-    """Give what runs forward and backward once."""
+    """Return what runs forward and backward once."""
 
     def step() -> Any:
         outputs = loaded.model(*loaded.example_args, **loaded.example_kwargs)

@@ -68,7 +68,7 @@ class CostModel(Protocol):
         """Device that the costs hold for."""
 
     def costs(self, operations: Sequence[CostedOperation]) -> tuple[OperationCost, ...]:
-        """Give the cost of one run of each operation, in their order."""
+        """Return the cost of one run of each operation, in their order."""
 
 
 class CostModelFactory(Protocol):

@@ -100,10 +100,6 @@ def cpu(cores: int | None = None, *, memory_bytes: int | None = None) -> DeviceS
         Threads that PyTorch uses; by default what this process may run on.
     memory_bytes : int, optional
         By default what this machine has.
-
-    Returns
-    -------
-    DeviceSpec
     """
     cores = cores or _available_cores()
     return DeviceSpec(
@@ -200,10 +196,6 @@ def unknown_gpu(
     ----------
     name : str
         What the driver calls it.
-    architecture : str
-    memory_bytes : int
-    multiprocessors : int
-    clock_hertz : float
     memory_bits_per_second : float
         Over the whole bus.
 
@@ -230,7 +222,7 @@ def unknown_gpu(
 
 
 def library_bytes(architecture: str) -> int:
-    """Give what matrix libraries keep for one thread of the forward and one of the backward.
+    """Return what matrix libraries keep for one thread of the forward and one of the backward.
 
     Sizes of a workspace are torch's defaults (``aten/src/ATen/cuda/CublasHandlePool.cpp``), unless
     ``CUBLAS_WORKSPACE_CONFIG`` says otherwise.
@@ -262,10 +254,6 @@ def device(name: str) -> DeviceSpec:
     name : str
         One of :func:`device_names`.
 
-    Returns
-    -------
-    DeviceSpec
-
     Raises
     ------
     UnknownNameError
@@ -286,7 +274,7 @@ def device(name: str) -> DeviceSpec:
 
 
 def with_tf32(spec: DeviceSpec) -> DeviceSpec:
-    """Give the device with float32 products in TF32; itself where there is no such rate.
+    """Return the device with float32 products in TF32; itself where there is no such rate.
 
     Examples
     --------

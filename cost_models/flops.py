@@ -72,10 +72,6 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     output
         What it returns: a tensor, or several.
 
-    Returns
-    -------
-    int
-
     Examples
     --------
     >>> import torch
@@ -225,7 +221,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _hint(size: Any) -> int:
-    """Give the value that a symbolic size was traced with; ``int`` of it would add a guard."""
+    """Return the value that a symbolic size was traced with; ``int`` of it would add a guard."""
     return int(size.node.hint) if hasattr(size, "node") else int(size)
 
 

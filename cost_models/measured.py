@@ -116,7 +116,7 @@ class MeasuredCosts:
     name: ClassVar[str] = "measured"
 
     def costs(self, operations: Sequence[CostedOperation]) -> tuple[OperationCost, ...]:
-        """Give the cost of one run of each operation, in their order."""
+        """Return the cost of one run of each operation, in their order."""
         known = self.profile.measurements if self.profile else {}
         estimates = RooflineCosts(self.device).costs(operations)
         return tuple(
@@ -132,7 +132,6 @@ def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tu
 
     Parameters
     ----------
-    profile : Profile
     operations : sequence of ProfiledOperation
         Of the step at hand, with the same keys in the same order.
     inputs : tuple of tuple of int

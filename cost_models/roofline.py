@@ -75,7 +75,7 @@ class RooflineCosts:
     name: ClassVar[str] = "roofline"
 
     def costs(self, operations: Sequence[CostedOperation]) -> tuple[OperationCost, ...]:
-        """Give the cost of one run of each operation, in their order; workspace is not known, so 0."""
+        """Return the cost of one run of each operation, in their order; workspace is not known, so 0."""
         return tuple(OperationCost(seconds=self._seconds(operation)) for operation in operations)
 
     def _seconds(self, operation: CostedOperation) -> float:

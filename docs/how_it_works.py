@@ -19,7 +19,7 @@ LEFT, COLUMN, ROW, CURVE = 96, 44, 17, 130
 
 
 def layers() -> Problem:
-    """Give a step of four linear layers with three activations between them; a linear layer takes four times as long.
+    """Return a step of four linear layers with three activations between them; a linear layer takes four times as long.
 
     Names are as in the pictures: ``x1`` is what the first layer makes, ``y1`` what the activation makes of it, ``dx1``
     a gradient, and ``dW1`` that of a parameter, which stays until the step ends.
@@ -54,7 +54,7 @@ def layers() -> Problem:
 
 
 def pictures() -> dict[str, str]:
-    """Give every picture by its file name."""
+    """Return every picture by its file name."""
     problem = layers()
     keep_all = Schedule.keep_all(problem.graph)
     plan = solve(problem, "ilp").schedule
@@ -213,17 +213,17 @@ class Drawing:
         return drawn
 
     def svg(self, drawn: list[str]) -> str:
-        """Give the file."""
+        """Return the file."""
         return picture(self.width, self.curve_end + 28, [text_at(12, 24, self.title, bold=True, size=15), *drawn])
 
 
 def names_of(graph: TrainingGraph, order: tuple[int, ...]) -> list[str]:
-    """Give the name of each run."""
+    """Return the name of each run."""
     return [graph.operations[index].name for index in order]
 
 
 def again_of(order: tuple[int, ...]) -> list[int]:
-    """Give the positions of the runs that are not an operation's first."""
+    """Return the positions of the runs that are not an operation's first."""
     return [position for position, index in enumerate(order) if index in order[:position]]
 
 

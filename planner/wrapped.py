@@ -15,13 +15,13 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def running_on(model: nn.Module) -> Running | None:
-    """Give what runs in place of a model's call, if that is ours."""
+    """Return what runs in place of a model's call, if that is ours."""
     running = installed_call(model)
     return running if isinstance(running, Running) else None
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """Give the plan in force: the one of the input sizes that ran last.
+    """Return the plan in force: the one of the input sizes that ran last.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ class Builder:
 def transformer(
     layers: int = 6, *, unit_bytes: int = 2**20, vocabulary: int = 4
 ) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
-    """Give a transformer-like step of ``layers`` equal blocks, with dropout, loss and parameter gradients."""
+    """Return a transformer-like step of ``layers`` equal blocks, with dropout, loss and parameter gradients."""
     b, unit = Builder(), unit_bytes
     tape: list[tuple[str, str, list[int], float]] = []  # module, target, saved values, seconds
 

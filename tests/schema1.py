@@ -69,7 +69,7 @@ def make_plan(name: str) -> planner.Plan:
 
 
 def reports(plan: planner.Plan, other: planner.Plan) -> dict[str, dict[str, Any]]:
-    """Give what ``--json`` writes of questions that are asked of the toy and of its plans."""
+    """Return what ``--json`` writes of questions that are asked of the toy and of its plans."""
     limits: dict[str, Any] = {"deterministic": True, "time_limit_seconds": 1.0}
     return {
         "what_if": planner.what_if(model(), inputs(), points=4, **limits).report(),

@@ -9,7 +9,7 @@ import pytest
 
 
 def tiered(values: Iterable[Any], *, slow: Collection[Any] | None = None, quick: Collection[Any] = ()) -> list[Any]:
-    """Give parameters of a test of which the ``slow`` ones, or all but the ``quick`` ones, carry the mark."""
+    """Return parameters of a test of which the ``slow`` ones, or all but the ``quick`` ones, carry the mark."""
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
         if (value in slow if slow is not None else value not in quick)

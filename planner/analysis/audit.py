@@ -63,7 +63,7 @@ class Audit:
         return None if self.budget_bytes is None else self.now.whole_step_peak_bytes <= self.budget_bytes
 
     def report(self) -> dict[str, Any]:
-        """Give the audit as JSON has it."""
+        """Return the audit as JSON has it."""
         now = self.now
         report: dict[str, Any] = {
             "schema": SCHEMA,
@@ -107,7 +107,7 @@ def _best(plan: Plan) -> dict[str, Any]:
 
 
 def read_current(current: str | Path | Plan) -> str | Plan:
-    """Give a set-up by its name, or the plan that a file holds.
+    """Return a set-up by its name, or the plan that a file holds.
 
     Raises
     ------
@@ -185,7 +185,7 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
 
 
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: dict[str, Any]) -> Plan:
-    """Give the cheapest plan that is known within a budget, which may be the set-up itself.
+    """Return the cheapest plan that is known within a budget, which may be the set-up itself.
 
     It may offload as much as the set-up does, and round what it offloads if that does.
     """
@@ -210,7 +210,7 @@ def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: dict[st
 
 
 def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, ...]]:
-    """Give the schedule of a set-up, and what is assumed with it."""
+    """Return the schedule of a set-up, and what is assumed with it."""
     if isinstance(current, Plan):
         return _schedule_of_plan(study, current)
     if current == _NONE:

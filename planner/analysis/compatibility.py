@@ -13,14 +13,14 @@ _OFFLOAD = ("graph", "modules")
 
 
 def whole_graph(runtime: str, why: str) -> str:
-    """Give the runtime for what is planned on the whole graph."""
+    """Return the runtime for what is planned on the whole graph."""
     if runtime not in ("auto", "graph"):
         raise UsageError(f"{why}: leave out runtime={runtime!r}")
     return "graph"
 
 
 def offloading_runtime(runtime: str, asked: Offload) -> str:
-    """Give the runtime for a plan with or without offload."""
+    """Return the runtime for a plan with or without offload."""
     if asked.offload_lossy:
         return whole_graph(runtime, "only the runtime 'graph' rounds what it copies to the host")
     if not asked.offload:
@@ -56,7 +56,7 @@ def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: 
 
 
 def sliced_graph(runtime: str, *, several_devices: bool) -> str:
-    """Give the runtime that a step in slices is planned for."""
+    """Return the runtime that a step in slices is planned for."""
     if several_devices:
         raise UsageError("a step in slices is planned for one device: leave out chunk")
     return whole_graph(runtime, "a step in slices is planned on the whole graph")

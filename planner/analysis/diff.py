@@ -116,14 +116,12 @@ class Difference:
 
     Parameters
     ----------
-    a, b : Plan
     header : dict of str to tuple
         What the two were made for and how, as far as it differs.
     layers : tuple of LayerDifference
         The layers that change, in forward order.
     only_in_a, only_in_b : tuple of str
         Blocks that the other plan's model does not have.
-    moves : tuple of Move
     by_value : bool
         Whether moves are of values; else of operations, since a plan has no table of its values.
     """
@@ -173,7 +171,7 @@ class Difference:
         return len({move.block or move.module for move in self.moves})
 
     def report(self) -> dict[str, Any]:
-        """Give the difference as JSON has it; changes are those from A to B."""
+        """Return the difference as JSON has it; changes are those from A to B."""
         return {
             "schema": SCHEMA,
             "model": self.b.model,
@@ -274,13 +272,13 @@ def _host_bytes(plan: Plan) -> int:
 
 
 def _named(plan: Plan) -> set[str]:
-    """Give the keys of operations that a plan names."""
+    """Return the keys of operations that a plan names."""
     keys = {row.operation for row in plan.values.rows} if plan.values is not None else set()
     return keys | {key for before in plan.recomputations.items() for key in (before[0], *before[1])}
 
 
 def _changed(layers_a: dict[str, LayerPlacement], layers_b: dict[str, LayerPlacement]) -> tuple[LayerDifference, ...]:
-    """Give the layers that change; one that is no block and stands in one plan only holds nothing in the other."""
+    """Return the layers that change; one that is no block and stands in one plan only holds nothing in the other."""
     changed = []
     for module in dict.fromkeys((*layers_a, *layers_b)):
         known = layers_a.get(module) or layers_b[module]

@@ -24,7 +24,6 @@ class ExplainedValue:
 
     Parameters
     ----------
-    value : ValueRow
     block : str
         Path of the block that makes it, ``""`` if none does.
     reason : str
@@ -96,7 +95,7 @@ class Explanation:
         return sum(by_operation.values())
 
     def report(self) -> dict[str, Any]:
-        """Give the explanation as JSON has it."""
+        """Return the explanation as JSON has it."""
         return {
             "schema": SCHEMA,
             "model": self.model,
@@ -183,7 +182,7 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
 
 
 def table_of(plan: Plan) -> ValueTable:
-    """Give the table of a plan's values.
+    """Return the table of a plan's values.
 
     Raises
     ------
@@ -252,7 +251,7 @@ class _Reasons:
         """Bytes that the worst bargain of the plan frees, for a second."""
 
     def of(self, number: int) -> str:
-        """Give the reason for a row."""
+        """Return the reason for a row."""
         row = self.rows[number]
         if row.offloaded:
             return f"offloaded: {self._offloaded(row)}"
@@ -323,5 +322,5 @@ class _Reasons:
 
 
 def per_ms(bytes_per_second: float) -> str:
-    """Give a price as bytes for a millisecond."""
+    """Return a price as bytes for a millisecond."""
     return f"{format_bytes(bytes_per_second / 1000)} per ms"

@@ -30,7 +30,6 @@ class Incumbent:
     ----------
     name : str
         With the number that it was taken with.
-    summary : str
     peak_bytes : int
         On the whole device, the optimizer's own step included.
     overhead : float
@@ -93,7 +92,7 @@ class Established:
     absent: dict[str, str]
 
     def report(self) -> dict[str, Any]:
-        """Give it as JSON has it."""
+        """Return it as JSON has it."""
         return {
             "schema": SCHEMA,
             "model": self.model,
@@ -128,7 +127,6 @@ def compare(
 
     Parameters
     ----------
-    study : Study
     names : sequence of str
         Of strategies; by default all.
     solver, deterministic, seed, progress

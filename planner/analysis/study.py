@@ -74,7 +74,7 @@ class Study:
     varies: bool = False
 
     def problem(self, budget: Size = "100%") -> Problem:
-        """Give the problem that a budget for the whole device poses.
+        """Return the problem that a budget for the whole device poses.
 
         Raises
         ------
@@ -84,30 +84,30 @@ class Study:
         return self.posed(Budget(budget=budget))
 
     def posed(self, budget: Budget, host: Host | None = None) -> Problem:
-        """Give the problem that any budget poses, with a host's memory or without."""
+        """Return the problem that any budget poses, with a host's memory or without."""
         return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions)
 
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
-        """Give the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
+        """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
         if self.device is None:
             raise UsageError("nothing is known of the device of this step, so nothing can be offloaded")
         return host_of(self.device, budget, at_least=at_least, lossy=lossy)
 
     def host_for(self, asked: Offload) -> Host | None:
-        """Give the host memory that is asked for, None if nothing may be offloaded."""
+        """Return the host memory that is asked for, None if nothing may be offloaded."""
         if not asked.offload:
             return None
         return self.host(asked.host_budget, asked.offload_at_least, lossy=asked.offload_lossy)
 
     def unlimited_host(self) -> Host | None:
-        """Give the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
+        """Return the host's memory as if there were any amount of it; None if nothing is known of the link to it."""
         try:
             return self.host(2**62, at_least=1)
         except UsageError:
             return None
 
     def for_host(self, host: Host | None) -> Study:
-        """Give the step as it is where values may wait in a host's memory: what modules can send is written into it."""
+        """Return the step as it is where values may wait in a host's memory: it then says what modules can send."""
         least_bytes = host.least_bytes if host is not None else None
         return self if self.seen_for is None or least_bytes == self.least_bytes else self.seen_for(least_bytes)
 
@@ -235,7 +235,7 @@ class Study:
         return replace(made, warnings=tuple(one for one in made.warnings if one.rule != GAP))
 
     def least_offloaded(self, schedule: Schedule) -> int:
-        """Give the size from which on values may be offloaded, so that a schedule's own may be."""
+        """Return the size from which on values may be offloaded, so that a schedule's own may be."""
         if self.regions is not None:
             return LEAST_BYTES if self.least_bytes is None else self.least_bytes
         sizes = (self.graph.values[offload.value].size_bytes for offload in schedule.offloads)
@@ -262,7 +262,7 @@ class Study:
         incumbent.raise_bound(solution.lower_bound_seconds)
 
     def lowest(self, problem: Problem, *, effort: SolveLimits) -> Schedule:
-        """Give the plan of the lowest peak that quick methods find, down to the problem's budget."""
+        """Return the plan of the lowest peak that quick methods find, down to the problem's budget."""
         if problem.regions is not None:
             return lowest_choice(problem, Clock(_LOWEST_SECONDS, counts_work=effort.deterministic))
         schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
@@ -271,7 +271,7 @@ class Study:
         return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
 
     def strategy(self, name: str) -> Schedule:
-        """Give what an established system does with the step.
+        """Return what an established system does with the step.
 
         Raises
         ------

@@ -42,7 +42,6 @@ def choose(spec: DeviceSpec, query: Tensor, key: Tensor, value: Tensor, mask: Te
         Of kind ``"cuda"``.
     query, key, value : Tensor
         Of shape (batch, heads, length, head size); fake ones will do.
-    mask : Tensor, optional
     **options
         ``dropout_p``, ``is_causal`` and ``enable_gqa`` of the call.
 
@@ -114,7 +113,7 @@ def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
 
 
 def attention_on(spec: DeviceSpec) -> Attention:
-    """Give what stands in for ``scaled_dot_product_attention`` while a step for a device is traced.
+    """Return what stands in for ``scaled_dot_product_attention`` while a step for a device is traced.
 
     Parameters
     ----------
@@ -166,7 +165,7 @@ def _run_flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None
 
 
 def _added(mask: Tensor, query: Tensor, key: Tensor, *, pad: bool) -> Tensor:
-    """Give the mask as the kernels take it: added to the scores, spread over batch and heads, rows aligned."""
+    """Return the mask as the kernels take it: added to the scores, spread over batch and heads, rows aligned."""
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype, device=mask.device))
     aligned = mask.stride(-1) == 1 and all(stride % _MASK_ALIGNMENT == 0 for stride in mask.stride()[:-1])

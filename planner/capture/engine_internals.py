@@ -29,13 +29,13 @@ def is_called_by_engine(above: int) -> bool:
 
 
 def next_number() -> int:
-    """Give the number that the next operation that can be differentiated will have."""
+    """Return the number that the next operation that can be differentiated will have."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def number_at_work() -> int | None:
-    """Give the number of the operation whose derivative the engine computes now, None if it computes none."""
+    """Return the number of the operation whose derivative the engine computes now, None if it computes none."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -51,6 +51,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Give how often a tensor, and how often its storage, is referred to."""
+    """Return how often a tensor, and how often its storage, is referred to."""
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     return count, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

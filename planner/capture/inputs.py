@@ -57,11 +57,11 @@ class Inputs:
         return inputs
 
     def tensors(self) -> list[torch.Tensor]:
-        """Give the tensors among the arguments, nested ones too."""
+        """Return the tensors among the arguments, nested ones too."""
         return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
-        """Give the same arguments with every tensor replaced."""
+        """Return the same arguments with every tensor replaced."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
         return Inputs(args, kwargs)
 
@@ -173,10 +173,8 @@ def static_bytes(model: nn.Module, inputs: Sequence[torch.Tensor], *, alignment_
 
     Parameters
     ----------
-    model : torch.nn.Module
     inputs : sequence of torch.Tensor
         What the step is given; parameters and buffers among them are not counted again.
-    alignment_bytes : int
 
     Returns
     -------

@@ -75,7 +75,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Give the tensors that a node's recorded output holds."""
+    """Return the tensors that a node's recorded output holds."""
     val = node.meta.get("val")
     leaves = val if isinstance(val, (list, tuple)) else [val]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -106,7 +106,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def weight_copies(joint: JointGraph) -> set[fx.Node]:
-    """Give the nodes that cast a parameter to another type, as autocast does with weights."""
+    """Return the nodes that cast a parameter to another type, as autocast does with weights."""
     placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
     parameters = {n for n, tensor in zip(placeholders, joint.inputs, strict=False) if isinstance(tensor, nn.Parameter)}
     casts = joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
@@ -134,7 +134,7 @@ def drop_unused_statistics(graph: fx.Graph) -> None:
 
 
 def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
-    """Give the nodes that the forward runs: what its outputs need, writes, draws, and all their elements.
+    """Return the nodes that the forward runs: what its outputs need, writes, draws, and all their elements.
 
     An element that only the backward reads (a dropout mask, a saved mean) is there once its operation has
     run; to leave it to the backward would run that operation again.
@@ -157,7 +157,7 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
 
 
 def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Give the roots and all that they need, in the order of ``nodes``."""
+    """Return the roots and all that they need, in the order of ``nodes``."""
     needed: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -171,7 +171,7 @@ def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Nod
 
 
 def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
-    """Give the inputs that the forward overwrites: what they held is gone when the backward runs."""
+    """Return the inputs that the forward overwrites: what they held is gone when the backward runs."""
     overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
     names = {d.mutated_input for d in joint.output_descriptors[0] if isinstance(d, InputMutationAOTOutput)}
     overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}

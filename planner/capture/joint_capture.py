@@ -55,7 +55,7 @@ class Stopped(BaseException):
 
 
 def fake_mode() -> FakeTensorMode:
-    """Give a mode in which models and inputs are built without memory."""
+    """Return a mode in which models and inputs are built without memory."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
@@ -72,15 +72,10 @@ def capture(
     ----------
     model : torch.nn.Module
         Real or built under :func:`fake_mode`. It is left as it was.
-    inputs : Inputs
     implementation : callable, optional
         What to capture in place of the model's call: its ``forward``, without its hooks.
     **options
         See :class:`Backend`.
-
-    Returns
-    -------
-    JointGraph
 
     Raises
     ------
@@ -131,7 +126,6 @@ class IsolatedCall:
 
     Parameters
     ----------
-    module : torch.nn.Module
     implementation : callable
         Of the module.
     partition, **options
@@ -172,7 +166,7 @@ class IsolatedCall:
 
 
 def _own_function(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a function of its own code object, by which Dynamo keeps its graphs."""
+    """Return a function of its own code object, by which Dynamo keeps its graphs."""
 
     def planned(*args: Any, **kwargs: Any) -> Any:
         return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
@@ -260,7 +254,7 @@ def _under(assumption: Assumption, run: Callable[..., Any]) -> Callable[..., Any
 
 
 def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:
-    """Give the positions of the outputs that require gradients."""
+    """Return the positions of the outputs that require gradients."""
     outputs = graph_module.graph.output_node().args[0]
     return [i for i, node in enumerate(outputs) if (v := _value(node)) is not None and v.requires_grad]  # type: ignore[arg-type]
 
@@ -285,7 +279,7 @@ def _value(node: Any) -> torch.Tensor | None:
 
 
 def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> tuple[int, ...]:
-    """Give the bytes of gradients that reach outputs and not the graph, for which there is one to a storage.
+    """Return the bytes of gradients that reach outputs and not the graph, for which there is one to a storage.
 
     What arrives for views of one storage is added up before the graph sees the sum; what arrives for an
     output that is an input, or a view of one, goes past the graph.
@@ -306,7 +300,7 @@ def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int
 
 
 def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> fx.GraphModule:
-    """Give the graph module with all outputs detached but the named ones."""
+    """Return the graph module with all outputs detached but the named ones."""
     outputs = list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}

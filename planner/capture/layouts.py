@@ -34,7 +34,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def _as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """Give a fake view the strides that the kernel gives it.
+    """Return a fake view the strides that the kernel gives it.
 
     Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
     whether channels come last, and lay out their own results after that.
@@ -51,7 +51,7 @@ def _as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> An
 
 
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-    """Give the fake result of a call that is being followed the strides that its kernel gives it.
+    """Return the fake result of a call that is being followed the strides that its kernel gives it.
 
     Views along dimensions of one element, elementwise operators and BatchNorm, as in :func:`correct_layouts`.
     """
@@ -66,7 +66,7 @@ def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -
 
 
 def correct_layouts(graph: fx.Graph) -> None:
-    """Give the recorded results of elementwise operators, and of BatchNorm, the strides that their kernels give them.
+    """Return the recorded results of elementwise operators, and of BatchNorm, the strides that their kernels give them.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def correct_layouts(graph: fx.Graph) -> None:
 
 
 def _traced_again(node: fx.Node) -> Any:
-    """Give what fake tensors say now that another layout is read; what was recorded, if that is nothing else.
+    """Return what fake tensors say now that another layout is read; what was recorded, if that is nothing else.
 
     Where that can no longer be viewed, the node reads a copy of it from now on.
     """
@@ -131,7 +131,7 @@ def _result(node: fx.Node) -> Any:
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-    """Give the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
+    """Return the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
     read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
     outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
     if not outputs or not all(isinstance(output, FakeTensor) for output in outputs):
@@ -154,7 +154,7 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
 
 
 def _like(traced: Any, found: Any) -> Any:
-    """Give what was traced with the strides of what the kernel gave."""
+    """Return what was traced with the strides of what the kernel gave."""
     if not isinstance(traced, FakeTensor) or not isinstance(found, torch.Tensor):
         return traced
     if found.dim() != traced.dim() or found.stride() == _small(traced).stride():
@@ -171,13 +171,13 @@ def _goes_with(tensor: torch.Tensor, output: torch.Tensor) -> bool:
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """Give the dimensions in the order of their strides, the largest first."""
+    """Return the dimensions in the order of their strides, the largest first."""
     strides = list(tensor.stride())
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
 def _dense(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Give the strides of a tensor without holes whose dimensions come in an order.
+    """Return the strides of a tensor without holes whose dimensions come in an order.
 
     Examples
     --------
@@ -192,7 +192,7 @@ def _dense(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:
-    """Give zeros, laid out alike, with two elements along each dimension that has several."""
+    """Return zeros, laid out alike, with two elements along each dimension that has several."""
     sizes = [min(size, 2) for size in tensor.shape]
     made = torch.zeros(2 ** tensor.dim(), dtype=tensor.dtype)
     strides = _dense(sizes, _order(tensor))

@@ -54,8 +54,6 @@ class LoweredGraph:
 
     Parameters
     ----------
-    joint : JointGraph
-    graph : TrainingGraph
     operation_nodes : list of torch.fx.Node or None
         For each operation its node; None for the loss and for what autograd does with gradients.
     value_nodes : list of torch.fx.Node
@@ -92,7 +90,6 @@ def lower(
 
     Parameters
     ----------
-    joint : JointGraph
     alignment_bytes : int
         What the allocator rounds sizes up to.
     static_bytes : dict of str to int
@@ -108,10 +105,6 @@ def lower(
     given : sequence of torch.fx.Node
         Placeholders that are values and not resident, if the graph is a part of a step: one operation before all
         others makes them.
-
-    Returns
-    -------
-    LoweredGraph
 
     Raises
     ------

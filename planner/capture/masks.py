@@ -114,7 +114,7 @@ def _argument(call: fx.Node, name: str) -> Any:
 
 
 def _computed_from(mask: fx.Node, placeholders: dict[fx.Node, int], inputs: Sequence[Any]) -> list[fx.Node] | None:
-    """Give a mask's nodes in order, or None where its values are not known or not worth remembering."""
+    """Return a mask's nodes in order, or None where its values are not known or not worth remembering."""
     origin: set[fx.Node] = set()
     stack = [mask]
     while stack:
@@ -196,7 +196,7 @@ def _pass_flag(call: fx.Node, causal: bool) -> None:
 
 
 def _before_repeating(node: fx.Node) -> fx.Node | None:
-    """Give the keys or values of shape (batch, groups, length, size) that were repeated for every head of a group."""
+    """Return the keys or values of shape (batch, groups, length, size) that were repeated for every head of a group."""
     if node.target != "reshape":
         return None
     expanded: Any = node.args[0]

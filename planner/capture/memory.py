@@ -28,7 +28,6 @@ def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, An
     ----------
     step : callable
         Run once.
-    device : torch.device
 
     Returns
     -------

@@ -31,7 +31,7 @@ _INDEX_BOUND = {
 
 
 def _rows_of_groups(args: Sequence[Any]) -> int:
-    """Give what the groups of a grouped product divide: rows, columns, or what both sides are summed over."""
+    """Return what the groups of a grouped product divide: rows, columns, or what both sides are summed over."""
     left, right = args[:2]
     return int(right.shape[-1] if left.dim() == 3 else left.shape[0 if right.dim() == 3 else 1])
 
@@ -82,7 +82,7 @@ def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
 
 
 def described(node: fx.Node, *, in_place: bool = False) -> dict[str, str]:
-    """Give the element type that an operation computes in, and its signature if it can run alone."""
+    """Return the element type that an operation computes in, and its signature if it can run alone."""
     tensors = tensors_of(node)
     return {
         "dtype": str(tensors[0].dtype).removeprefix("torch.") if tensors else "",

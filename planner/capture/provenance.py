@@ -76,7 +76,7 @@ def _source(node: fx.Node) -> str:
 
 
 def short_path(file: str) -> str:
-    """Give a path as people name it: from the working directory, or from where packages are installed.
+    """Return a path as people name it: from the working directory, or from where packages are installed.
 
     Examples
     --------

@@ -129,7 +129,6 @@ def lstm_layer(
         Weights and biases of input and hidden state.
     hidden, cell : Tensor
         Of shape (batch, size).
-    reverse, train : bool
 
     Returns
     -------
@@ -174,7 +173,7 @@ def lstm_layer_backward(
     output: Tensor, last_hidden: Tensor, last_cell: Tensor,
     of_output: Tensor, of_hidden: Tensor, of_cell: Tensor, reverse: bool, kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Give the gradients of all that :func:`lstm_layer` reads, in 32 bits whatever it computes in."""
+    """Return the gradients of all that :func:`lstm_layer` reads, in 32 bits whatever it computes in."""
     return torch.ops.aten.mkldnn_rnn_layer_backward(  # type: ignore[no-any-return]
         x, w0, w1, b0, b1, hidden, cell, output, last_hidden, last_cell, of_output, of_hidden, of_cell,
         reverse, _LSTM_MODE, hidden.shape[-1], 1, True, True, False, [], False, kept,

@@ -26,7 +26,7 @@ from planner.capture.torch_internals import OpOverload, is_mutable, storage_id, 
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Give the tensors in a tree."""
+    """Return the tensors in a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -89,16 +89,16 @@ class StorageRecorder(TorchDispatchMode):
         self._numbers.update(dict.fromkeys(map(storage_id, tensors_in(tensors))))
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Give the number of a tensor's storage; one that was never made here is resident."""
+        """Return the number of a tensor's storage; one that was never made here is resident."""
         return self._numbers.get(storage_id(tensor))
 
     def size_bytes(self, tensor: torch.Tensor) -> int:
-        """Give the bytes behind a tensor that was made here; 0 for what is resident."""
+        """Return the bytes behind a tensor that was made here; 0 for what is resident."""
         number = self.number(tensor)
         return 0 if number is None else self.storages[number].size_bytes
 
     def follow(self, function: Any, given: Any, result: Any) -> list[int]:
-        """Give what a call made its numbers."""
+        """Return what a call made its numbers."""
         read = tensors_in(given)
         fresh = (t for t in tensors_in(result) if storage_id(t) not in self._numbers and self.counts(t))
         return [self.made(t, operands.storage_bytes(function, read, t)) for t in fresh]
@@ -108,7 +108,7 @@ class StorageRecorder(TorchDispatchMode):
         return True
 
     def made(self, tensor: torch.Tensor, size_bytes: int | None = None, kind: str = "activation") -> int:
-        """Give a new storage its number; from now on it is known when it is freed."""
+        """Return a new storage its number; from now on it is known when it is freed."""
         storage = tensor.untyped_storage()
         number = self._numbers[id(storage)] = len(self.storages)
         self.storages.append(Storage(storage.nbytes() if size_bytes is None else size_bytes, self.now, kind=kind))
@@ -268,7 +268,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         return len(self.events)
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Give the number of a tensor's storage; one that was never made here is resident, and stays known as that."""
+        """Return the number of a tensor's storage; one that was never made here is resident, and stays so."""
         identity = storage_id(tensor)
         if identity not in self._numbers:
             self._numbers[identity] = None
@@ -276,7 +276,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         return self._numbers[identity]
 
     def numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Give the numbers of what is not resident, each once."""
+        """Return the numbers of what is not resident, each once."""
         return tuple(dict.fromkeys(n for t in tensors if (n := self.number(t)) is not None))
 
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
@@ -301,7 +301,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         return run
 
     def source(self) -> str:
-        """Give the line of the user's code that runs; ``""`` where nobody asks for it."""
+        """Return the line of the user's code that runs; ``""`` where nobody asks for it."""
         return ""
 
     def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:

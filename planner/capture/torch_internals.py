@@ -137,7 +137,7 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
 
 
 def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
-    """Give a ``torch.compile`` backend that runs AOTAutograd with our partition and boxed code.
+    """Return a ``torch.compile`` backend that runs AOTAutograd with our partition and boxed code.
 
     Mutations of buffers stay in the graph: without that BatchNorm's statistics would be
     forward outputs, copied outside.
@@ -194,7 +194,7 @@ def install_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
 
 
 def installed_call(module: torch.nn.Module) -> Any:
-    """Give what :func:`install_call` installed, or None."""
+    """Return what :func:`install_call` installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
@@ -226,7 +226,7 @@ def is_mutable(operator: OpOverload) -> bool:
 
 
 def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Give the tensors that a call writes into, by the operator's schema."""
+    """Return the tensors that a call writes into, by the operator's schema."""
     if not is_mutable(operator):
         return []
     found = []
@@ -252,7 +252,7 @@ def profiler_is_running() -> bool:
 
 
 def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
-    """Give the mode of every module and whether each parameter trains.
+    """Return the mode of every module and whether each parameter trains.
 
     It reads what ``modules()`` and ``parameters()`` read, in a tenth of their time.
     """
@@ -316,12 +316,12 @@ def without_dynamic_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def dynamic_ranges(tensor: torch.Tensor) -> dict[int, int | None]:
-    """Give the dimensions that ``mark_dynamic`` marked, with the largest size where one was named."""
+    """Return the dimensions that ``mark_dynamic`` marked, with the largest size where one was named."""
     return {r.dim: r.max for r in getattr(tensor, "_dynamo_dynamic_range", ())}
 
 
 def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
-    """Give the module's own call: its hooks and its ``forward``."""
+    """Return the module's own call: its hooks and its ``forward``."""
     implementation: Callable[..., Any] = module._call_impl
     return implementation
 

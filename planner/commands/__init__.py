@@ -33,7 +33,7 @@ class Command(Protocol):
     examples: tuple[str, ...]
 
     def parents(self) -> Sequence[Parser]:
-        """Give the groups of options that it shares with other commands."""
+        """Return the groups of options that it shares with other commands."""
         ...
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
@@ -46,5 +46,5 @@ class Command(Protocol):
 
 
 def commands() -> list[Command]:
-    """Give all commands, in the order of their names."""
+    """Return all commands, in the order of their names."""
     return list(defined(__name__, __path__, "COMMAND", Command).values())  # type: ignore[type-abstract]

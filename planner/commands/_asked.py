@@ -75,7 +75,7 @@ def check_offload(args: argparse.Namespace) -> None:
 
 
 def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
-    """Give those of these groups of options that the command has, as keywords of the public functions."""
+    """Return those of these groups of options that the command has, as keywords of the public functions."""
     import planner
 
     asked = vars(args)
@@ -86,7 +86,7 @@ def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
 
 
 def of_model(loaded: ZooModel, progress: Progress | None = None) -> dict[str, Any]:
-    """Give what a public function is told of the model beside its positional inputs, and whom to tell how it stands."""
+    """Return what a public function is told of the model beside its positional inputs, and whom to report to."""
     return {
         "example_kwargs": loaded.example_kwargs,
         "loss_fn": loaded.loss_fn,

@@ -95,7 +95,6 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
 
     Parameters
     ----------
-    parser : argparse.ArgumentParser or one of its groups
     group : type
         One of :mod:`planner.common.options`, or ``Training``.
     *only : str
@@ -112,7 +111,7 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
 
 
 def model_options() -> Parser:
-    """Give the options that name a model and its sizes."""
+    """Return the options that name a model and its sizes."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group("model")
     group.add_argument("name", metavar="MODEL", nargs="?", help="a name that 'models' lists, or what --model takes")
@@ -126,7 +125,7 @@ def model_options() -> Parser:
 
 
 def training_options() -> Parser:
-    """Give the options on what surrounds the step; names are checked where they are known."""
+    """Return the options on what surrounds the step; names are checked where they are known."""
     parser = Parser(add_help=False)
     add(parser.add_argument_group("training"), Training)
     return parser
@@ -186,7 +185,7 @@ def pipeline_options(parser: argparse.ArgumentParser) -> None:
 
 
 def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Give the options on a pipeline, refused where they do not go together; none if there is no pipeline."""
+    """Return the options on a pipeline, refused where they do not go together; none if there is no pipeline."""
     if args.pipeline_stages is None:
         if given := [name for name in ("micro_batches", "schedule", "chunks") if getattr(args, name, None) is not None]:
             raise UsageError(f"--{given[0].replace('_', '-')} is for a pipeline: give --pipeline-stages N too")

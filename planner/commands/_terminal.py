@@ -33,7 +33,7 @@ def show(draw: Callable[[Any], None]) -> None:
 
 
 def encodable(text: str, encoding: str) -> str:
-    """Give a text in characters that an encoding has; where blocks and lines are missing, ASCII draws them."""
+    """Return a text in characters that an encoding has; where blocks and lines are missing, ASCII draws them."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:

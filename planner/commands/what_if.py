@@ -188,7 +188,7 @@ class _Asking:
         return False
 
     def further(self) -> Iterator[Callable[[], None]]:
-        """Give the searches along the other axes."""
+        """Return the searches along the other axes."""
         from planner.analysis.trade_off.accelerators import DeviceSearch
         from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
         from planner.analysis.trade_off.sizes import SizeSearch
@@ -258,7 +258,7 @@ class _Asking:
         )
 
     def answers(self, *, interrupted: bool) -> Answers:
-        """Give what is done."""
+        """Return what is done."""
         from planner.analysis.trade_off.answers import Answers
 
         assert self.tracing is not None

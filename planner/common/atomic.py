@@ -18,11 +18,6 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file through a temporary one beside it, so that nobody ever sees half of it.
 
-    Parameters
-    ----------
-    path : str or Path
-    content : bytes
-
     Raises
     ------
     UsageError
@@ -81,14 +76,14 @@ def check_writable(path: str | Path) -> None:
 
 
 def _written(target: Path, folder: Path) -> tuple[Path, ...]:
-    """Give what must be open to writing: a new file changes its directory, a pipe or a device does not."""
+    """Return what must be open to writing: a new file changes its directory, a pipe or a device does not."""
     if not target.exists():
         return (folder,)
     return (target, folder) if target.is_file() else (target,)
 
 
 def _umask() -> int:
-    """Give the process's umask, which can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

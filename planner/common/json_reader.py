@@ -40,7 +40,6 @@ def parse(text: str, what: str) -> Node:
 
     Parameters
     ----------
-    text : str
     what : str
         What the file is to hold, for messages: ``"plan"``.
 
@@ -76,14 +75,12 @@ def load(
 
     Parameters
     ----------
-    path : str or Path
     what : str
         What the file is, for messages: ``"plan file"``.
     read : callable
         Makes it of the text.
     error : type
         Raised if the file cannot be read, is too large, or ``read`` refuses it.
-    largest_bytes : int
     """
     try:
         with open(path, "rb") as stream:
@@ -101,7 +98,7 @@ def load(
 
 
 def to_data(value: Any) -> Any:
-    """Give a dataclass as the data from which :meth:`Node.read` makes it again."""
+    """Return a dataclass as the data from which :meth:`Node.read` makes it again."""
     if isinstance(value, (tuple, list)):
         return [to_data(item) for item in value]
     if isinstance(value, dict):
@@ -137,7 +134,7 @@ class Node:
         self.where = where
 
     def __getitem__(self, key: str) -> Node:
-        """Give a field of an object; it must be there."""
+        """Return a field of an object; it must be there."""
         if not self.has(key):
             raise PlanFileError(f"{_path((self.where, key))} is missing")
         return Node(self.value[key], (self.where, key))
@@ -147,11 +144,11 @@ class Node:
         return key in _object(self.value, self.where)
 
     def names(self) -> tuple[str, ...]:
-        """Give the names of an object's fields."""
+        """Return the names of an object's fields."""
         return tuple(_text(key, (self.where, None)) for key in _object(self.value, self.where))
 
     def read(self, kind: type[T]) -> T:
-        """Give the value as a type: a dataclass, or whatever a field of one may be declared to be.
+        """Return the value as a type: a dataclass, or whatever a field of one may be declared to be.
 
         Texts are printable, integers fit into 64 bits, numbers are finite and of sensible size, and neither is
         negative unless the field says so. Keys of an object that the dataclass does not have are passed over.
@@ -212,7 +209,7 @@ def _boolean(value: Any, where: Where) -> bool:
 
 
 def _text(value: Any, where: Where) -> str:
-    """Give a text of sensible length without control characters, which could play with a terminal."""
+    """Return a text of sensible length without control characters, which could play with a terminal."""
     if not isinstance(value, str):
         _fail(value, where, "text")
     if len(value) > _LONGEST_TEXT:
@@ -254,7 +251,7 @@ _SIMPLE: dict[Any, Read] = {
 
 @cache
 def _reader(kind: Any) -> Read:
-    """Give what reads values of a type."""
+    """Return what reads values of a type."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is tuple and inside[1:] == (...,):
         return _list_of(_reader(inside[0]))

@@ -55,7 +55,6 @@ class Clock:
 
     Parameters
     ----------
-    limit_seconds : float
     counts_work : bool, optional
         Whether time passes only by :meth:`work`, the same on every machine.
     told : callable, optional

@@ -68,7 +68,7 @@ class Budget:
             raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
 
     def after(self, budget_bytes: int) -> Budget:
-        """Give the budget for other input sizes: what a percentage came to is not taken back for smaller ones."""
+        """Return the budget for other input sizes: what a percentage came to is not taken back for smaller ones."""
         return replace(self, at_least_bytes=max(self.at_least_bytes, budget_bytes)) if self.is_share else self
 
 
@@ -238,7 +238,7 @@ Chunk = int | str
 
 
 def check_chunk(chunk: Chunk) -> Chunk:
-    """Give the number of slices that is asked for, 1 for none, or :data:`AUTO`.
+    """Return the number of slices that is asked for, 1 for none, or :data:`AUTO`.
 
     Raises
     ------
@@ -262,5 +262,5 @@ def check_chunk(chunk: Chunk) -> Chunk:
 
 
 def slices_of(fingerprint: Mapping[str, str | int]) -> int:
-    """Give the number of slices that a plan was made for, 1 if its step is in one piece."""
+    """Return the number of slices that a plan was made for, 1 if its step is in one piece."""
     return int(fingerprint.get(SLICES, 1))

@@ -20,12 +20,12 @@ T = TypeVar("T", bound=_Named)
 
 
 def files(path: Iterable[str]) -> list[str]:
-    """Give the names of a package's public modules by its ``__path__``; nothing is imported."""
+    """Return the names of a package's public modules by its ``__path__``; nothing is imported."""
     return sorted(module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_"))
 
 
 def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) -> dict[str, T]:
-    """Give by name, sorted, what the public modules of a package define.
+    """Return by name, sorted, what the public modules of a package define.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
 
 
 def unknown(what: str, name: str, known: Iterable[str], near: Iterable[str] = ()) -> UsageError:
-    """Give the error for a name that is not known: near ones, and all.
+    """Return the error for a name that is not known: near ones, and all.
 
     Examples
     --------

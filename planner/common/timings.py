@@ -16,7 +16,7 @@ _inside: ContextVar[list[float] | None] = ContextVar("inside", default=None)
 
 @contextmanager
 def collected() -> Iterator[dict[str, float]]:
-    """Give a dict that fills with the seconds of each stage that runs in the block."""
+    """Return a dict that fills with the seconds of each stage that runs in the block."""
     found: dict[str, float] = {}
     token = _seconds.set(found)
     try:

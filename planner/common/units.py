@@ -83,7 +83,7 @@ def _is_finite(number: int | float) -> bool:
 
 
 def format_bytes(size_bytes: int | float) -> str:
-    """Give a size in the binary unit that suits it.
+    """Return a size in the binary unit that suits it.
 
     Examples
     --------
@@ -100,7 +100,7 @@ def format_bytes(size_bytes: int | float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Give a duration in the unit that suits it.
+    """Return a duration in the unit that suits it.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_percent(ratio: float) -> str:
-    """Give a ratio as a percentage with one decimal.
+    """Return a ratio as a percentage with one decimal.
 
     Examples
     --------

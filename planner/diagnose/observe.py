@@ -46,7 +46,6 @@ class Observation:
 
     Parameters
     ----------
-    calls : tuple of CheckpointCall
     cast_while_tied : tuple of str
         Tied parameters that were cast to another type.
     returned_cache : bool, optional
@@ -203,7 +202,7 @@ def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _
 
 
 def _module_of(function: Any) -> Any:
-    """Give the module that a function is, or is a method of, partly applied or not."""
+    """Return the module that a function is, or is a method of, partly applied or not."""
     if isinstance(function, functools.partial):
         first = function.args[0] if function.args else None
         return first if isinstance(first, nn.Module) else _module_of(function.func)
@@ -211,7 +210,7 @@ def _module_of(function: Any) -> Any:
 
 
 def _mode_of(model: nn.Module, inputs: Inputs) -> FakeTensorMode:
-    """Give the fake mode that a model was built under, or a new one for a real model."""
+    """Return the fake mode that a model was built under, or a new one for a real model."""
     tensors = [*model.parameters(), *model.buffers(), *inputs.tensors()]
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
 

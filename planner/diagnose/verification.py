@@ -60,8 +60,6 @@ def verify(
     ----------
     model : torch.nn.Module
         A real model; its parameters, buffers, gradients and the random state are put back afterwards.
-    inputs : Inputs
-    plan : Plan
     loss_fn : callable, optional
         From the model's output to a scalar loss.
     loss : LossMemory, optional
@@ -145,7 +143,6 @@ def compare(
 
     Parameters
     ----------
-    expected, actual : StepResult
     tolerance : float
         How long the difference of two tensors may be, as a share of the expected one's length (both Euclidean),
         for float32; as many roundings for other types. A gradient counts as no shorter than a hundredth
@@ -180,7 +177,7 @@ def compare(
 
 
 def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = True) -> float:
-    """Give the largest difference of loss and gradients, as :func:`compare` measures it."""
+    """Return the largest difference of loss and gradients, as :func:`compare` measures it."""
     shortest = _shortest(expected)
     pairs = [(a, b, 0.0) for a, b in zip(expected.loss, actual.loss, strict=True) if a.is_floating_point()]
     for name, gradient in expected.gradients.items():
@@ -197,13 +194,13 @@ def _rounding_error(expected: StepResult, actual: StepResult) -> float:
 
 
 def _shortest(expected: StepResult) -> float:
-    """Give the length that a gradient counts as at least."""
+    """Return the length that a gradient counts as at least."""
     gradients = [g for g in expected.gradients.values() if g is not None]
     return 0.01 * torch.stack([g.norm().double() for g in gradients]).norm().item() if gradients else 0.0
 
 
 def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_roundings: bool) -> float:
-    """Give the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
+    """Return the length of a difference as a share of the expected length, of types with fewer digits as of float32."""
     roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps if in_roundings else 1.0
     length = max(expected.double().norm().item(), shortest)
     apart = (expected.double() - actual.double()).norm().item()
@@ -244,7 +241,7 @@ def _result(model: nn.Module, outputs: Any) -> StepResult:
 
 
 def _random_states() -> tuple[torch.Tensor, ...]:
-    """Give the state of the CPU's generator, and of each GPU's."""
+    """Return the state of the CPU's generator, and of each GPU's."""
     return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()))
 
 

@@ -67,7 +67,7 @@ class Exporter(Protocol):
         ...
 
     def write(self, placement: Placement, plan: Plan) -> str:
-        """Give configuration or code for a placement, without a header."""
+        """Return configuration or code for a placement, without a header."""
         ...
 
 
@@ -77,12 +77,12 @@ def _exporters() -> dict[str, Exporter]:
 
 
 def targets() -> tuple[str, ...]:
-    """Give the names of all frameworks, sorted."""
+    """Return the names of all frameworks, sorted."""
     return tuple(_exporters())
 
 
 def get(name: str) -> Exporter:
-    """Give an exporter by its name.
+    """Return an exporter by its name.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
 
 
 def runtime_for(to: str) -> str:
-    """Give the runtime for which the step is to be studied."""
+    """Return the runtime for which the step is to be studied."""
     return "modules" if get(to).eager else "graph"
 
 

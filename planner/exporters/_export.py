@@ -114,7 +114,7 @@ class Export:
         )
 
     def report(self) -> dict[str, Any]:
-        """Give all of it as plain data."""
+        """Return all of it as plain data."""
         return asdict(self)
 
     def save(self, path: str | Path) -> None:

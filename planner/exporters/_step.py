@@ -95,7 +95,7 @@ class ExportStep:
         return (*self.blocks, *parts)
 
     def schedule(self, placement: Placement) -> Schedule:
-        """Give the schedule of a placement."""
+        """Return the schedule of a placement."""
         return schedule_of(self.graph, [region for region in self._regions_of(placement) if region is not None])
 
     def figures(self, placement: Placement) -> Figures:
@@ -114,7 +114,7 @@ class ExportStep:
         )
 
     def best_modules(self, candidates: Sequence[str]) -> Placement:
-        """Give the cheapest set of modules to checkpoint that keeps the budget.
+        """Return the cheapest set of modules to checkpoint that keeps the budget.
 
         Raises
         ------
@@ -131,7 +131,7 @@ class ExportStep:
         return self.best_of([Placement(groups=tuple((module,) for module in sound if module in names))])
 
     def best_of(self, placements: Iterable[Placement]) -> Placement:
-        """Give the cheapest of some placements, and of no recompute, that keeps the budget.
+        """Return the cheapest of some placements, and of no recompute, that keeps the budget.
 
         Raises
         ------
@@ -178,7 +178,7 @@ class ExportStep:
         return self._regions[key]
 
     def _rest_of(self, module: str) -> tuple[float, int]:
-        """Give seconds and bytes of what a framework that runs a module to its end adds to a recorded region.
+        """Return seconds and bytes of what a framework that runs a module to its end adds to a recorded region.
 
         All the bytes are taken to be there at once, and at the peak, so they are an upper bound.
         """

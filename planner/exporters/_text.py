@@ -13,18 +13,18 @@ _WIDTH = 100
 
 
 def comment(text: str) -> str:
-    """Give a text as lines of comment, as Python, YAML and shells have them."""
+    """Return a text as lines of comment, as Python, YAML and shells have them."""
     return textwrap.fill(text, _WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False) + "\n"
 
 
 def names(constant: str, values: Iterable[str]) -> str:
-    """Give the definition of a tuple of texts, one a line, with double quotes."""
+    """Return the definition of a tuple of texts, one a line, with double quotes."""
     lines = "".join(f"    {json.dumps(value)},\n" for value in values)
     return f"{constant} = (\n{lines})\n" if lines else f"{constant} = ()\n"
 
 
 def numbers(constant: str, values: Iterable[int]) -> str:
-    """Give the definition of a set of numbers."""
+    """Return the definition of a set of numbers."""
     return f"{constant} = frozenset([{', '.join(map(str, values))}])\n"
 
 
@@ -34,12 +34,12 @@ def is_of_transformers(plan: Plan) -> bool:
 
 
 def without_cache(plan: Plan) -> str:
-    """Give the lines, indented, that keep a model of transformers from filling its cache twice."""
+    """Return the lines, indented, that keep a model of transformers from filling its cache twice."""
     if not is_of_transformers(plan):
         return ""
     return "    model.config.use_cache = False  # a layer that runs again would fill it twice\n"
 
 
 def figures(name: str, what: Figures) -> str:
-    """Give a line on peak and overhead, to the byte."""
+    """Return a line on peak and overhead, to the byte."""
     return f"{name}: peak {what.peak_bytes:,} bytes, +{what.overhead:.1%} step time"

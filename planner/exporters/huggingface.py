@@ -63,7 +63,7 @@ def checkpoint_layers(model):
 
 
 def _as_trainer_options(step: ExportStep, modules: tuple[str, ...]) -> dict[str, object]:
-    """Give the Trainer's own options, if they choose the same layers: every n-th, from the first on."""
+    """Return the Trainer's own options, if they choose the same layers: every n-th, from the first on."""
     for n in range(1, len(step.blocks) + 1):
         if step.blocks[::n] == modules:
             return {

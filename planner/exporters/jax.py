@@ -80,7 +80,7 @@ class _Saves:
 
 
 def _keeping(step: ExportStep) -> Iterator[Placement]:
-    """Give the placements that run every block again and keep what modules in them make, the dearest first."""
+    """Return the placements that run every block again and keep what modules in them make, the dearest first."""
     groups = tuple((block,) for block in step.row)
     saved: tuple[str, ...] = ()
     least = step.figures(Placement(groups=groups)).overhead
@@ -93,7 +93,7 @@ def _keeping(step: ExportStep) -> Iterator[Placement]:
 
 
 def _dearest(step: ExportStep) -> list[str]:
-    """Give the modules within blocks, by their paths there, in the order of their forward's time."""
+    """Return the modules within blocks, by their paths there, in the order of their forward's time."""
     seconds: dict[str, float] = {}
     for block in step.row:
         for index in forward_of(step.graph, [block]):

@@ -39,7 +39,7 @@ CHECKPOINTING = {{
 
 
 def _skipping(row: tuple[str, ...], count: int) -> Placement:
-    """Give the placement that keeps so many layers as they are."""
+    """Return the placement that keeps so many layers as they are."""
     kept = {(share + 1) * len(row) // count - 1 for share in range(count)}
     return Placement(
         groups=tuple((layer,) for index, layer in enumerate(row) if index not in kept),

@@ -30,7 +30,6 @@ class Finding:
     ----------
     rule : str
         Name of the rule, in kebab case.
-    severity : Severity
     evidence : str
         What was seen: module paths, operations, bytes.
     cause : str
@@ -59,7 +58,6 @@ class Diagnosis:
     ----------
     model : str
         Name of the model.
-    findings : tuple of Finding
     captured : bool
         Whether the step could be captured as one graph; rules on its bytes need that.
     """
@@ -69,7 +67,7 @@ class Diagnosis:
     captured: bool
 
     def report(self) -> dict[str, Any]:
-        """Give the diagnosis as JSON has it."""
+        """Return the diagnosis as JSON has it."""
         return {
             "schema": SCHEMA,
             "model": self.model,

@@ -17,10 +17,8 @@ class Rule:
     ----------
     name : str
         In kebab case.
-    severity : Severity
     evidence : callable
         From a subject to what was seen, ``""`` if nothing was.
-    cause, fix : str
     """
 
     name: str
@@ -31,7 +29,7 @@ class Rule:
 
 
 def examine(subject: Subject, rules: Iterable[Rule]) -> tuple[Finding, ...]:
-    """Give what rules find, the worst first."""
+    """Return what rules find, the worst first."""
     found = [
         Finding(rule=rule.name, severity=rule.severity, evidence=evidence, cause=rule.cause, fix=rule.fix)
         for rule in rules

@@ -107,7 +107,7 @@ def _routing(subject: Subject) -> str:
 
 
 def _around_loss(graph: TrainingGraph) -> set[int]:
-    """Give the values that a loss over classes reads and makes."""
+    """Return the values that a loss over classes reads and makes."""
     return {
         value
         for operation in graph.operations

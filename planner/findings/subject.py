@@ -25,7 +25,6 @@ class ModuleFacts:
         Whether any of them requires a gradient.
     updates_statistics : bool
         Whether each call changes running statistics: BatchNorm in training.
-    full_backward_hooks : bool
     checkpointing_on : bool
         Whether it checkpoints itself: a wrapper, or a switch of Hugging Face's.
     fills_cache : bool
@@ -118,7 +117,6 @@ class Subject:
         What the model gives to a loss outside it; 0 if it returns its loss.
     counts_loss : bool
         Whether that loss is counted.
-    step : CapturedStep, optional
     """
 
     modules: tuple[ModuleFacts, ...] = ()

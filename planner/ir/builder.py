@@ -23,7 +23,7 @@ class Keys:
         self._seen: Counter[tuple[str, str, str]] = Counter()
 
     def next(self, module: str, target: str, phase: Phase) -> str:
-        """Give the key of the next operation with this module, target and phase."""
+        """Return the key of the next operation with this module, target and phase."""
         place = (module, target, phase[0])
         self._seen[place] += 1
         return f"{module}|{target}|{phase[0]}{self._seen[place] - 1}"
@@ -121,7 +121,7 @@ class GraphBuilder(Generic[Node]):
         )
 
     def finish(self, static_bytes: dict[str, int], name: str) -> TrainingGraph:
-        """Give the graph of what was added."""
+        """Return the graph of what was added."""
         return TrainingGraph(
             operations=tuple(self.operations),
             values=tuple(self.values),

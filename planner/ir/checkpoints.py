@@ -65,7 +65,6 @@ class Sent:
 
     Parameters
     ----------
-    value : int
     numbers : tuple of int
         Which of the tensors it is that the call saves; of those that its checkpoint is given, for a checkpoint.
     leaves : int
@@ -148,7 +147,7 @@ class Region:
 
 
 def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
-    """Give the schedule of a step in which these regions are checkpointed, or send what they save."""
+    """Return the schedule of a step in which these regions are checkpointed, or send what they save."""
     before: dict[int, list[int]] = {}
     chosen = list(regions)
     for region in chosen:
@@ -174,7 +173,7 @@ def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
 
 
 def begins_of(graph: TrainingGraph, regions: Iterable[Region]) -> list[int]:
-    """Give for each operation the position in the schedule of these regions where what comes before its run begins."""
+    """Return, for each operation, the position in the schedule where what comes before its run begins."""
     more = [0] * len(graph.operations)
     for region in regions:
         more[region.recompute_before] += len(region.recompute)
@@ -184,17 +183,17 @@ def begins_of(graph: TrainingGraph, regions: Iterable[Region]) -> list[int]:
 
 
 def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
-    """Give what one recompute of a region takes."""
+    """Return what one recompute of a region takes."""
     return sum(costs[index].seconds for index in region.recompute)
 
 
 def sent_bytes(region: Region, graph: TrainingGraph) -> int:
-    """Give what a region sends to the host's memory."""
+    """Return what a region sends to the host's memory."""
     return sum(graph.values[sent.value].size_bytes for sent in region.sent)
 
 
 def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
-    """Give the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
+    """Return the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
     of_module: dict[str, list[int]] = {}
     for number, region in enumerate(regions):
         of_module.setdefault(region.module, []).append(number)

@@ -6,7 +6,7 @@ from planner.ir.graph import Phase, TrainingGraph
 
 
 def turning_point(graph: TrainingGraph) -> int:
-    """Give the first operation after the forward."""
+    """Return the first operation after the forward."""
     for index, operation in enumerate(graph.operations):
         if operation.phase is not Phase.FORWARD:
             return index
@@ -35,7 +35,7 @@ def crossing_bytes(graph: TrainingGraph, turn: int) -> list[int]:
 
 
 def narrow_places(crossing: list[int]) -> list[int]:
-    """Give the operations after which few bytes cross, compared with their surroundings.
+    """Return the operations after which few bytes cross, compared with their surroundings.
 
     What crosses everywhere (masks, position tables) raises all places alike and so changes nothing.
     """
@@ -56,7 +56,7 @@ def narrow_places(crossing: list[int]) -> list[int]:
 
 
 def chain_places(graph: TrainingGraph, *, minor_share: float = 0.0) -> list[int]:
-    """Give the operations after which the forward can be cut into the stages of a chain.
+    """Return the operations after which the forward can be cut into the stages of a chain.
 
     One value crosses such a place, and no other chosen one. Values that live through half of the
     forward do not count: masks, position tables, outermost skip connections. A graph without such
@@ -64,7 +64,6 @@ def chain_places(graph: TrainingGraph, *, minor_share: float = 0.0) -> list[int]
 
     Parameters
     ----------
-    graph : TrainingGraph
     minor_share : float
         Values up to this share of the largest at a place do not count there either, so that a chain
         gets finer, and keeps what it passes over.

@@ -44,15 +44,15 @@ class Host:
         return self.lossy and value.roundable
 
     def bytes_of(self, value: Value) -> int:
-        """Give what a value takes here."""
+        """Return what a value takes here."""
         return host_bytes(value, lossy=self.rounds(value))
 
     def seconds(self, size_bytes: int) -> float:
-        """Give the time of a transfer one way."""
+        """Return the time of a transfer one way."""
         return size_bytes / self.bytes_per_second
 
     def movable(self, graph: TrainingGraph) -> tuple[int, ...]:
-        """Give the values that may be offloaded: all large ones of the forward that are not retained."""
+        """Return the values that may be offloaded: all large ones of the forward that are not retained."""
         return tuple(
             u
             for u, value in enumerate(graph.values)
@@ -64,7 +64,7 @@ class Host:
 
 
 def graph_for(graph: TrainingGraph, host: Host | None) -> TrainingGraph:
-    """Give a graph as plans may carry it out: where copies are rounded, what decides by numbers runs once."""
+    """Return a graph as plans may carry it out: where copies are rounded, what decides by numbers runs once."""
     if host is None or not host.lossy or not any(operation.decides for operation in graph.operations):
         return graph
     return replace(
@@ -82,7 +82,7 @@ def host_of(
     at_least: int | float | str = LEAST_BYTES,
     lossy: bool = False,
 ) -> Host:
-    """Give the host memory of a device, by default half of what this machine has.
+    """Return the host memory of a device, by default half of what this machine has.
 
     Parameters
     ----------

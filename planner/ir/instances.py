@@ -28,7 +28,6 @@ class Reference:
 
     Parameters
     ----------
-    name : str
     base_cost : float
         Every operation once.
     published_cost, best_known_cost : float, optional

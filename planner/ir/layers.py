@@ -34,10 +34,6 @@ class Layers:
 def find_layers(graph: TrainingGraph) -> Layers:
     """Say which layer each operation belongs to.
 
-    Parameters
-    ----------
-    graph : TrainingGraph
-
     Returns
     -------
     Layers
@@ -60,7 +56,7 @@ def find_layers(graph: TrainingGraph) -> Layers:
 
 
 def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[int, ...]]:
-    """Give the operations that each block has in the forward, by its path and in the order of the blocks."""
+    """Return the operations that each block has in the forward, by its path and in the order of the blocks."""
     inside: dict[str, list[int]] = {block: [] for block in layers.blocks}
     for index, operation in enumerate(graph.operations):
         if operation.phase is Phase.FORWARD and layers.of[index] in inside:
@@ -69,13 +65,13 @@ def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[i
 
 
 def _prefixes(module: str) -> list[str]:
-    """Give the prefixes of a path, shortest first."""
+    """Return the prefixes of a path, shortest first."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)] if module else []
 
 
 def layer_among(module: str, layers: Collection[str]) -> str:
-    """Give the innermost of some layers that a module is in or is, ``""`` if it is in none.
+    """Return the innermost of some layers that a module is in or is, ``""`` if it is in none.
 
     Examples
     --------
@@ -103,16 +99,16 @@ class _Numbered:
         self._shelves = {prefix for prefix in held if not forward[prefix] and 2 * held[prefix] > inside[prefix]}
 
     def prefixes(self, module: str) -> list[str]:
-        """Give the numbered modules that a module is in or is, outermost first."""
+        """Return the numbered modules that a module is in or is, outermost first."""
         return [prefix for prefix in _prefixes(module) if prefix in self._numbered]
 
     def block(self, module: str) -> str:
-        """Give the block that a module is in, ``""`` if it is in none."""
+        """Return the block that a module is in, ``""`` if it is in none."""
         return next((prefix for prefix in self.prefixes(module) if prefix not in self._shelves), "")
 
 
 def _spine(names: Iterable[str], blocks: Iterable[str]) -> set[str]:
-    """Give the paths that lead to blocks (to all modules if there are no blocks), which name no layer."""
+    """Return the paths that lead to blocks (to all modules if there are no blocks), which name no layer."""
     ends = [block.rpartition(".")[0] for block in blocks]
     if not ends:
         split = [name.split(".") for name in names if name]
@@ -122,7 +118,7 @@ def _spine(names: Iterable[str], blocks: Iterable[str]) -> set[str]:
 
 
 def _beside(module: str, spine: set[str]) -> str:
-    """Give the part of a path that leaves the spine."""
+    """Return the part of a path that leaves the spine."""
     return next((prefix for prefix in _prefixes(module) if prefix not in spine), module)
 
 

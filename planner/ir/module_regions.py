@@ -17,7 +17,7 @@ Saved = Callable[[Operation], bool]
 
 
 def forward_of(graph: TrainingGraph, modules: Iterable[str]) -> tuple[int, ...]:
-    """Give the operations of the forward that are in any of these modules."""
+    """Return the operations of the forward that are in any of these modules."""
     inside = tuple(f"{module}." for module in modules)
     return tuple(
         index
@@ -29,11 +29,10 @@ def forward_of(graph: TrainingGraph, modules: Iterable[str]) -> tuple[int, ...]:
 def module_region(
     graph: TrainingGraph, modules: Sequence[str], *, saved: Saved | None = None, to_the_end: bool = False
 ) -> Region | None:
-    """Give what checkpointing a module, or several in a row as one, does.
+    """Return what checkpointing a module, or several in a row as one, does.
 
     Parameters
     ----------
-    graph : TrainingGraph
     modules : sequence of str
         Paths.
     saved : callable, optional
@@ -61,7 +60,7 @@ def region_of(
     saved: Saved | None = None,
     to_the_end: bool = False,
 ) -> Region | None:
-    """Give what checkpointing some operations of the forward does; see :func:`module_region`."""
+    """Return what checkpointing some operations of the forward does; see :func:`module_region`."""
     operations, values, readers = graph.operations, graph.values, graph.readers
     inside = set(inside)
     held = {
@@ -89,7 +88,7 @@ def region_of(
 
 
 def _needed(graph: TrainingGraph, inside: Collection[int], held: Collection[int], needs: Iterable[int]) -> set[int]:
-    """Give the operations that make what is needed, from the boundary on."""
+    """Return the operations that make what is needed, from the boundary on."""
     again: set[int] = set()
     pending = list(needs)
     while pending:

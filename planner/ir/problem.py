@@ -20,7 +20,6 @@ class Problem:
 
     Parameters
     ----------
-    graph : TrainingGraph
     costs : tuple of OperationCost
         One for each operation.
     budget_bytes : int
@@ -59,7 +58,6 @@ class Solution:
     ----------
     solver : str
         Name of the solver.
-    schedule : Schedule
     peak_bytes : int
         Claimed peak.
     recompute_seconds : float

@@ -22,12 +22,12 @@ PIECE_BYTES = 4 * 2**20
 
 
 def host_bytes(value: Value, *, lossy: bool) -> int:
-    """Give what a value takes of the host's memory, and of the link to it: half if it is rounded from 32 to 16 bits."""
+    """Return what a value takes of the host's memory and of the link: half if it is rounded from 32 to 16 bits."""
     return value.size_bytes // 2 if lossy else value.size_bytes
 
 
 def piece_bytes(graph: TrainingGraph, value: Value) -> int:
-    """Give what rounding a value, or fetching one that is rounded, takes of the device for itself."""
+    """Return what rounding a value, or fetching one that is rounded, takes of the device for itself."""
     return -(-min(host_bytes(value, lossy=True), PIECE_BYTES) // graph.alignment_bytes) * graph.alignment_bytes
 
 
@@ -54,7 +54,7 @@ class Offload:
     lossy: bool = False
 
     def host_bytes(self, value: Value) -> int:
-        """Give what the value takes of the host's memory, and of the link to it."""
+        """Return what the value takes of the host's memory, and of the link to it."""
         return host_bytes(value, lossy=self.lossy)
 
 
@@ -67,7 +67,7 @@ class Schedule:
 
     @classmethod
     def keep_all(cls, graph: TrainingGraph) -> Schedule:
-        """Give the schedule that runs every operation once."""
+        """Return the schedule that runs every operation once."""
         return cls(tuple(range(len(graph.operations))))
 
     @classmethod
@@ -76,7 +76,6 @@ class Schedule:
 
         Parameters
         ----------
-        graph : TrainingGraph
         before : mapping of int to sequence of int
             For an operation of the base order, what is run again right before it, in this order.
         """
@@ -87,7 +86,7 @@ class Schedule:
         return cls(tuple(order))
 
     def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
-        """Give the values that return at each position, in the order of being fetched: what is read first comes first.
+        """Return the values that are fetched at each position, in the order in which they are read.
 
         Notes
         -----
@@ -108,7 +107,7 @@ class Schedule:
         return together
 
     def recomputations(self) -> dict[int, tuple[int, ...]]:
-        """Give what is recomputed right before each operation's first run.
+        """Return what is recomputed right before each operation's first run.
 
         Raises
         ------
@@ -138,7 +137,6 @@ def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]
 
     Parameters
     ----------
-    graph : TrainingGraph
     dropped : mapping of int to collection of int
         For a step of the base order, the values that are no longer held once the step has begun
         (values made or read by that very operation may be named; they go when it has run).

@@ -166,7 +166,7 @@ class FetchedCopy(Copy):
 
 
 def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
-    """Give every copy of every value that a schedule makes, with its lifetime in positions.
+    """Return every copy of every value that a schedule makes, with its lifetime in positions.
 
     Raises
     ------
@@ -232,7 +232,7 @@ def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
 
 
 def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Give the values that leave, and those that return, by position."""
+    """Return the values that leave, and those that return, by position."""
     leaving: dict[int, list[int]] = {}
     moved: set[int] = set()
     for offload in schedule.offloads:
@@ -256,16 +256,10 @@ def simulate(
 
     Parameters
     ----------
-    graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
-    schedule : Schedule
     host : Host, optional
         Where values are offloaded to; a schedule without offloads needs none.
-
-    Returns
-    -------
-    Evaluation
 
     Raises
     ------
@@ -319,7 +313,7 @@ def simulate(
 def workspaces(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, copies: Sequence[Copy]
 ) -> list[int]:
-    """Give what each run of a schedule needs beside the copies that are there while it is under way.
+    """Return what each run of a schedule needs beside the copies that are there while it is under way.
 
     That is its kernels' own memory; or the piece of a value that is being rounded after it, or that has come back
     rounded before it, where that is more than what is gone by then, or not there yet.

@@ -34,7 +34,6 @@ def calibrate(device: torch.device | None = None, progress: Progress | None = No
     ----------
     device : torch.device, optional
         Of this machine; by default its GPU, or its CPU if it has none.
-    progress : callable, optional
 
     Returns
     -------
@@ -117,7 +116,7 @@ def _link_bytes_per_second(device: torch.device) -> float:
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Give the median time of a call, after two that do not count."""
+    """Return the median time of a call, after two that do not count."""
 
     def once() -> float:
         begun = time.perf_counter()

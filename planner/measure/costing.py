@@ -28,12 +28,10 @@ class Costing:
 
     Parameters
     ----------
-    costs : tuple of OperationCost
     cost_model : str
         Where they come from, for the report.
     profile : Profile, optional
         What was measured, here or elsewhere.
-    warnings : tuple of Finding
     """
 
     costs: tuple[OperationCost, ...]
@@ -58,7 +56,6 @@ def cost_step(
 
     Parameters
     ----------
-    lowered : LoweredGraph
     spec : DeviceSpec
         The device that the plan is for.
     cost_model : str
@@ -73,7 +70,6 @@ def cost_step(
         Costs that were recorded before; makes the cost model ``"measured"``.
     time_limit_seconds : float
         How long measuring here may take.
-    progress : callable, optional
 
     Raises
     ------

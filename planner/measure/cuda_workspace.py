@@ -26,7 +26,7 @@ _BLOCK = 128
 
 
 def allowance_bytes(node: fx.Node) -> int:
-    """Give an allowance for the workspace of one operation on a GPU.
+    """Return an allowance for the workspace of one operation on a GPU.
 
     Parameters
     ----------

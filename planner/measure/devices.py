@@ -11,7 +11,7 @@ from planner.plans import device_file
 
 
 def of_model(model: nn.Module) -> torch.device:
-    """Give the device of a model's first parameter or buffer; the CPU if it has none."""
+    """Return the device of a model's first parameter or buffer; the CPU if it has none."""
     tensor = next(iter([*model.parameters(), *model.buffers()]), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
@@ -49,11 +49,11 @@ def place(wanted: str | None) -> str:
 
 
 def device_here(model: nn.Module, spec: DeviceSpec) -> torch.device | None:
-    """Give the device that the model is on if it is the one that is planned for, so that it can be asked."""
+    """Return the device that the model is on if it is the one that is planned for, so that it can be asked."""
     where = of_model(model)
     return where if is_here(spec, where) else None
 
 
 def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
-    """Give the figures of a named device, or of the one that the model is on."""
+    """Return the figures of a named device, or of the one that the model is on."""
     return device_file.find(name) if name else here(of_model(model))

@@ -28,8 +28,6 @@ def memory_of(
 
     Parameters
     ----------
-    model : torch.nn.Module
-    inputs : Inputs
     loss_fn : callable
         From the model's output to a scalar.
     device : str, optional
@@ -84,7 +82,7 @@ def memory_of(
 
 
 def _workspace_bytes(runs: Sequence[Run], model: nn.Module, device: str | None) -> Sequence[int]:
-    """Give what the kernel of each run needs beyond its outputs, as far as it can be seen here."""
+    """Return what the kernel of each run needs beyond its outputs, as far as it can be seen here."""
     here = device_here(model, device_spec(model, device))
     if here is None:
         return [0] * len(runs)

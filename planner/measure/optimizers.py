@@ -86,10 +86,6 @@ def optimizer_memory(
         Whether parameters of 16 bits are updated through float32 copies: their state is float32, and
         ``step_bytes`` includes float32 copies of all their gradients.
 
-    Returns
-    -------
-    OptimizerMemory
-
     Raises
     ------
     UsageError
@@ -195,7 +191,7 @@ class _StepRecorder(PeakRecorder):
 
 
 def _state_of_8_bits(sizes: Sequence[int], alignment_bytes: int) -> int:
-    """Give the bytes that bitsandbytes' Adam8bit and AdamW8bit keep for parameters of so many elements.
+    """Return the bytes that bitsandbytes' Adam8bit and AdamW8bit keep for parameters of so many elements.
 
     For a parameter of 4096 elements or more: two moments of a byte for each element, and for each of
     them a float32 for each block of 256 elements. For a smaller one: two float32 moments. Two maps of

@@ -68,7 +68,6 @@ def measure(
 
     Parameters
     ----------
-    lowered : LoweredGraph
     estimates : tuple of OperationCost
         Of the roofline with known workspace: what is expected to take longest is measured first.
     device : torch.device
@@ -77,10 +76,6 @@ def measure(
         No operation is started after it.
     progress : callable, optional
         Told how far it is.
-
-    Returns
-    -------
-    Outcome
 
     Notes
     -----

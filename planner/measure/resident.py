@@ -26,8 +26,6 @@ def static_memory(
         Whole, as before any sharding.
     inputs : sequence of torch.Tensor
         What the captured step is given.
-    spec : DeviceSpec
-    training : Training
 
     Returns
     -------

@@ -68,12 +68,10 @@ def measure(
 
     Parameters
     ----------
-    lowered : LoweredGraph
     costs : tuple of OperationCost
         With the seconds of one run, which decide what is too long to be tried.
     device : torch.device
         Where to run: the device that the plan is for.
-    effort : TrialLimits
 
     Returns
     -------

@@ -187,7 +187,7 @@ class Allocator:
         return block
 
     def _release_free_segments(self) -> None:
-        """Give back all segments of both pools that are one free block."""
+        """Return back all segments of both pools that are one free block."""
         for pool in (self._small, self._large):
             kept = []
             for size_bytes, address in pool.free:
@@ -234,19 +234,13 @@ def simulate_reserved(
 
     Parameters
     ----------
-    graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
-    schedule : Schedule
     resident_bytes : sequence of int
         Size of each tensor that is there before the step and stays: parameters, buffers, optimizer
         state, inputs. In the order of their making.
     limit_bytes : int, optional
         Most bytes that the segments may have together: the device's, less what others take of it.
-
-    Returns
-    -------
-    Reserved
 
     Raises
     ------
@@ -307,7 +301,7 @@ OPTIMIZER_STEP = "the optimizer's step"
 
 
 def optimizer_peak_bytes(graph: TrainingGraph, static_memory: StaticMemory) -> int:
-    """Give what the device holds while the optimizer steps: gradients and outputs, and its temporaries.
+    """Return what the device holds while the optimizer steps: gradients and outputs, and its temporaries.
 
     Gradients that are accumulated into are resident already, so those of the step are gone by then.
     """

@@ -24,11 +24,10 @@ _SECONDS_EACH = 2.0
 
 
 def every_nth_layer(graph: TrainingGraph, n: int, layers: Layers | None = None) -> Schedule | None:
-    """Give the schedule of ``torch.utils.checkpoint`` around every n-th block.
+    """Return the schedule of ``torch.utils.checkpoint`` around every n-th block.
 
     Parameters
     ----------
-    graph : TrainingGraph
     n : int
         1 wraps every block, 2 the first, the third, and so on.
     layers : Layers, optional
@@ -44,11 +43,10 @@ def every_nth_layer(graph: TrainingGraph, n: int, layers: Layers | None = None) 
 
 
 def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str], layers: Layers | None = None) -> Schedule:
-    """Give the schedule of ``torch.utils.checkpoint`` around each of these blocks.
+    """Return the schedule of ``torch.utils.checkpoint`` around each of these blocks.
 
     Parameters
     ----------
-    graph : TrainingGraph
     blocks : iterable of str
         Paths of blocks, as :func:`planner.ir.layers.find_layers` names them.
     layers : Layers, optional
@@ -69,7 +67,6 @@ def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = 
 
     Parameters
     ----------
-    problem : Problem
     solution : Solution
         Shown in the last row, as ``"this plan"``.
     layers : Layers, optional
@@ -96,7 +93,7 @@ def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = 
 
 
 def regions_of_blocks(problem: Problem, layers: Layers | None = None) -> tuple[Region, ...]:
-    """Give those regions of a problem that are repeated blocks."""
+    """Return those regions of a problem that are repeated blocks."""
     blocks = set((layers or find_layers(problem.graph)).blocks)
     return tuple(region for region in problem.regions or () if region.module in blocks)
 
@@ -130,7 +127,7 @@ def _layer_row(problem: Problem, name: str, n: int, layers: Layers) -> BaselineR
 
 
 def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:
-    """Give what a simple solver does at the budget, or if it cannot keep that, the least that it can do."""
+    """Return what a simple solver does at the budget, or if it cannot keep that, the least that it can do."""
     from planner.solvers import solve
 
     try:

@@ -18,7 +18,6 @@ class Evaluated:
     ----------
     name : str
         Who it is from.
-    schedule : Schedule
     peak_bytes : int
         On the whole device.
     added_seconds, step_seconds : float
@@ -54,8 +53,6 @@ def evaluate(
     ----------
     problem : Problem
         Its budget decides nothing.
-    schedule : Schedule
-    name : str
     evaluation : Evaluation, optional
         Its simulation, if it is at hand.
     optimizer_peak_bytes : int
@@ -73,6 +70,6 @@ def evaluate(
 
 
 def cheapest_within(budget_bytes: int, found: Iterable[Evaluated]) -> Evaluated | None:
-    """Give the cheapest that keeps a budget for the whole device: each does so from its own peak on."""
+    """Return the cheapest that keeps a budget for the whole device: each does so from its own peak on."""
     fitting = (one for one in found if one.peak_bytes <= budget_bytes)
     return min(fitting, key=lambda one: (one.added_seconds, one.peak_bytes), default=None)

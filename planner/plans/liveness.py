@@ -29,13 +29,7 @@ _MOST_ROWS = 40
 
 
 def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> Iterator[Allocation]:
-    """Give all that a schedule allocates, as the simulator counts it.
-
-    Parameters
-    ----------
-    graph : TrainingGraph
-    costs : sequence of OperationCost
-    schedule : Schedule
+    """Return all that a schedule allocates, as the simulator counts it.
 
     Yields
     ------
@@ -76,7 +70,7 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
 
 
 def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
-    """Give the position where the backward begins, its recomputations included; past the end if there is none."""
+    """Return the position where the backward begins, its recomputations included; past the end if there is none."""
     for position, index in enumerate(schedule.order):
         if graph.operations[index].phase is Phase.BACKWARD:
             return position
@@ -84,7 +78,7 @@ def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
 
 
 def tensors_at(allocations: Iterable[Allocation], position: int) -> tuple[AliveTensors, ...]:
-    """Give what is there during one run, the most first; what one operation makes in equal layers is one row."""
+    """Return what is there during one run, the most first; what one operation makes in equal layers is one row."""
     groups: defaultdict[tuple[str, str, str, str], list[Allocation]] = defaultdict(list)
     for made in allocations:
         if made.born <= position <= made.died and made.size_bytes:
@@ -190,7 +184,7 @@ def locate_operation(graph: TrainingGraph, name: str) -> PeakLocation:
 
 
 def saved_bytes_by_layer(graph: TrainingGraph, layers: Layers, schedule: Schedule) -> Counter[str]:
-    """Give the bytes of each layer's forward activations whose first copy lives into the backward."""
+    """Return the bytes of each layer's forward activations whose first copy lives into the backward."""
     saved: Counter[str] = Counter()
     backward_position = backward_begins(graph, schedule)
     made: set[int] = set()

@@ -43,7 +43,7 @@ def save(plan: Plan, path: str | Path) -> None:
 
 
 def snapshot(plan: Plan) -> dict[str, Any]:
-    """Give the predicted allocations of a plan as a memory snapshot.
+    """Return the predicted allocations of a plan as a memory snapshot.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def snapshot(plan: Plan) -> dict[str, Any]:
 
 
 def _events(allocations: Sequence[Allocation], space: _Space) -> list[tuple[Allocation, int, bool]]:
-    """Give what is taken and given back, in order, with its address; what lives to the end is not given back."""
+    """Return what is taken and given back, in order, with its address; what lives to the end is not given back."""
     end = max(made.died for made in allocations)
     born: list[list[int]] = [[] for _ in range(end + 1)]
     died: list[list[int]] = [[] for _ in range(end + 1)]
@@ -128,7 +128,7 @@ class _Space:
 
 
 def _frames(made: Allocation) -> list[dict[str, Any]]:
-    """Give what made it as a stack: the operator at the user's line, then the module."""
+    """Return what made it as a stack: the operator at the user's line, then the module."""
     file, _, line = made.source.rpartition(":")
     number = int(line) if line.isdigit() else 0
     return [
@@ -138,7 +138,7 @@ def _frames(made: Allocation) -> list[dict[str, Any]]:
 
 
 def _segment(blocks: dict[int, dict[str, Any]], highest: int) -> dict[str, Any]:
-    """Give all memory as one segment, with the blocks of the end and the gaps between them."""
+    """Return all memory as one segment, with the blocks of the end and the gaps between them."""
     shown: list[dict[str, Any]] = []
     at = _BASE
     for address in [*sorted(blocks), highest]:

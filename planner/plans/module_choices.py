@@ -11,11 +11,11 @@ from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
 from planner.solving.modules.offload import sending, sending_given
 from planner.solving.modules.transfer_windows import moved
-from planner.solving.modules.variants import way_named
+from planner.solving.modules.variants import variant_named
 
 
 def modules_of(plan: Plan) -> tuple[str, ...]:
-    """Give the paths of the modules that a plan checkpoints, in the order of their backward."""
+    """Return the paths of the modules that a plan checkpoints, in the order of their backward."""
     again = dict.fromkeys(key for keys in plan.recomputations.values() for key in keys)
     return tuple(key.partition("|")[0] for key in again if key.split("|")[1] in (HOLD, AWAY))
 
@@ -27,20 +27,22 @@ def with_choices(plan: Plan, problem: Problem, solution: Solution) -> Plan:
         return plan
     modules = tuple(
         OffloadedModule(
-            module=way.module,
-            tensors=tuple(sorted(number for sent in way.sent for number in sent.numbers)),
-            leaves_with=way.leaves_with or way.module,
-            returns_with=way.returns_with or way.module,
+            module=variant.module,
+            tensors=tuple(sorted(number for sent in variant.sent for number in sent.numbers)),
+            leaves_with=variant.leaves_with or variant.module,
+            returns_with=variant.returns_with or variant.module,
         )
-        for way in sorted(solution.regions, key=lambda way: way.sends.ended if way.sends is not None else 0)
-        if way.sent
+        for variant in sorted(
+            solution.regions, key=lambda variant: variant.sends.ended if variant.sends is not None else 0
+        )
+        if variant.sent
     )
     offloading = replace(plan.offloading, modules=modules, least_bytes=problem.host.least_bytes)
     return replace(plan, offloading=offloading) if modules else plan
 
 
 def _kept(plan: Plan, problem: Problem) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Give what checkpoints keep, by operator and occurrence within the module."""
+    """Return what checkpoints keep, by operator and occurrence within the module."""
     again = {key for keys in plan.recomputations.values() for key in keys}
     chosen = set(modules_of(plan))
     kept: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -52,28 +54,28 @@ def _kept(plan: Plan, problem: Problem) -> dict[str, dict[str, tuple[int, ...]]]
     return kept
 
 
-def ways_in(plan: Plan, regions: Sequence[Region]) -> tuple[Region, ...] | None:
-    """Give the ways that a plan takes, None if these regions do not have them."""
+def variants_in(plan: Plan, regions: Sequence[Region]) -> tuple[Region, ...] | None:
+    """Return the variants that a plan takes, None if these regions do not have them."""
     region_of = {region.module: region for region in regions}
     modules = {one.module: one for one in plan.offloading.modules} if plan.offloading is not None else {}
     checkpointed = modules_of(plan)
-    ways = []
+    variants = []
     for name in dict.fromkeys((*checkpointed, *modules)):
-        way = region_of.get(name)
-        if way is not None and name in checkpointed:
-            way = way_named(way, plan.kept.get(name, {}))
-        if way is not None and name in modules:
-            if way.sends is None:
+        variant = region_of.get(name)
+        if variant is not None and name in checkpointed:
+            variant = variant_named(variant, plan.kept.get(name, {}))
+        if variant is not None and name in modules:
+            if variant.sends is None:
                 return None
-            way = sending_given(way) if name in checkpointed else sending(way)
-            if not way.sent:
+            variant = sending_given(variant) if name in checkpointed else sending(variant)
+            if not variant.sent:
                 return None
-        if way is None:
+        if variant is None:
             return None
-        ways.append(way)
+        variants.append(variant)
     return tuple(
-        moved(way, ways, modules[way.module].leaves_with, modules[way.module].returns_with)
-        if way.module in modules
-        else way
-        for way in ways
+        moved(variant, variants, modules[variant.module].leaves_with, modules[variant.module].returns_with)
+        if variant.module in modules
+        else variant
+        for variant in variants
     )

@@ -77,7 +77,6 @@ class Offloading:
 
     Parameters
     ----------
-    values : tuple of OffloadedValue
     host_bytes, host_budget_bytes : int
         What they take of the host's memory, and what they may.
     bytes_per_second : float
@@ -191,7 +190,7 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
 
 
 def _places(graph: TrainingGraph, schedule: Schedule) -> list[Place]:
-    """Give each position as a place."""
+    """Return each position as a place."""
     places: list[Place] = []
     ran: set[int] = set()
     begin = 0

@@ -61,7 +61,6 @@ def make_pipeline_plan(
         For each device its chunks.
     static_memory : sequence of StaticMemory
         For each device what is resident there.
-    schedule : PipelineSchedule
     budget : int, float or str
         What each device may hold; ``"60%"`` is of the highest peak without recompute.
     solver, deterministic, seed, origin, progress
@@ -189,7 +188,7 @@ class _Device:
         return self._lowest
 
     def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, int, int, int]:
-        """Give the most that stands beside a pass, forward and backward: what others save, and gradients."""
+        """Return the most that stands beside a pass, forward and backward: what others save, and gradients."""
         sizes: list[int] = []
         for is_backward in (False, True):
             sizes += max(
@@ -223,7 +222,7 @@ class _Device:
         )
 
     def solve(self, budget_bytes: int, solver: str, effort: SolveLimits) -> tuple[_Held, tuple[float, ...]] | None:
-        """Give the cheapest schedules found within a budget and lower bounds for each chunk; None if there are none."""
+        """Return the cheapest schedules found within a budget, and lower bounds, for each chunk; None if none fit."""
         if self.keep_all.peak_bytes <= budget_bytes:
             return self.keep_all, (0.0,) * len(self.chunks)
         if self.optimizer_peak_bytes > budget_bytes or self.static_bytes >= budget_bytes:
@@ -264,7 +263,7 @@ class _Device:
 
 
 def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
-    """Give what is held while a micro-batch waits for its backward."""
+    """Return what is held while a micro-batch waits for its backward."""
     return found.timeline_bytes[schedule.order.index(stage.wait)]
 
 
@@ -338,7 +337,7 @@ class _SplitSearch:
         self.offer(self.device.hold(schedules))
 
     def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
-        """Give lower bounds for plans that save between two sizes; None if it is proven that there are none.
+        """Return lower bounds for plans that save between two sizes; None if it is proven that there are none.
 
         Of several chunks nothing is asked but that each fits beside what surely is there.
         """
@@ -362,7 +361,7 @@ class _SplitSearch:
         return tuple(bounds)
 
     def of_each(self, size_bytes: int) -> list[int]:
-        """Give what each chunk may save where the largest may save so much."""
+        """Return what each chunk may save where the largest may save so much."""
         return [size_bytes * size // self.whole_bytes for size in self.full]
 
     def solve(self, problem: Problem) -> Solution:

@@ -101,7 +101,7 @@ class Load:
 
 
 def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
-    """Give what one device runs in a training step, in order.
+    """Return what one device runs in a training step, in order.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
 
 
 def loads(schedule: PipelineSchedule, stage: int) -> tuple[Load, ...]:
-    """Give the different loads under which a device runs its passes, in order of their first time."""
+    """Return the different loads under which a device runs its passes, in order of their first time."""
     waiting = [0] * schedule.chunks
     accumulated = [False] * schedule.chunks
     seen: dict[Load, None] = {}
@@ -147,5 +147,5 @@ def loads(schedule: PipelineSchedule, stage: int) -> tuple[Load, ...]:
 
 
 def most_in_flight(schedule: PipelineSchedule, stage: int) -> int:
-    """Give how many micro-batches a device holds at most, the one under way included, counted in chunks."""
+    """Return how many micro-batches a device holds at most, the one under way included, counted in chunks."""
     return max(sum(load.others) for load in loads(schedule, stage)) + 1

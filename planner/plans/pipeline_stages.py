@@ -37,7 +37,6 @@ class Stage:
         Its step for one micro-batch. Between forward and backward stands an operation during which
         nothing runs, ``wait``. Values of kind :data:`IN_FLIGHT`, and of earlier gradients, are empty
         until :meth:`problem` gives them a size.
-    costs : tuple of OperationCost
     wait : int
         Index of that operation.
     beside : tuple of int
@@ -60,7 +59,7 @@ class Stage:
     def problem(
         self, budget_bytes: int, beside_bytes: Sequence[int] = (0, 0, 0, 0), most_saved_bytes: int | None = None
     ) -> Problem:
-        """Give the problem of this stage for one micro-batch while others are in flight.
+        """Return the problem of this stage for one micro-batch while others are in flight.
 
         Parameters
         ----------
@@ -118,7 +117,7 @@ def cut(
 def _assign(
     graph: TrainingGraph, costs: Sequence[OperationCost], count: int
 ) -> tuple[list[int | None], list[tuple[str, ...]]]:
-    """Give the stage of each operation (None: sums of shares of a gradient, which no stage runs), and the layers."""
+    """Return the stage of each operation (None: sums of shares of a gradient, which no stage runs), and the layers."""
     layers, turn = find_layers(graph).of, turning_point(graph)
     begins: dict[str, int] = {}
     for index in range(turn):
@@ -263,7 +262,7 @@ class _Cut:
         return self.whole.producer[value] < self.turn
 
     def inputs_of(self, index: int) -> list[int]:
-        """Give what an operation reads here; the loss of the last stage leaves outputs of others where they are."""
+        """Return what an operation reads here; the loss of the last stage leaves outputs of others where they are."""
         operation = self.whole.operations[index]
         if operation.phase is not Phase.LOSS:
             return list(operation.inputs)

@@ -116,7 +116,7 @@ class PipelinePlan:
         return seconds / before - 1 if before > 0 else 0.0
 
     def report(self) -> dict[str, Any]:
-        """Give the report as plain data."""
+        """Return the report as plain data."""
         return {
             "schema": SCHEMA,
             "model": self.model,

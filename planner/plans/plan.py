@@ -203,8 +203,6 @@ class PlanOrigin:
     ----------
     fingerprint : dict of str to str or int
         What the plan is made for: model class, shapes, dtypes, versions, hash of the graph.
-    capture_seconds : float
-    cost_model, device, torch_version : str
     warnings : tuple of Finding
         On the costs.
     """
@@ -307,7 +305,6 @@ class Allocation:
 
     Parameters
     ----------
-    size_bytes : int
     born, died : int
         Positions of the first and the last run during which it is there.
     kind, operation, module, source : str
@@ -479,7 +476,7 @@ class Plan:
         return max(self.peak_bytes, self.optimizer_peak_bytes)
 
     def relative(self, seconds: float) -> float:
-        """Give a time as a ratio of the step without recompute."""
+        """Return a time as a ratio of the step without recompute."""
         return seconds / self.baseline_step_seconds if self.baseline_step_seconds > 0 else 0.0
 
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
@@ -509,7 +506,7 @@ class Plan:
         return with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
 
     def report(self, operations: bool = False) -> dict[str, Any]:
-        """Give the report as plain data, with the JSON keys of schema 1.
+        """Return the report as plain data, with the JSON keys of schema 1.
 
         Parameters
         ----------
@@ -519,7 +516,7 @@ class Plan:
         return plan_file.report(self, operations=operations)
 
     def to_json(self) -> str:
-        """Give the plan file: the report, the decisions and the fingerprint."""
+        """Return the plan file: the report, the decisions and the fingerprint."""
         return plan_file.to_json(self)
 
     @classmethod
@@ -534,7 +531,7 @@ class Plan:
         return plan_file.from_json(text, cls)
 
     def to_html(self) -> str:
-        """Give the report as one HTML page that needs nothing beside itself."""
+        """Return the report as one HTML page that needs nothing beside itself."""
         from planner.report.page import to_html
 
         return to_html(self)

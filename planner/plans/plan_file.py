@@ -24,7 +24,7 @@ SCHEMA = 1
 
 
 def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
-    """Give a plan's report as plain data; every key of it stays in later schemas."""
+    """Return a plan's report as plain data; every key of it stays in later schemas."""
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "model": plan.model,
@@ -71,7 +71,7 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
 
 
 def to_json(plan: Plan) -> str:
-    """Give the text of a plan file."""
+    """Return the text of a plan file."""
     data = report(plan)
     data["fingerprint"] = dict(plan.fingerprint)
     data["decisions"] = to_data(plan.recomputations)

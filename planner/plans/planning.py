@@ -55,18 +55,16 @@ def infeasible_report(
     where: PeakLocation,
     origin: PlanOrigin,
 ) -> dict[str, Any]:
-    """Give the report on a budget that no plan keeps.
+    """Return the report on a budget that no plan keeps.
 
     Parameters
     ----------
-    problem : Problem
     minimum_feasible_peak_bytes : int
         Smallest peak on the whole device for which a plan is known.
     proven_minimum_peak_bytes : int
         No plan at all has a lower one.
     where : PeakLocation
         The operation at which the smallest peak stands.
-    origin : PlanOrigin
     """
     static_bytes = problem.graph.total_static_bytes
     return {
@@ -108,10 +106,8 @@ def plan_warnings(problem: Problem, evaluation: Evaluation, solution: Solution) 
 
     Parameters
     ----------
-    problem : Problem
     evaluation : Evaluation
         Simulation of the solution's schedule.
-    solution : Solution
     """
     rounded = tuple(_rounded(problem, solution))
     if evaluation.added_seconds <= 0:
@@ -172,8 +168,6 @@ def make_plan(
 
     Parameters
     ----------
-    problem : Problem
-    search : Search, optional
     origin : PlanOrigin, optional
         What the graph and its costs come from.
     static_memory : StaticMemory, optional
@@ -205,7 +199,7 @@ def make_plan(
 
 
 def _solved(problem: Problem, search: Search) -> Solution:
-    """Give the solution that was found before, or search for one and keep it."""
+    """Return the solution that was found before, or search for one and keep it."""
     if problem.regions is not None:  # what is kept does not say which regions were chosen
         return solved(problem, search.solver, effort=search, progress=search.progress)
     key = solution_cache.key_of(problem, search.solver, search)
@@ -224,7 +218,7 @@ def make_problem(
     host: Host | None = None,
     regions: tuple[Region, ...] | None = None,
 ) -> Problem:
-    """Give the problem that a budget poses: what is resident is subtracted here, and only here.
+    """Return the problem that a budget poses: what is resident is subtracted here, and only here.
 
     Raises
     ------
@@ -257,11 +251,8 @@ def plan_from_solution(
 
     Parameters
     ----------
-    problem : Problem
     solution : Solution
         Its claim is held against the simulator once more.
-    origin : PlanOrigin, optional
-    static_memory : StaticMemory, optional
     compare : bool
         Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
         and the details of the step and of its values.

@@ -61,7 +61,7 @@ def save(profile: Profile, path: str | Path) -> None:
 
 
 def to_json(profile: Profile) -> str:
-    """Give the text of a profile file: each signature once, operations by its number."""
+    """Return the text of a profile file: each signature once, operations by its number."""
     numbers = {signature: number for number, signature in enumerate(profile.measurements)}
     file = _File(
         model=profile.model,

@@ -9,7 +9,7 @@ from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.module_choices import ways_in
+from planner.plans.module_choices import variants_in
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import plan_from_solution
 
@@ -78,7 +78,6 @@ def take_over(
     ----------
     problem : Problem
         Of that step.
-    plan : Plan
     origin : PlanOrigin
         Of that step.
     around : StaticMemory
@@ -87,24 +86,20 @@ def take_over(
         Whether to simulate the baselines for the report.
     asked_for : bool
         Whether it is this plan that is wanted.
-
-    Returns
-    -------
-    Plan or None
     """
     graph = problem.graph
     try:
-        ways = ways_in(plan, problem.regions) if problem.regions is not None else ()
-        if ways is None:
+        variants = variants_in(plan, problem.regions) if problem.regions is not None else ()
+        if variants is None:
             return None
-        schedule = schedule_of(graph, ways) if problem.regions is not None else plan.schedule_for(graph)
+        schedule = schedule_of(graph, variants) if problem.regions is not None else plan.schedule_for(graph)
         if schedule.offloads and problem.host is None:
             return None
         evaluation = problem.evaluate(schedule)
     except (PlanMismatchError, ScheduleError):  # keys that are not there; or values that leave before their last use
         return None
     same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
-    unneeded = (evaluation.added_seconds > 0 or bool(ways)) and problem.baseline.peak_bytes <= problem.budget_bytes
+    unneeded = (evaluation.added_seconds > 0 or bool(variants)) and problem.baseline.peak_bytes <= problem.budget_bytes
     unneeded = unneeded and not (asked_for and same_graph)
     after_bytes = optimizer_peak_bytes(graph, around) - graph.total_static_bytes
     if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
@@ -117,7 +112,7 @@ def take_over(
         peak_bytes=evaluation.peak_bytes,
         recompute_seconds=evaluation.added_seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same_graph else 0.0,
-        regions=ways,
+        regions=variants,
     )
     taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
@@ -135,7 +130,7 @@ def take_over(
 
 
 def as_planned(around: StaticMemory, plan: Plan) -> StaticMemory:
-    """Give static_memory as a plan has them; what is there because of the model itself stays as it is."""
+    """Return static_memory as a plan has them; what is there because of the model itself stays as it is."""
     of_model = {kind: size_bytes for kind, size_bytes in around.static_bytes.items() if kind in OF_THE_MODEL}
     beside = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind not in OF_THE_MODEL}
     shards = int(plan.fingerprint.get(SHARDS, 1))

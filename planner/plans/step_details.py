@@ -27,12 +27,10 @@ _SECONDS_FOR_MORE, _SECONDS_FOR_MORE_WITH_OFFLOAD = 0.5, 2.0
 def step_details(
     problem: Problem, schedule: Schedule, evaluation: Evaluation, more: MoreMemory | None = None
 ) -> StepDetails:
-    """Give the step over time and what fills its peak.
+    """Return the step over time and what fills its peak.
 
     Parameters
     ----------
-    problem : Problem
-    schedule : Schedule
     evaluation : Evaluation
         Its simulation.
     more : MoreMemory, optional
@@ -57,7 +55,6 @@ def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) 
 
     Parameters
     ----------
-    problem : Problem
     schedule : Schedule
         The plan, which keeps the larger budget too.
     overhead_seconds : float

@@ -16,13 +16,10 @@ MOST_POINTS = 240
 def timeline_of(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, evaluation: Evaluation
 ) -> Timeline:
-    """Give the timeline of a schedule, for the whole device.
+    """Return the timeline of a schedule, for the whole device.
 
     Parameters
     ----------
-    graph : TrainingGraph
-    costs : sequence of OperationCost
-    schedule : Schedule
     evaluation : Evaluation
         Its simulation.
 
@@ -52,7 +49,7 @@ def timeline_of(
 def _times(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule
 ) -> tuple[list[float], list[bool], float]:
-    """Give when each run begins (and when the last one ends), which are recomputations, when the backward begins."""
+    """Return when each run begins (and when the last one ends), which are recomputations, when the backward begins."""
     begins, recomputed = [0.0], []
     ran: set[int] = set()
     backward_seconds = None

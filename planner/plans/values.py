@@ -28,7 +28,6 @@ class ValueRow:
         Key of the operation that makes it.
     output : int
         Which of that operation's results it is.
-    size_bytes : int
     kept : bool
         Whether its first copy is held into the backward.
     needed : bool
@@ -103,7 +102,6 @@ class ValueTable:
         Operations of the step.
     baseline_peak_step, peak_step : int
         Where the peak stands without recompute, and with the plan.
-    rows : tuple of ValueRow
     """
 
     steps: int
@@ -165,7 +163,7 @@ class _Table:
                 self.step_of[position] = self.step_of[position + 1]
 
     def table(self) -> ValueTable:
-        """Give the table."""
+        """Return the table."""
         shown = [value for value in self._in_forward_order() if self._belongs(value)]
         row_of = {value: row for row, value in enumerate(shown)}
         return ValueTable(
@@ -229,7 +227,7 @@ class _Table:
         )
 
     def _idle(self, value: int, kept: bool) -> tuple[int, int]:
-        """Give the positions between which a value lies idle: of two runs, or of a run and the end of the step."""
+        """Return the positions between which a value lies idle: of two runs, or of a run and the end of the step."""
         copies = self.copies[value]
         if not kept:
             return copies[0][-1], copies[1][0]
@@ -237,13 +235,13 @@ class _Table:
         return copies[0][place - 1], copies[0][place] if place < len(copies[0]) else len(self.order)
 
     def _idle_without_recompute(self, value: int, until: int) -> tuple[int, int]:
-        """Give the steps between which it lies idle without recompute; one that only recompute needs, until then."""
+        """Return the steps between which it lies idle without recompute; one that only recompute needs, until then."""
         touched = (self.graph.producer[value], *self.graph.readers[value])
         late = next((step for step in touched if step >= self.turn), until)
         return max(step for step in touched if step < self.turn), late
 
     def _to_drop(self, value: int, position: int) -> dict[int, int] | None:
-        """Give the runs that making a value at a position would add, by operation; None if it cannot be made there."""
+        """Return the runs that making a value at a position would add, by operation; None if it is impossible."""
         again: dict[int, int] = {}
         pending = [value]
         while pending:
@@ -257,7 +255,7 @@ class _Table:
         return {index: 1 for index in again if self.runs[index] == 1}
 
     def _spent_on(self, producer: int) -> dict[int, int]:
-        """Give the added runs of an operation, and of those that run again for it alone."""
+        """Return the added runs of an operation, and of those that run again for it alone."""
         spent: dict[int, int] = {producer: self.runs[producer] - 1}
         pending = list(self.graph.operations[producer].inputs)
         while pending:

@@ -56,8 +56,6 @@ def render(plan: Plan, console: Console, *, show_operations: bool = False, show_
 
     Parameters
     ----------
-    plan : Plan
-    console : rich.console.Console
     show_operations : bool
         Add the table of all operations.
     show_tree : bool

@@ -84,7 +84,7 @@ def render_infeasible(report: dict[str, Any]) -> Group:
 
 
 def sorted_kinds(plan: Plan) -> list[str]:
-    """Give the kinds of what is alive at the peak, from what stays longest to what stays least."""
+    """Return the kinds of what is alive at the peak, from what stays longest to what stays least."""
     return _sorted(plan.anatomy)
 
 

@@ -25,7 +25,7 @@ def render(audit: Audit, console: Console) -> None:
 
 
 def answer(audit: Audit) -> str:
-    """Give the answer as one line."""
+    """Return the answer as one line."""
     return "; ".join(filter(None, (_at_its_peak(audit), _at_the_budget(audit))))
 
 

@@ -19,7 +19,6 @@ class Line:
 
     Parameters
     ----------
-    name : str
     gibibytes, percents : list of float
         Budgets and overheads.
     marker : str
@@ -36,7 +35,7 @@ class Line:
 
 
 def lines(curve: TradeOffCurve, ways: Sequence[Method] = ()) -> Iterator[Line]:
-    """Give what is drawn, what is to be seen on top last: bound, overhead, other ways, the knee, the user's budget."""
+    """Return what is drawn, topmost last: bound, overhead, other methods, the knee, the user's budget."""
     yield _line("lower bound", [(point, point.lower_bound_overhead) for point in curve.points], _BOUND)
     yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)
     for place, way in enumerate(ways):

@@ -23,7 +23,7 @@ def render(spec: DeviceSpec, path: str, console: Console) -> None:
 
 
 def _rows(spec: DeviceSpec) -> Iterator[tuple[str, str, str, str]]:
-    """Give the name of each rate, as measured and as the table has it, and its unit."""
+    """Return the name of each rate, as measured and as the table has it, and its unit."""
     try:
         table_has = [_rates(spec), _rates(cost_models.device(spec.name))]
     except cost_models.UnknownNameError:
@@ -34,7 +34,7 @@ def _rows(spec: DeviceSpec) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _rates(spec: DeviceSpec) -> dict[str, tuple[float, str]]:
-    """Give what large operations reach, as the roofline takes it."""
+    """Return what large operations reach, as the roofline takes it."""
     rates = {
         f"products in {dtype}": (rate * spec.compute_efficiency, "FLOP/s")
         for dtype, rate in spec.flops_per_second.items()

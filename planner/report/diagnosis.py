@@ -18,7 +18,7 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def answer(diagnosis: Diagnosis) -> str:
-    """Give the answer as one line."""
+    """Return the answer as one line."""
     counts = _count(diagnosis.problems, "problem") or "no problems"
     notes = _count(diagnosis.notes, "note")
     line = f"{counts}{f', {notes}' if notes else ''} in {diagnosis.model}"

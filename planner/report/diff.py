@@ -33,7 +33,7 @@ def render(difference: Difference, console: Console) -> None:
 
 
 def answer(difference: Difference) -> str:
-    """Give the answer as one line."""
+    """Return the answer as one line."""
     noun = "value" if difference.by_value else "operation"
     count = len(difference.moves)
     if not count and not difference.layers and not difference.peak_bytes:

@@ -23,7 +23,7 @@ def render(established: Established, console: Console) -> None:
 
 
 def answer(established: Established) -> str:
-    """Give the answer as one line."""
+    """Return the answer as one line."""
     rows = [row for row in established.rows if row.excess is not None]
     if not rows:
         return "no established way applies to this model"

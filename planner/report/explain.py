@@ -31,7 +31,7 @@ def render(explanation: Explanation, console: Console, *, largest: int | None = 
 
 
 def answer(explanation: Explanation) -> str:
-    """Give the answer as one line."""
+    """Return the answer as one line."""
     name = explanation.module or explanation.model or "the model"
     if not explanation.values:
         return f"{name} makes nothing that the backward waits for"

@@ -85,7 +85,7 @@ def _row(stage: StagePlan, chunk: int, largest_bytes: int) -> list[str]:
 
 
 def _short(layer: str) -> str:
-    """Give the end of a path: the name, and before a number the name of the row."""
+    """Return the end of a path: the name, and before a number the name of the row."""
     parts = layer.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 

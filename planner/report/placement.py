@@ -82,7 +82,7 @@ class Placement:
 
 
 def rows(plan: Plan) -> list[Row]:
-    """Give the rows of the placement in forward order, and last all of them together."""
+    """Return the rows of the placement in forward order, and last all of them together."""
     layers = plan.placement
     largest_bytes = max((abs(size) for layer in layers for size in (layer.saved_bytes, layer.freed_bytes)), default=0)
     found = [
@@ -151,6 +151,6 @@ def _why(layers: Sequence[LayerPlacement], saved_bytes: int, freed_bytes: int) -
 
 
 def short_name(target: str) -> str:
-    """Give an operator's own name: ``aten.mm.default`` is ``mm``."""
+    """Return an operator's own name: ``aten.mm.default`` is ``mm``."""
     parts = target.split(".")
     return parts[1] if len(parts) > 1 else target

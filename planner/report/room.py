@@ -24,7 +24,7 @@ def render(plan: Plan) -> Group:
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
-    """Give budgets worth knowing, from the smallest: what it is, its bytes, the overhead there."""
+    """Return budgets worth knowing, from the smallest: what it is, its bytes, the overhead there."""
     if plan.minimum_feasible_peak_bytes < plan.peak_bytes:
         yield "the smallest known to be feasible", plan.minimum_feasible_peak_bytes, None
     yield "this one", plan.budget_bytes, plan.overhead

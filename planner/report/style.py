@@ -13,7 +13,7 @@ _COUNTS = (("K", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12))
 
 
 def in_unit_of(size_bytes: int, largest_bytes: int, *, digits: int | None = None) -> str:
-    """Give a size in the unit that suits the largest of a column, so that the column can be added up.
+    """Return a size in the unit that suits the largest of a column, so that the column can be added up.
 
     Examples
     --------
@@ -27,7 +27,7 @@ def in_unit_of(size_bytes: int, largest_bytes: int, *, digits: int | None = None
 
 
 def compact_count(count: int) -> str:
-    """Give a large number with three or four digits.
+    """Return a large number with three or four digits.
 
     Examples
     --------
@@ -41,7 +41,7 @@ def compact_count(count: int) -> str:
 
 
 def signed_percent(ratio: float) -> str:
-    """Give a ratio as a percentage with its sign.
+    """Return a ratio as a percentage with its sign.
 
     Examples
     --------
@@ -52,7 +52,7 @@ def signed_percent(ratio: float) -> str:
 
 
 def at_least_percent(ratio: float) -> str:
-    """Give a lower bound as a percentage, rounded down: the sentence around it must stay true.
+    """Return a lower bound as a percentage, rounded down: the sentence around it must stay true.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def at_least_percent(ratio: float) -> str:
 
 
 def operator_name(target: str) -> str:
-    """Give an operator's own name.
+    """Return an operator's own name.
 
     Examples
     --------
@@ -75,7 +75,7 @@ def operator_name(target: str) -> str:
 
 
 def table(*columns: str, title: str, text_columns: int = 1) -> Table:
-    """Give an empty table whose first columns are text, aligned left, and the others numbers."""
+    """Return an empty table whose first columns are text, aligned left, and the others numbers."""
     made = Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for position, name in enumerate(columns):
         if position < text_columns:
@@ -86,5 +86,5 @@ def table(*columns: str, title: str, text_columns: int = 1) -> Table:
 
 
 def cells(*contents: str, style: str = "") -> list[Text]:
-    """Give contents as they are: names may hold what rich would read as markup."""
+    """Return contents as they are: names may hold what rich would read as markup."""
     return [Text(content, style=style) for content in contents]

@@ -17,7 +17,7 @@ _BESIDE_LEGEND, _ROWS_OF_LEGEND = 6, 2
 
 
 def draw(curve: TradeOffCurve, ways: tuple[Method, ...], *, width: int) -> Text:
-    """Give the curve as text, or say why there is none."""
+    """Return the curve as text, or say why there is none."""
     shown = [line for line in lines(curve, ways) if line.gibibytes]
     if not shown:
         return Text("There is nothing to draw: no budget has a plan.")

@@ -17,13 +17,7 @@ _BEHIND, _BUDGET = "░", "─"
 
 
 class Chart:
-    """A chart as wide as the console lets it be.
-
-    Parameters
-    ----------
-    plan : Plan
-    details : StepDetails
-    """
+    """A chart as wide as the console lets it be."""
 
     def __init__(self, plan: Plan, details: StepDetails) -> None:
         self._plan = plan
@@ -55,7 +49,7 @@ class Chart:
 
     @staticmethod
     def _row_of(size_bytes: int, top_bytes: int) -> int | None:
-        """Give the row in which a size lies, None for one above the chart."""
+        """Return the row in which a size lies, None for one above the chart."""
         return int(_ROWS * size_bytes / top_bytes) if size_bytes < top_bytes else None
 
     def _labels(self, top_bytes: int) -> list[str]:
@@ -81,7 +75,7 @@ def render(plan: Plan) -> Chart | None:
 
 
 def _heights(line: Timeline, columns: int, end_seconds: float) -> Sequence[int]:
-    """Give the highest moment within each column; nothing after the end of the step."""
+    """Return the highest moment within each column; nothing after the end of the step."""
     heights = [0] * columns
     ends = [*(point.seconds for point in line.points[1:]), line.step_seconds]
     for point, end in zip(line.points, ends, strict=True):
@@ -93,7 +87,7 @@ def _heights(line: Timeline, columns: int, end_seconds: float) -> Sequence[int]:
 
 
 def _cell(row: int, ahead: float, behind: float, is_budget: bool) -> tuple[str, str]:
-    """Give the character of a cell and its style; heights count in rows."""
+    """Return the character of a cell and its style; heights count in rows."""
     eighths = min(max(round(8 * (ahead - row)), 0), 8)
     if eighths == 8 or (eighths and behind <= row + 1):
         return _PARTS[eighths], "green"

@@ -22,12 +22,12 @@ class _Module:
     parts: dict[str, _Module] = field(default_factory=dict)
 
     def all(self) -> list[LayerPlacement]:
-        """Give what it and its parts do."""
+        """Return what it and its parts do."""
         inside = [layer for part in self.parts.values() for layer in part.all()]
         return inside if self.own is None else [self.own, *inside]
 
     def signature(self) -> object:
-        """Give what two modules that are shown as one have in common."""
+        """Return what two modules that are shown as one have in common."""
         own = self.own and (self.own.saved_bytes, self.own.freed_bytes, tuple(self.own.targets.items()))
         return own, tuple((name, part.signature()) for name, part in self.parts.items())
 

@@ -13,7 +13,7 @@ from planner.report.style import at_least_percent, in_unit_of, signed_percent
 
 
 def verdict(plan: Plan) -> str:
-    """Give the verdict on a plan as one line."""
+    """Return the verdict on a plan as one line."""
     budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
     peak = in_unit_of(plan.whole_step_peak_bytes, plan.budget_bytes, digits=1).split()[0]
     away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
@@ -49,7 +49,7 @@ def layers(plan: Plan) -> str:
 
 
 def infeasible_verdict(report: dict[str, Any]) -> str:
-    """Give the verdict on a budget that no plan fits as one line."""
+    """Return the verdict on a budget that no plan fits as one line."""
     where = PeakLocation(**report["peak_at"])
     smallest_bytes = report["minimum_feasible_peak_bytes"]
     return (

@@ -35,7 +35,7 @@ def _parts(answers: Answers, width: int) -> Iterator[RenderableType]:
 
 
 def further(answers: Answers) -> Iterator[RenderableType]:
-    """Give what is shown beside the curve."""
+    """Return what is shown beside the curve."""
     curve = answers.curve
     if curve.asked is not None:
         yield Text(_asked(curve, curve.asked))
@@ -203,7 +203,7 @@ def _percent(ratio: float | None) -> str:
 
 
 def _rounded_down(bound: float | None) -> str:
-    """Give a bound rounded down, so that it stays true."""
+    """Return a bound rounded down, so that it stays true."""
     return "-" if bound is None else signed_percent(math.floor(bound * 1000 + 1e-6) / 1000)
 
 

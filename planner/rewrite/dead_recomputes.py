@@ -13,7 +13,7 @@ from planner.ir.schedule import Schedule
 
 
 def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
-    """Give the positions of reruns of which nobody reads anything, once BatchNorm's reruns read no statistics.
+    """Return the positions of reruns of which nobody reads anything, once BatchNorm's reruns read no statistics.
 
     Whatever else a schedule runs for nothing stays: it is what was asked for, and counted.
 

@@ -40,7 +40,6 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
 
     Parameters
     ----------
-    lowered : LoweredGraph
     schedule : Schedule
         A schedule that the simulator accepts.
 
@@ -103,7 +102,7 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
 
 
 def _replayed(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
-    """Give the random operations that run more than once."""
+    """Return the random operations that run more than once."""
     once: set[int] = set()
     again: set[int] = set()
     for index in schedule.order:
@@ -190,7 +189,7 @@ class _Emitter:
         self.current[node] = self._call(host_copies.wait_reload, self.resolve(node), self._place(value), like=node)
 
     def _place(self, value: int) -> fx.Node:
-        """Give the place of an offloaded value; in the backward it is one of the inputs."""
+        """Return the place of an offloaded value; in the backward it is one of the inputs."""
         if value not in self.places:
             name = f"place_of_{self.lowered.value_nodes[value].name}"
             self.places[value] = self.taken_places[value] = self._placeholder(name, self._meta_of_place(value))
@@ -213,14 +212,14 @@ class _Emitter:
             self.current.pop(view, None)
 
     def resolve_output(self, node: Any) -> Any:
-        """Give what leaves the graph; AOTAutograd counts on the views that it traced."""
+        """Return what leaves the graph; AOTAutograd counts on the views that it traced."""
         if not isinstance(node, fx.Node):
             return node
         same = self.resolve(node)
         return self.graph.node_copy(node, self.resolve) if self._stands_for_another(node) else same
 
     def resolve_gradients(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
-        """Give what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
+        """Return what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
         given: dict[Any, fx.Node | None] = {None: None}
         taken: set[fx.Node] = set()
         for node in nodes:
@@ -236,7 +235,7 @@ class _Emitter:
         return is_view and _shown_before(node) is not None
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """Give the current copy of a joint node: made before, viewed now, or taken in as an input."""
+        """Return the current copy of a joint node: made before, viewed now, or taken in as an input."""
         found = self.current.get(node)
         if found is not None:
             return found
@@ -341,12 +340,12 @@ class _Emitter:
 
 
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:
-    """Give the ``getitem`` nodes that take an operation's (not a view's) output apart."""
+    """Return the ``getitem`` nodes that take an operation's (not a view's) output apart."""
     return {n for n in lowered.alias_nodes if n.target is operator.getitem and n.args[0] not in lowered.alias_nodes}
 
 
 def _shown_before(view: fx.Node) -> fx.Node | None:
-    """Give what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
+    """Return what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
 
     CurveSweep leaves many of them, and in a step of small tensors each takes as long as any other operation.
     """

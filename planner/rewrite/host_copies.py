@@ -123,13 +123,13 @@ def _in_pieces(numbers: torch.Tensor, place: torch.Tensor) -> Iterator[tuple[tor
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give all of a tensor's storage, whatever of it the tensor shows."""
+    """Return all of a tensor's storage, whatever of it the tensor shows."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @cache
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """Give the streams to the host and back: one copy engine each."""
+    """Return the streams to the host and back: one copy engine each."""
     return torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -170,7 +170,7 @@ class Pool:
         self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
 
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Give a place of so many bytes; it comes back by itself when nothing refers to it any more.
+        """Return a place of so many bytes; it comes back by itself when nothing refers to it any more.
 
         Raises
         ------
@@ -195,7 +195,7 @@ class Pool:
         return place
 
     def record(self, place: torch.Tensor) -> _Record:
-        """Give what is known of a place."""
+        """Return what is known of a place."""
         return self._records[place.data_ptr()]
 
     def _give_back(self, memory: mmap.mmap, address: int, size_bytes: int, pinned: bool) -> None:
@@ -206,7 +206,7 @@ class Pool:
             self._free_bytes += size_bytes
 
     def _shrink(self, most_free_bytes: int) -> None:
-        """Give memory of other sizes back to the system until no more than so much is kept."""
+        """Return memory of other sizes back to the system until no more than so much is kept."""
         for (size_bytes, pinned), free in self._free.items():
             while free and self._free_bytes > most_free_bytes:
                 memory = free.pop()

@@ -31,11 +31,10 @@ def peak_of_drafts(
     costs: Sequence[OperationCost],
     loss: LossMemory = LossMemory(),  # noqa: B008
 ) -> int:
-    """Give the most bytes that a step holds on top of what is resident.
+    """Return the most bytes that a step holds on top of what is resident.
 
     Parameters
     ----------
-    forward, backward : Draft
     outputs : int
         How many results of the forward go to the model's caller; the others are saved for the backward.
     lowered : LoweredGraph

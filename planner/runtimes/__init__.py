@@ -85,23 +85,20 @@ class Runtime(Protocol):
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> Running:
-        """Give what is to run in place of the model's call.
+        """Return what is to run in place of the model's call.
 
         Parameters
         ----------
-        model : torch.nn.Module
-        options : Options
         plan : Plan, optional
             Decisions to carry out.
         replan : bool
             Whether a plan that does not match may be replaced; otherwise it is refused.
-        prepare : callable, optional
         """
         ...
 
 
 def names() -> list[str]:
-    """Give the names of all runtimes."""
+    """Return the names of all runtimes."""
     return files(__path__)
 
 
@@ -119,7 +116,7 @@ def check(name: str) -> None:
 
 @cache
 def get(name: str) -> Runtime:
-    """Give a runtime by its name, which is that of its file.
+    """Return a runtime by its name, which is that of its file.
 
     Raises
     ------

@@ -19,7 +19,7 @@ Kept = Mapping[str, Sequence[int]]
 
 
 def contexts(module: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Give a context for the forward of a module, and one for its further runs."""
+    """Return a context for the forward of a module, and one for its further runs."""
     if not kept:
         return nullcontext(), _Again(module, None)
     keeping, giving = create_selective_checkpoint_contexts(_Policy(kept))

@@ -136,7 +136,7 @@ class LateGradients:
         return generators, (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def attach(self, state: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Give the detached outputs of one call a way back to the inputs."""
+        """Return the detached outputs of one call a way back to the inputs."""
         attached: tuple[torch.Tensor, ...] = _Late.apply(self, state, [outputs[p] for p in self.positions], *inputs)
         return attached
 
@@ -180,7 +180,7 @@ def _is_wanted(argument: Any) -> bool:
 
 
 def _own(argument: Any) -> Any:
-    """Give an input that the second run may write into, or differentiate, without touching the first one's."""
+    """Return an input that the second run may write into, or differentiate, without touching the first one's."""
     if not isinstance(argument, torch.Tensor):
         return argument
     return argument.detach().requires_grad_() if argument.requires_grad else argument.clone()

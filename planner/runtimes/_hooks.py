@@ -90,7 +90,7 @@ class _Module:
         return _Saved(self._sent[key], number, tensor)
 
     def unpack(self, saved: _Stays | _Saved) -> torch.Tensor:
-        """Give a tensor back; the first time, fetch what is to come then."""
+        """Return a tensor back; the first time, fetch what is to come then."""
         tensor = saved.tensor()
         if not self._begun:
             self._begun = True
@@ -139,7 +139,7 @@ class _Sent:
             self.unread = set(self.saved)
 
     def read(self, number: int) -> torch.UntypedStorage:
-        """Give the storage on the device; it is kept until all that was saved of it has been read."""
+        """Return the storage on the device; it is kept until all that was saved of it has been read."""
         if self._change is not None:
             raise _changed(self.module, *self._change)
         self.fetch()
@@ -161,7 +161,7 @@ class _Saved:
         self.layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def tensor(self) -> torch.Tensor:
-        """Give the tensor as it was saved."""
+        """Return the tensor as it was saved."""
         storage = self.sent.read(self.number)
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.layout)
 
@@ -175,7 +175,7 @@ class _Stays:
     module: str
 
     def tensor(self) -> torch.Tensor:
-        """Give the tensor, if it was not written into since."""
+        """Return the tensor, if it was not written into since."""
         if version_of(self.alias) != self.version:
             raise _changed(self.module, self.version, version_of(self.alias))
         return self.alias

@@ -30,7 +30,7 @@ class PlansBySize:
         self._plans: dict[float, Plan] = {math.inf: given} if given is not None else {}
 
     def nearest(self, elements: int) -> Plan | None:
-        """Give the plan of the nearest size that is not smaller, else that of the largest."""
+        """Return the plan of the nearest size that is not smaller, else that of the largest."""
         above = [size for size in self._plans if size >= elements]
         return self._plans[min(above)] if above else self._plans.get(max(self._plans, default=0))
 
@@ -40,12 +40,12 @@ class PlansBySize:
 
 
 def marked(inputs: Inputs) -> list[torch.Tensor]:
-    """Give the inputs that are marked by ``mark_dynamic`` or its kin."""
+    """Return the inputs that are marked by ``mark_dynamic`` or its kin."""
     return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
 
 
 def largest_sizes(inputs: Inputs) -> Sizes | None:
-    """Give the largest sizes that the marks allow, tensor by tensor; None if they name none.
+    """Return the largest sizes that the marks allow, tensor by tensor; None if they name none.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def largest_sizes(inputs: Inputs) -> Sizes | None:
 
 
 def with_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
-    """Give inputs of other sizes, without values and marks: enough to be planned for."""
+    """Return inputs of other sizes, without values and marks: enough to be planned for."""
     wanted = iter(sizes)
     seen: dict[int, torch.Tensor] = {}  # one tensor that is passed twice stays one
 

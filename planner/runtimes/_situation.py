@@ -14,7 +14,7 @@ from planner.capture.torch_internals import training_switches
 
 
 def situation_of(model: nn.Module, inputs: Inputs) -> Any:
-    """Give all that a step's plan depends on, as far as it can change between calls: two are equal or not."""
+    """Return all that a step's plan depends on, as far as it can change between calls: two are equal or not."""
     leaves = pytree.tree_leaves((inputs.args, inputs.kwargs))
     described = tuple(
         (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x

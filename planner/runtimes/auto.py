@@ -26,7 +26,7 @@ _Refusal = CaptureError | RuntimeUnsupportedError
 
 
 def choose() -> str:
-    """Give the runtime to try first; which one suits how the process trains is decided here, and only here.
+    """Return the runtime to try first; which one suits how the process trains is decided here, and only here.
 
     With several ranks gradients must go out while the backward runs, and every rank must do the same:
     what one rank cannot carry out is then an error, and nothing else is tried.

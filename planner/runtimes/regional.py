@@ -77,7 +77,7 @@ class RegionalRuntime(PlannedCalls):
         return _Planned(self.model, plan)
 
     def _planned_before(self, inputs: Inputs) -> Plan:
-        """Give the plan that was made before the model was sharded: afterwards there is no whole model to plan."""
+        """Return the plan that was made before the model was sharded: afterwards there is no whole model to plan."""
         if self.plan is None:
             raise UsageError(
                 "the model was sharded before it was planned: give example inputs to planner.auto_wrap, and call "
@@ -136,7 +136,7 @@ class _Planned:
 
 
 def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
-    """Give the schedule of a block's own graph that a plan for the whole step asks for.
+    """Return the schedule of a block's own graph that a plan for the whole step asks for.
 
     Raises
     ------
@@ -210,7 +210,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
 
 
 def _units(model: nn.Module, blocks: Iterable[str]) -> dict[str, Sequence[Parameter]]:
-    """Give the parameters of each block, and of the rest, as ``fully_shard`` on each would group them."""
+    """Return the parameters of each block, and of the rest, as ``fully_shard`` on each would group them."""
     units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
     for name, parameter in model.named_parameters():
         path = next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
@@ -236,7 +236,7 @@ def _lower(joint: JointGraph, given: Sequence[fx.Node], **options: Any) -> Lower
 
 
 def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
-    """Give what a block holds but for what it is given: that may be a part of something larger, and not its to free."""
+    """Return what a block holds beyond what it is given, which may be part of something larger."""
     given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
     values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
     graph = replace(graph, values=tuple(values))

@@ -29,7 +29,6 @@ def plan_together(
 
     Parameters
     ----------
-    model : torch.nn.Module
     prepare : callable
         Captures and lowers the step of this rank.
     options, reuse, must_match

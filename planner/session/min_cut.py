@@ -73,7 +73,7 @@ def schedules(
     ratios: Sequence[float] = RATIOS,
     **training: Any,
 ) -> Iterator[Schedule]:
-    """Give what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
+    """Return what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options(target=Target(device=device), training=Training(**training))
     joint = capture(model, inputs, attention=attention_for(model, options))

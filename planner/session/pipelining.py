@@ -178,7 +178,7 @@ def _surroundings(
 
 
 def _resident_reads(lowered: LoweredGraph) -> list[frozenset[int]]:
-    """Give for each operation which of the step's inputs it reads, directly or through views."""
+    """Return for each operation which of the step's inputs it reads, directly or through views."""
     placeholders = [node for node in lowered.joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     looks_at: dict[fx.Node, frozenset[int]] = {node: frozenset({at}) for at, node in enumerate(placeholders)}
 

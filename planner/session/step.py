@@ -62,11 +62,6 @@ class Options:
 
     Parameters
     ----------
-    budget : Budget
-    search : Search
-    offload : Offload
-    target : Target
-    training : Training
     strategy : str, optional
         What an established system does, in place of what a solver would choose.
     runtime : str
@@ -101,13 +96,13 @@ class Options:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], **more: Any) -> Options:
-        """Give the options that the keywords of a public function ask for, and some that come from elsewhere."""
+        """Return the options that the keywords of a public function ask for, and some that come from elsewhere."""
         own = {key: asked[key] for key in ("strategy", "runtime", "chunk", "name", "maximum_shapes") if key in asked}
         groups: dict[str, Any] = {name: picked(kind, asked) for name, kind in _GROUPS.items() if name not in more}
         return cls(**{**own, **groups, **more})
 
     def after(self, plan: Plan) -> Options:
-        """Give the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
+        """Return the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
         return replace(self, budget=self.budget.after(plan.budget_bytes))
 
 
@@ -121,7 +116,7 @@ _GROUPS: dict[str, type] = {
 
 
 def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
-    """Give what a plan was allowed to offload."""
+    """Return what a plan was allowed to offload."""
     made = plan.offloading
     if made is None:
         return Offload()
@@ -134,7 +129,7 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
 
 
 def options_of(plan: Plan, **changes: Any) -> Options:
-    """Give the options under which a plan was made, as far as they decide whether it fits elsewhere.
+    """Return the options under which a plan was made, as far as they decide whether it fits elsewhere.
 
     Times do not, so nothing is measured again.
     """
@@ -152,7 +147,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
 
 
 def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
-    """Give the options with what a loss outside the model takes for these inputs."""
+    """Return the options with what a loss outside the model takes for these inputs."""
     if loss_fn is None:
         return options
     return replace(options, loss=loss.memory_of(model, inputs, loss_fn, options.target.device))
@@ -219,7 +214,7 @@ def static_memory_of(
 
 
 def attention_for(model: nn.Module, options: Options) -> Attention | None:
-    """Give the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
+    """Return the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
     spec = device_spec(model, options.target.device)
     return attention_on(spec) if spec.kind == "cuda" and devices.of_model(model).type != "cuda" else None
 
@@ -259,8 +254,6 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
 
     Parameters
     ----------
-    study : Study
-    options : Options
     reuse : Plan, optional
         A plan to take over if it belongs to this step, or if its decisions fit it and keep the budget.
     must_match : bool
@@ -370,7 +363,7 @@ def cost(
 
 
 def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Give the shapes of what a step is called with, parameters and buffers left out."""
+    """Return the shapes of what a step is called with, parameters and buffers left out."""
     own = {id(p) for p in [*model.parameters(), *model.buffers()]}
     return tuple(tuple(t.shape) for t in inputs if id(t) not in own)
 
@@ -446,7 +439,7 @@ class _Recorded:
         self.origin: PlanOrigin | None = None
 
     def study(self, least_bytes: int | None) -> Study:
-        """Give the step as plain data; with what its modules could send of so many bytes and more, if any may."""
+        """Return the step as plain data; with what its modules could send of so many bytes and more, if any may."""
         options = self.options
         step = lower_eager(
             self.trace,

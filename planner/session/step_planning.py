@@ -42,9 +42,6 @@ def plan_step(
 
     Parameters
     ----------
-    model : torch.nn.Module
-    joint : JointGraph
-    options : Options
     reuse : Plan, optional
         A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget; its step
         is then in as many slices.
@@ -82,7 +79,7 @@ def plan_step(
 
 
 def sliced(model: nn.Module, whole: LoweredStep, slices: int, options: Options) -> LoweredStep:
-    """Give a lowered step in slices.
+    """Return a lowered step in slices.
 
     Raises
     ------
@@ -137,7 +134,7 @@ def cheapest(
 
 
 def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> Iterator[Candidate]:
-    """Give a step in one piece, and then in more and more slices, each made when it is asked for."""
+    """Return a step in one piece, and then in more and more slices, each made when it is asked for."""
     yield whole, study
     region = find_region(whole.lowered)
     if region is not None:
@@ -155,7 +152,7 @@ def _planned(found: Candidate, why: str, options: Options) -> PlannedStep:
 
 
 def _in_bytes(options: Options, study: Study) -> Options:
-    """Give options whose budget is no percentage: one is of the step in one piece, however it is computed."""
+    """Return options whose budget is no percentage: one is of the step in one piece, however it is computed."""
     budget_bytes = study.posed(options.budget).budget_bytes + study.graph.total_static_bytes
     return replace(options, budget=Budget(budget=budget_bytes))
 

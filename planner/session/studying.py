@@ -119,7 +119,7 @@ def what_if(
     progress: Progress | None = None,
     **options: Any,
 ) -> TradeOffCurve:
-    """Give the overhead of the best plan over the budget, from the smallest feasible one to none needed.
+    """Return the overhead of the best plan over the budget, from the smallest feasible one to none needed.
 
     Parameters
     ----------

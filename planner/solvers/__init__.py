@@ -65,12 +65,12 @@ def _chooses_regions(solver: Solver) -> bool:
 
 
 def names() -> tuple[str, ...]:
-    """Give the names of all solvers that people can choose from, sorted."""
+    """Return the names of all solvers that people can choose from, sorted."""
     return tuple(name for name, solver in _solvers().items() if not _chooses_regions(solver))
 
 
 def get(name: str) -> Solver:
-    """Give a solver by its name.
+    """Return a solver by its name.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def check_for_regions(*chosen: str) -> None:
 
 
 def solver_for(problem: Problem, name: str) -> Solver:
-    """Give the solver of that name, or the one of problems that have regions.
+    """Return the solver of that name, or the one of problems that have regions.
 
     Raises
     ------

@@ -188,7 +188,7 @@ class _Race:
             self.improver.improve(self.incumbent, effort=self.rest(), is_over=is_over)
 
     def rest(self, share: float = 1.0) -> SolveLimits:
-        """Give the effort that is left, a tenth of a second at least."""
+        """Return the effort that is left, a tenth of a second at least."""
         return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1))
 
 

@@ -131,7 +131,7 @@ def _affordable(problem: Problem, places: Sequence[int]) -> Chain:
 
 
 def run_names(chain: Chain) -> list[list[int]]:
-    """Give equal runs of stages the same number: ``names[s][t - s]`` is that of stages s to t.
+    """Return numbers of runs of stages, equal ones alike: ``names[s][t - s]`` is that of stages s to t.
 
     Runs that end with the last stage are apart, since their forward is the step's first and costs nothing.
     """
@@ -175,7 +175,7 @@ class Curves:
         return self.points[self.names[s][t - s]]
 
     def _shift_bytes(self, s: int, t: int) -> int:
-        """Give how much more stands when the backward of stage s begins than at that of t."""
+        """Return how much more stands when the backward of stage s begins than at that of t."""
         return self.chain.standing_bytes[s] - self.chain.standing_bytes[t]
 
     def _solve(self, s: int, t: int) -> list[Point]:

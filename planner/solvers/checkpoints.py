@@ -6,15 +6,15 @@ from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.modules.ilp import NAME, Chooser
-from planner.solving.modules.offload import cheapest_with_offload, offloading_ways
-from planner.solving.modules.variants import cheapest, ways_of
+from planner.solving.modules.offload import cheapest_with_offload, offloading_variants
+from planner.solving.modules.variants import cheapest, variants_of
 
 
 def lowest_choice(problem: Problem, clock: Clock, progress: Progress | None = None) -> Schedule:
-    """Give the choice of a problem's regions with the lowest peak that is found."""
+    """Return the choice of a problem's regions with the lowest peak that is found."""
     assert problem.regions is not None
-    ways = ways_of if problem.host is None else offloading_ways
-    chooser = Chooser(problem, ways(problem.regions, problem.graph, problem.costs), clock, progress)
+    variants = variants_of if problem.host is None else offloading_variants
+    chooser = Chooser(problem, variants(problem.regions, problem.graph, problem.costs), clock, progress)
     return chooser.schedule(chooser.lowest())
 
 
@@ -28,7 +28,7 @@ class CheckpointSolver:
     chooses_regions = True
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Give the ways to run regions again, or to send what they save, that add least to the step."""
+        """Return the variants to run regions again, or to send what they save, that add least to the step."""
         assert problem.regions is not None
         search = cheapest if problem.host is None else cheapest_with_offload
         return search(problem, problem.regions, effort.clock(), progress)

@@ -205,7 +205,7 @@ class _StepCutSearch:
         return answer
 
     def open_seconds(self) -> float:
-        """Give the gap between the best plan and the bound; 0 where there is no plan yet."""
+        """Return the gap between the best plan and the bound; 0 where there is no plan yet."""
         incumbent = self.incumbent
         return incumbent.recompute_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
 

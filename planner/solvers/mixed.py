@@ -243,7 +243,7 @@ class _Mix:
 
 
 def ranked(problem: Problem) -> list[int]:
-    """Give the values that may be offloaded, those first that take longest to make for their size."""
+    """Return the values that may be offloaded, those first that take longest to make for their size."""
     assert problem.host is not None
     graph, costs = problem.graph, problem.costs
 
@@ -257,14 +257,14 @@ def ranked(problem: Problem) -> list[int]:
 
 
 def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
-    """Give the schedule of the lowest peak that quick methods find if some values can be fetched."""
+    """Return the schedule of the lowest peak that quick methods find if some values can be fetched."""
     asked = OffloadReduction(problem, frozenset(values))
     found = lowest_schedule(asked.problem.graph, asked.problem.costs, target_bytes=asked.problem.budget_bytes)
     return asked.invert(found)
 
 
 def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
-    """Give the first values that fit into the host's memory together."""
+    """Return the first values that fit into the host's memory together."""
     assert problem.host is not None
     chosen: set[int] = set()
     left_bytes = problem.host.budget_bytes
@@ -282,7 +282,7 @@ def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
 
 
 def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:
-    """Give the error that says which budget is too small: the host's, if more of it would do."""
+    """Return the error that says which budget is too small: the host's, if more of it would do."""
     problem = incumbent.problem
     values = ranked(problem)
     smallest: int | None = None

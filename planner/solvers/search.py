@@ -116,7 +116,6 @@ class SearchSolver:
         ----------
         incumbent : Incumbent
             Its plan, if any, is where to start; every better one is offered to it.
-        effort : SolveLimits
         gap_seconds : float
             Distance from its bound at which the search may stop.
         is_over : callable, optional
@@ -146,7 +145,7 @@ def _is_compiled() -> bool:
 
 
 def _cache_folder() -> Path | None:
-    """Give the folder in which numba keeps what it compiles; none where numba is not installed."""
+    """Return the folder in which numba keeps what it compiles; none where numba is not installed."""
     from planner.solving import annealing as kernels
 
     stats = getattr(kernels.anneal, "stats", None)
@@ -181,7 +180,7 @@ def _compile_beside() -> subprocess.Popen[bytes] | None:
 
 
 def smallest() -> Problem:
-    """Give a problem for which one operation must be run again: enough to compile all kernels."""
+    """Return a problem for which one operation must be run again: enough to compile all kernels."""
     reads = [(), (0,), (1,), (2, 0)]
     graph = TrainingGraph(
         operations=tuple(
@@ -306,7 +305,7 @@ class Annealing:
         return _WARM if number == 0 else float(_WARM * (_HOT / _WARM) ** self.random.random())
 
     def best(self) -> Any:
-        """Give the keys of the cheapest set within the budget that the moves have come by."""
+        """Return the keys of the cheapest set within the budget that the moves have come by."""
         return self.state.best[1 : 1 + self.state.best[0]]
 
     def confirmed(self, schedule: Schedule, seconds: float) -> Schedule:

@@ -93,7 +93,7 @@ def _compiled(function: _Function) -> _Function:
 
 @_compiled
 def _random(state: State) -> float:
-    """Give a number in 0..1 (xorshift)."""
+    """Return a number in 0..1 (xorshift)."""
     x = state.whole[RANDOM]
     x ^= (x << 13) & 0x7FFFFFFFFFFFFFFF
     x ^= x >> 7
@@ -104,7 +104,7 @@ def _random(state: State) -> float:
 
 @_compiled
 def _find(state: State, key: int) -> int:
-    """Give the position of the first run whose key is not smaller."""
+    """Return the position of the first run whose key is not smaller."""
     low = int(key // len(state.count))
     high = min(low + state.whole[RERUNS] + 1, state.whole[RUNS])
     while low < high:
@@ -118,7 +118,7 @@ def _find(state: State, key: int) -> int:
 
 @_compiled
 def _latest(state: State, operation: int, slot: int) -> int:
-    """Give which run of an operation is its last at or before a slot; -1 if none."""
+    """Return which run of an operation is its last at or before a slot; -1 if none."""
     place = state.count[operation] - 1
     while place >= 0 and state.slots[operation, place] > slot:
         place -= 1
@@ -127,7 +127,7 @@ def _latest(state: State, operation: int, slot: int) -> int:
 
 @_compiled
 def _until(state: State, operation: int, place: int) -> int:
-    """Give the slot at which a copy is replaced by the next."""
+    """Return the slot at which a copy is replaced by the next."""
     if place + 1 < state.count[operation]:
         return int(state.slots[operation, place + 1])
     return len(state.count)
@@ -135,7 +135,7 @@ def _until(state: State, operation: int, place: int) -> int:
 
 @_compiled
 def _death(tables: Tables, state: State, value: int, slot: int, until: int) -> int:
-    """Give the key of the last run that reads the copy made at ``slot`` and replaced at ``until``."""
+    """Return the key of the last run that reads the copy made at ``slot`` and replaced at ``until``."""
     last = slot * len(state.count) + tables.producer[value]
     for row in range(tables.reader_start[value], tables.reader_start[value + 1]):
         reader = tables.readers[row]
@@ -372,7 +372,7 @@ def _drop_at(tables: Tables, state: State, position: int) -> bool:
 
 @_compiled
 def _tight_position(state: State) -> int:
-    """Give a random position over the budget, or of the highest of a few if there is none."""
+    """Return a random position over the budget, or of the highest of a few if there is none."""
     runs, budget = state.whole[RUNS], state.whole[BUDGET]
     start = int(_random(state) * runs)
     if state.whole[EXCESS]:

@@ -52,7 +52,6 @@ class Chain:
 
     Parameters
     ----------
-    problem : Problem
     places : sequence of int
         Operations of the forward, rising, after each of which a stage ends.
 
@@ -84,11 +83,11 @@ class Chain:
         self.stages = [self._stage(k) for k in range(self.count)]
 
     def first_run(self, k: int) -> range:
-        """Give the operations of a stage in base order."""
+        """Return the operations of a stage in base order."""
         return range(self.ends[k - 1] if k else 0, self.ends[k])
 
     def backward(self, k: int) -> range:
-        """Give the operations of a stage's backward, the loss with the last stage's."""
+        """Return the operations of a stage's backward, the loss with the last stage's."""
         return range(self.starts[k], self.starts[k - 1] if k else len(self.problem.graph.operations))
 
     def _assign_values(self) -> None:
@@ -182,7 +181,7 @@ class Chain:
         )
 
     def _closure(self, k: int, targets: Collection[int]) -> list[int]:
-        """Give what must run again in a stage to make some of its values from its input."""
+        """Return what must run again in a stage to make some of its values from its input."""
         graph = self.problem.graph
         needed = set(targets)
         runs = []
@@ -199,7 +198,7 @@ class Chain:
     def _peak(
         self, runs: Sequence[int], kept: Collection[int], load_bytes: Sequence[int] | dict[int, int], k: int | None
     ) -> int:
-        """Give the most bytes of values made by some runs, on top of a load; of stage ``k`` only if given."""
+        """Return the most bytes of values made by some runs, on top of a load; of stage ``k`` only if given."""
         graph = self.problem.graph
         last: dict[int, int] = {}
         for index in runs:

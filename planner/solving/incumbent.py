@@ -17,7 +17,6 @@ class Incumbent:
 
     Parameters
     ----------
-    problem : Problem
     progress : callable, optional
         Told when plan or bound move.
 
@@ -92,7 +91,7 @@ class Incumbent:
         )
 
     def solution(self) -> Solution:
-        """Give the best plan as a claim; there must be one."""
+        """Return the best plan as a claim; there must be one."""
         assert self.schedule is not None
         return Solution(
             solver=self.solver,
@@ -103,7 +102,7 @@ class Incumbent:
         )
 
     def infeasible(self, *, what: str = "", proven: bool = False) -> InfeasibleBudgetError:
-        """Give the error that says that no plan keeps the budget, or that none was found."""
+        """Return the error that says that no plan keeps the budget, or that none was found."""
         problem, graph = self.problem, self.problem.graph
         evaluation = problem.evaluate(self.lowest)
         operation = graph.operations[self.lowest.order[evaluation.peak_position]].name

@@ -75,7 +75,6 @@ class Library:
 
         Parameters
         ----------
-        model : Model
         seconds, turns : optional
             When to stop a search: after so long, or, the same every time, after HiGHS has asked so often
             whether to (CBC: after so many nodes). Turns limit no relaxation.
@@ -135,7 +134,7 @@ class _Counter:
         self.turns = 0
 
     def options(self) -> dict[str, Any]:
-        """Give what PuLP passes on to HiGHS for this."""
+        """Return what PuLP passes on to HiGHS for this."""
         kinds = import_module("highspy").cb.HighsCallbackType
 
         def asked(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:

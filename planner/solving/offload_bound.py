@@ -131,7 +131,7 @@ class _Builder:
         self.transfers_within(fetched, *self.added_after())
 
     def added_after(self) -> tuple[int, float]:
-        """Give a column for a share of some seconds: no more than all that is added after the cut."""
+        """Return a column for a share of some seconds: no more than all that is added after the cut."""
         costs = self.problem.costs
         most = self.most_seconds + sum(costs[o].seconds for o in self.again)
         column = self.model.column()

@@ -119,7 +119,7 @@ class OffloadReduction:
         )
 
     def _needed(self, schedule: Schedule) -> list[int]:
-        """Give the real operations in order, and -1 less the value for each fetching, of what somebody reads.
+        """Return the real operations in order, and -1 less the value for each fetching, of what somebody reads.
 
         Right after the operation that makes a value, its first fetching stands for the value as it was made. Where
         something runs again between the two, the value was not there meanwhile, and is fetched indeed.

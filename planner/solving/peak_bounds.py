@@ -42,7 +42,7 @@ class MinimumPeak:
 
 
 def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
-    """Give a lower bound on the peak of any plan and the operation that binds.
+    """Return a lower bound on the peak of any plan and the operation that binds.
 
     While an operation has its first run, its inputs, outputs and workspace are there, with every
     retained value made so far, and every value made before that is read later and cannot be made
@@ -85,13 +85,8 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
 
     Parameters
     ----------
-    graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
-
-    Returns
-    -------
-    MinimumPeak
 
     Notes
     -----
@@ -119,7 +114,7 @@ def lowest_peak(problem: Problem) -> MinimumPeak:
 
 
 def proven_lowest(problem: Problem) -> int:
-    """Give a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
+    """Return a lower bound on the peak of a problem's plans, those with offload among them if there is a host."""
     if problem.host is not None:
         exact = replace(problem, host=replace(problem.host, lossy=False))  # rounding takes room, and is no must
         problem = OffloadReduction(exact, problem.host.movable(problem.graph)).problem
@@ -127,7 +122,7 @@ def proven_lowest(problem: Problem) -> int:
 
 
 def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:
-    """Give the schedule of the lowest peak that quick methods find, stopping at a target."""
+    """Return the schedule of the lowest peak that quick methods find, stopping at a target."""
     problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=target_bytes)
     clock = Clock(_SECONDS_PER_OPERATION * len(graph.operations), counts_work=True)
     lowest = (problem.baseline.peak_bytes, Schedule.keep_all(graph))

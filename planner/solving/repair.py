@@ -98,7 +98,7 @@ class Layout:
         self.peak_bytes = max(self.bytes, default=0)
 
     def copy_at(self, value: int, position: int) -> int:
-        """Give the newest copy of a value made before a position."""
+        """Return the newest copy of a value made before a position."""
         copies = self.copies_of[value]
         return copies[bisect_right(copies, position - 1, key=self.born.__getitem__) - 1]
 
@@ -146,7 +146,7 @@ def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int]
 
 
 def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
-    """Give the copies live but unused at a position, each with the position of its next read."""
+    """Return the copies live but unused at a position, each with the position of its next read."""
     found = []
     values = layout.problem.graph.values
     for copy, born in enumerate(layout.born):
@@ -174,7 +174,6 @@ def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clo
         Its own budget is not used.
     order : sequence of int
         Where to start.
-    budget_bytes : int
     clock : Clock
         Says when to give up.
 

@@ -13,7 +13,7 @@ from planner.ir.schedule import Schedule, recompute_lazily
 
 
 def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
-    """Give the schedule without recompute, then segmented ones, those near the square root first.
+    """Return the schedule without recompute, then segmented ones, those near the square root first.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
 
 
 def _counts(places: int) -> list[int]:
-    """Give numbers of segments to try, those near the square root first."""
+    """Return numbers of segments to try, those near the square root first."""
     root = max(2.0, math.sqrt(places + 1))
     counts = {2, 3, *(round(root * factor) for factor in (0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8))}
     return sorted(

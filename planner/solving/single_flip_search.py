@@ -35,7 +35,6 @@ class SingleFlipSearch:
 
     Parameters
     ----------
-    asked : OffloadReduction
     clock : Clock
         Told of the work.
     is_over : callable
@@ -121,7 +120,7 @@ class SingleFlipSearch:
         return found
 
     def _cheaper(self, order: list[int], than: Found) -> tuple[list[int], Found] | None:
-        """Give the first order with a rerun ahead of others that is cheaper, and what it comes to."""
+        """Return the first order with a rerun ahead of others that is cheaper, and what it comes to."""
         for candidate in self._earlier(order):
             found = self._timed(candidate)
             if found is not None and found[0] < than[0]:
@@ -141,7 +140,7 @@ class SingleFlipSearch:
                 yield [*order[:earlier], index, *order[earlier:position], *order[position + 1 :]]
 
     def _timed(self, order: list[int]) -> Found | None:
-        """Give transfers time to hide, and say what the plan costs; None if it does not fit."""
+        """Return transfers time to hide, and say what the plan costs; None if it does not fit."""
         problem = self.problem
         self.clock.work(len(order) * _SECONDS_PER_RUN)
         tight = self.asked.invert(Schedule(tuple(order)))

@@ -63,7 +63,7 @@ class _Entry:
 
 
 def folder() -> Path | None:
-    """Give the folder in which solutions are kept, which need not exist; None if the cache is off."""
+    """Return the folder in which solutions are kept, which need not exist; None if the cache is off."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen.lower() == "off":
         return None
@@ -76,7 +76,7 @@ def turn_off() -> None:
 
 
 def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
-    """Give a digest of everything that decides what a solver proposes."""
+    """Return a digest of everything that decides what a solver proposes."""
     graph = problem.graph
     digest = hashlib.sha256()
     for part in (
@@ -92,7 +92,7 @@ def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
 
 
 def find(problem: Problem, key: str) -> Solution | None:
-    """Give the solution that was kept under a key, if it is whole and keeps its claim on this problem."""
+    """Return the solution that was kept under a key, if it is whole and keeps its claim on this problem."""
     place = folder()
     if place is None:
         return None
@@ -214,7 +214,7 @@ def _index(problem: Problem, text: str) -> int:
 
 
 def _files(place: Path | None) -> Iterator[tuple[Path, os.stat_result]]:
-    """Give the files of a cache, and those that a process left half-written when it was killed."""
+    """Return the files of a cache, and those that a process left half-written when it was killed."""
     if place is None or not place.is_dir():
         return
     for entry in os.scandir(place):

@@ -70,7 +70,7 @@ class Model:
 
 
 def needed_after(problem: Problem, latest: int) -> tuple[list[int], list[int]]:
-    """Give what a cut is about: operations worth running again after it, values worth holding at it.
+    """Return what a cut is about: operations worth running again after it, values worth holding at it.
 
     Values of no size and retained ones are held without asking, so they are left out.
     """
@@ -93,7 +93,6 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: Sequence[int] = ()
 
     Parameters
     ----------
-    problem : Problem
     cuts : sequence of Cut
         In order of time. One with ``again`` set follows, perhaps after others like it, the cut of
         the operation before its ``step``, and so precedes that of ``step``.
@@ -155,7 +154,7 @@ class _Builder:
         self.ever_after.append(model.run_again[-1])
 
     def sources(self, number: int, value: int) -> list[tuple[int, float]]:
-        """Give the columns of which one must be 1 for a value to be there after a cut; none if it always is."""
+        """Return the columns of which one must be 1 for a value to be there after a cut; none if it always is."""
         if value not in self.model.held[number]:
             return []
         terms = [(self.model.held[number][value], 1.0)]
@@ -266,8 +265,6 @@ def carry_out(
 
     Parameters
     ----------
-    problem : Problem
-    cuts : sequence of Cut
     model : Model
         What :func:`build` made of them.
     columns : sequence of float
@@ -297,7 +294,7 @@ def carry_out(
             absent.difference_update(operations[index].outputs)
 
     def missing(index: int) -> list[int]:
-        """Give what must run again before an operation can, in base order."""
+        """Return what must run again before an operation can, in base order."""
         found: set[int] = set()
         stack = [index] if pending else []
         while stack:

@@ -87,7 +87,7 @@ class _Windows:
         return tuple(self.now[u] for u in sorted(self.now))
 
     def last_use(self, u: int, before: int) -> int:
-        """Give the last position before another at which a value is made or read."""
+        """Return the last position before another at which a value is made or read."""
         return self.uses[u][bisect_left(self.uses[u], before) - 1]
 
     def leave(self, *, at_once: bool = False) -> None:

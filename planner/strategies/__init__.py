@@ -33,12 +33,12 @@ class Chosen:
     number: int | None = None
 
     def name_for(self, step: StrategyStep) -> str:
-        """Give its full name on a step: with the number that is taken there."""
+        """Return its full name on a step: with the number that is taken there."""
         number = self._number(step)
         return f"{self.strategy.name}-{number}" if number else self.strategy.name
 
     def step_of(self, step: StrategyStep) -> StrategyStep:
-        """Give the step as the strategy has it.
+        """Return the step as the strategy has it.
 
         Raises
         ------
@@ -58,7 +58,7 @@ class Chosen:
         return self.strategy.schedule(step, self._number(step))
 
     def number_among(self, blocks: int) -> int:
-        """Give the number that is taken among so many blocks; 0 where the strategy takes none."""
+        """Return the number that is taken among so many blocks; 0 where the strategy takes none."""
         if self.number is not None:
             return self.number
         return self.strategy.number(blocks) if self.strategy.number else 0
@@ -69,17 +69,17 @@ class Chosen:
 
 @cache
 def known() -> dict[str, Strategy]:
-    """Give all strategies by their names, in the order of these."""
+    """Return all strategies by their names, in the order of these."""
     return defined(__name__, __path__, "STRATEGIES", Strategy)
 
 
 def names() -> tuple[str, ...]:
-    """Give what can be typed: ``NAME-N`` where a strategy takes a number, which may be left out."""
+    """Return what can be typed: ``NAME-N`` where a strategy takes a number, which may be left out."""
     return tuple(f"{name}-N" if strategy.number else name for name, strategy in known().items())
 
 
 def find(name: str) -> Chosen | None:
-    """Give a strategy by its name, with or without a number; None if there is none of that name."""
+    """Return a strategy by its name, with or without a number; None if there is none of that name."""
     strategies = known()
     name = ALIASES.get(name, name)
     if name in strategies:
@@ -93,7 +93,7 @@ def find(name: str) -> Chosen | None:
 
 
 def get(name: str) -> Chosen:
-    """Give a strategy by its name.
+    """Return a strategy by its name.
 
     Raises
     ------
@@ -107,13 +107,12 @@ def get(name: str) -> Chosen:
 
 
 def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost], host: Host | None = None) -> Schedule:
-    """Give what a strategy does with a step.
+    """Return what a strategy does with a step.
 
     Parameters
     ----------
     name : str
         See :func:`names`.
-    graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
     host : Host, optional

@@ -20,7 +20,6 @@ def offloaded(
 
     Parameters
     ----------
-    step : StrategyStep
     schedule : Schedule
         Of the step, without offloads.
     values : iterable of int
@@ -66,8 +65,6 @@ def inputs_offloaded(
 
     Parameters
     ----------
-    step : StrategyStep
-    regions : sequence of Region
     at_least_bytes : int
         Smaller inputs stay.
     keeps_last : bool
@@ -85,7 +82,7 @@ def inputs_offloaded(
 
 
 def _begin(schedule: Schedule, region: Region) -> int:
-    """Give the position at which a region begins to run again."""
+    """Return the position at which a region begins to run again."""
     first_run = schedule.order.index(region.recompute_before)
     while schedule.order[first_run - 1] in region.recompute:
         first_run -= 1

@@ -15,7 +15,7 @@ _NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
 
 
 def operator(operation: Operation) -> str:
-    """Give an operator's own name: ``mm`` of ``aten.mm.default``."""
+    """Return an operator's own name: ``mm`` of ``aten.mm.default``."""
     parts = operation.target.split(".")
     return parts[1] if len(parts) > 1 else operation.target
 

@@ -22,7 +22,6 @@ class StrategyStep:
 
     Parameters
     ----------
-    graph : TrainingGraph
     costs : sequence of OperationCost
         One for each operation.
     host : Host, optional
@@ -52,13 +51,13 @@ class StrategyStep:
         return tuple(forward_of_blocks(self.graph, self.layers).values())
 
     def cannot(self, why: str) -> UsageError:
-        """Give the error that says why a strategy does not apply to this step."""
+        """Return the error that says why a strategy does not apply to this step."""
         return UsageError(f"{self.graph.name or 'the model'} {why}")
 
     def checkpointed(
         self, regions: Iterable[Collection[int]], *, saved: Saved | None = None, whole: bool = False
     ) -> Schedule:
-        """Give the schedule in which regions of the forward run again, each at the first need of its backward.
+        """Return the schedule in which regions of the forward run again, each at the first need of its backward.
 
         Parameters
         ----------
@@ -75,7 +74,7 @@ class StrategyStep:
     def regions(
         self, insides: Iterable[Collection[int]], *, saved: Saved | None = None, whole: bool = False
     ) -> list[Region]:
-        """Give the regions of :meth:`checkpointed`, without those of which nothing would run again."""
+        """Return the regions of :meth:`checkpointed`, without those of which nothing would run again."""
         found = (
             self._whole(inside, saved) if whole else region_of(self.graph, "", inside, saved=saved)
             for inside in insides
@@ -83,7 +82,7 @@ class StrategyStep:
         return [region for region in found if region is not None]
 
     def entering(self, regions: Sequence[Region]) -> list[list[int]]:
-        """Give the values of the forward that each region is made again from, and no other region is."""
+        """Return the values of the forward that each region is made again from, and no other region is."""
         operations = self.graph.operations
         reads = []
         for region in regions:
@@ -100,7 +99,7 @@ class StrategyStep:
         return made_by.phase is Phase.FORWARD and found.size_bytes > 0 and not found.retained
 
     def _whole(self, inside: Collection[int], saved: Saved | None) -> Region | None:
-        """Give a region that runs again before its own backward first reads what it made, or else begins."""
+        """Return a region that runs again before its own backward first reads what it made, or else begins."""
         operations = self.graph.operations
         modules = {operations[index].module for index in inside}
         made = {value for index in inside for value in operations[index].outputs}

@@ -15,11 +15,10 @@ from planner.strategies.megatron import first_blocks
 
 
 def search(step: StrategyStep, budget_bytes: int) -> int | None:
-    """Give the number of blocks that halving comes to; None if it comes to none that keeps the budget.
+    """Return the number of blocks that halving comes to; None if it comes to none that keeps the budget.
 
     Parameters
     ----------
-    step : StrategyStep
     budget_bytes : int
         For the whole device.
 
@@ -38,7 +37,7 @@ def search(step: StrategyStep, budget_bytes: int) -> int | None:
 
 
 def peak_bytes(step: StrategyStep, count: int) -> int:
-    """Give the peak on the device with so many blocks checkpointed."""
+    """Return the peak on the device with so many blocks checkpointed."""
     schedule = first_blocks(step, count)
     return simulate(step.graph, step.costs, schedule).peak_bytes + step.graph.total_static_bytes
 

@@ -44,7 +44,7 @@ def _uniform(step: StrategyStep, number: int) -> Schedule:
 
 
 def first_blocks(step: StrategyStep, count: int) -> Schedule:
-    """Give the schedule in which each of the first so many blocks runs again."""
+    """Return the schedule in which each of the first so many blocks runs again."""
     return step.checkpointed(step.blocks[:count], whole=True)
 
 
@@ -64,7 +64,7 @@ def _core_attention(step: StrategyStep, number: int) -> Schedule:
 
 
 def _between_products(step: StrategyStep, softmax: int, block: tuple[int, ...]) -> set[int]:
-    """Give what runs from the batched product before a softmax to the one after it; nothing if there are no such."""
+    """Return what runs from the batched product before a softmax to the one after it; nothing if there are no such."""
     graph = step.graph
 
     def before(index: int) -> list[int]:
@@ -114,7 +114,7 @@ def _norms(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
 
 
 def _activations(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
-    """Give the activation functions, each with the rest of its module if that does little else: a gate, its parts."""
+    """Return the activation functions, each with the rest of its module if that does little else: a gate, its parts."""
     operations = [step.graph.operations[index] for index in block]
     modules = {operation.module for operation in operations if is_activation(operation)}
     modules -= {operation.module for operation in operations if is_product(operation) or is_attention(operation)}
@@ -137,7 +137,7 @@ def _distributed(step: StrategyStep, number: int) -> StrategyStep:
 
 
 def half(blocks: int) -> int:
-    """Give half of the blocks, at least one."""
+    """Return half of the blocks, at least one."""
     return max(1, blocks // 2)
 
 

@@ -65,7 +65,7 @@ def in_groups(blocks: tuple[tuple[int, ...], ...], size: int) -> list[tuple[int,
 
 
 def square_root(blocks: int) -> int:
-    """Give the whole number nearest to the square root, at least 2."""
+    """Return the whole number nearest to the square root, at least 2."""
     return max(2, round(math.sqrt(blocks)))
 
 

@@ -69,10 +69,6 @@ def passes(splits: dict[fx.Node, Split], forms: dict[fx.Node, Form], source: fx.
 def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
     """Find what can be computed in slices to lower a peak that recompute cannot lower further.
 
-    Parameters
-    ----------
-    lowered : LoweredGraph
-
     Returns
     -------
     ChunkRegion or None
@@ -100,20 +96,14 @@ def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
 
 
 def _rows_of(node: fx.Node) -> Iterator[int]:
-    """Give the numbers of rows that a value may have: what its leading dimensions come to."""
+    """Return the numbers of rows that a value may have: what its leading dimensions come to."""
     for tensor in tensors_of(node)[:1]:
         numbers = (math.prod(tensor.shape[:dims]) for dims in range(tensor.dim() - 1, 0, -1))
         yield from (rows for rows in dict.fromkeys(numbers) if rows > 1)
 
 
 def region_around(joint: JointGraph, seed: fx.Node, rows: int) -> ChunkRegion | None:
-    """Give all calls that can be computed for some of so many rows, and are built like one or around such.
-
-    Parameters
-    ----------
-    joint : JointGraph
-    seed : torch.fx.Node
-    rows : int
+    """Return all calls that can be computed for some of so many rows, and are built like one or around such.
 
     Notes
     -----
@@ -207,7 +197,7 @@ class _Growth:
         return _is_one_in_front(tensor, lead)
 
     def region(self) -> ChunkRegion | None:
-        """Give what is left and worth it."""
+        """Return what is left and worth it."""
         parts = self._parts()
         joined: dict[fx.Node, int] = {}
         sliced: dict[fx.Node, int] = {}
@@ -230,7 +220,7 @@ class _Growth:
         )
 
     def _parts(self) -> dict[fx.Node, fx.Node]:
-        """Give for each call the first that it is connected with."""
+        """Return for each call the first that it is connected with."""
         graph = nx.Graph()
         calls = [node for node in self.joint.graph.nodes if node in self.splits]
         graph.add_nodes_from(calls)  # in order: the first of a component is the one that is seen first

@@ -38,19 +38,14 @@ Block = tuple[fx.Node, int]
 
 
 def in_slices(joint: JointGraph, region: ChunkRegion, slices: int) -> JointGraph:
-    """Give a joint graph that computes a region in slices.
+    """Return a joint graph that computes a region in slices.
 
     Parameters
     ----------
     joint : JointGraph
         Left as it is.
-    region : ChunkRegion
     slices : int
         All but the last are of one size; the last may be smaller.
-
-    Returns
-    -------
-    JointGraph
 
     Notes
     -----
@@ -131,7 +126,7 @@ class _Rewrite:
         return levels[source] + put_together
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """Give what stands for a call's whole output."""
+        """Return what stands for a call's whole output."""
         if node in self.whole:
             return self.whole[node]
         if node not in self.region.splits:
@@ -208,7 +203,7 @@ class _Rewrite:
         return bool(loss.target is _LOSS and element == 0 and loss.args[_REDUCTION_AT] == _MEAN)
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """Give a sum over all slices, or the mean that is made of it."""
+        """Return a sum over all slices, or the mean that is made of it."""
         total = self.sums[node]
         if not self._is_divided(node):
             return total
@@ -234,7 +229,7 @@ class _Rewrite:
         return new
 
     def _part(self, source: fx.Node, reader: fx.Node, number: int) -> fx.Node:
-        """Give what a slice of a call reads: a slice, or all."""
+        """Return what a slice of a call reads: a slice, or all."""
         if self.region.passes(source, reader):
             return self.parts[number][source]
         whole = self._whole(source)

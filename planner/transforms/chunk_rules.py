@@ -39,7 +39,6 @@ class Lead:
 
     Parameters
     ----------
-    dims : int
     each : int
         How many consecutive entries of these dimensions, taken as one, belong to a row.
     """
@@ -65,7 +64,7 @@ def lead_of(shape: Sequence[int], rows: int) -> Lead | None:
 
 
 def part_of_shape(shape: Sequence[int], lead: Lead, rows: int) -> list[int]:
-    """Give the shape of some of the rows: as many dimensions, the leading ones taken as one."""
+    """Return the shape of some of the rows: as many dimensions, the leading ones taken as one."""
     return [1] * (lead.dims - 1) + [rows * lead.each, *shape[lead.dims :]]
 
 
@@ -94,11 +93,11 @@ class Call:
     forms: Mapping[fx.Node, Form]
 
     def argument(self, position: int, default: Any = None) -> Any:
-        """Give a positional argument."""
+        """Return a positional argument."""
         return self.node.args[position] if position < len(self.node.args) else default
 
     def shape(self, node: fx.Node) -> torch.Size:
-        """Give the shape of a node's first tensor."""
+        """Return the shape of a node's first tensor."""
         return tensors_of(node)[0].shape
 
     def lead(self, node: fx.Node) -> Lead | None:
@@ -106,7 +105,7 @@ class Call:
         return lead_of(self.shape(node), self.rows)
 
     def gives_rows(self, lead: Lead, takes: Iterable[fx.Node]) -> Split | None:
-        """Give the split of a call that passes rows on, if every output holds them in the same way."""
+        """Return the split of a call that passes rows on, if every output holds them in the same way."""
         outputs = tensors_of(self.node)
         if any(lead_of(tensor.shape, self.rows) != lead for tensor in outputs):
             return None

@@ -51,7 +51,7 @@ def _is_free(summand: object, total: fx.Node) -> bool:
 
 
 def _origin(node: fx.Node) -> fx.Node:
-    """Give what made the memory that a node looks at."""
+    """Return what made the memory that a node looks at."""
     while node.op == "call_function" and (source := _viewed(node)) is not None:
         node = source
     return node

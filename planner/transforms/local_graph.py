@@ -42,11 +42,11 @@ class LocalStep:
     notes: tuple[Finding, ...] = ()
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give what the device has of a parameter; anything else as it is."""
+        """Return what the device has of a parameter; anything else as it is."""
         return self.stand_ins.get(storage_id(tensor), tensor)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Give a module that holds what the device holds of a model's parameters and buffers."""
+        """Return a module that holds what the device holds of a model's parameters and buffers."""
         if not self.stand_ins:
             return model
         part = nn.Module()
@@ -58,13 +58,12 @@ class LocalStep:
 
 
 def local_step(joint: JointGraph, devices: int) -> LocalStep:
-    """Give the step of one of so many devices that share each layer.
+    """Return the step of one of so many devices that share each layer.
 
     Parameters
     ----------
     joint : JointGraph
         Left as it is.
-    devices : int
 
     Raises
     ------

@@ -70,7 +70,7 @@ def marked(lowered: LoweredGraph) -> LoweredGraph:
 
 
 def _derived(lowered: LoweredGraph) -> set[fx.Node]:
-    """Give the nodes that hold numbers, or answers about numbers, derived from what the step differentiates."""
+    """Return the nodes that hold numbers, or answers about numbers, derived from what the step differentiates."""
     _, gradients = lowered.joint.outputs
     inputs = lowered.joint.graph.find_nodes(op="placeholder")
     derived = {node for node, gradient in zip(inputs, gradients, strict=False) if gradient is not None}
@@ -82,7 +82,7 @@ def _derived(lowered: LoweredGraph) -> set[fx.Node]:
 
 
 def _numbers(lowered: LoweredGraph) -> Iterator[int]:
-    """Give the values of the forward that are of float32, whichever way they are looked at."""
+    """Return the values of the forward that are of float32, whichever way they are looked at."""
     graph = lowered.graph
     value_of = {
         storage_id(tensors_of(node)[0]): value
@@ -115,7 +115,7 @@ def _compares(node: fx.Node) -> bool:
 
 
 def _read(lowered: LoweredGraph, node: fx.Node) -> Iterator[int]:
-    """Give the values of the forward that a node reads, or the backward makes what it reads of."""
+    """Return the values of the forward that a node reads, or the backward makes what it reads of."""
     graph = lowered.graph
     seen: set[int] = set()
     pending = [value for source in node.all_input_nodes for value in lowered.storage_of[source]]

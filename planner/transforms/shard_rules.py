@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def state_after(call: Call) -> Any:
-    """Give the state of a call's output, or a list of states where it has several.
+    """Return the state of a call's output, or a list of states where it has several.
 
     Raises
     ------

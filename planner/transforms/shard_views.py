@@ -39,7 +39,7 @@ def _view(call: Call) -> State:
 
 
 def _group(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[range, range]:
-    """Give the dimensions before and after a view that hold the same elements, those around one dimension."""
+    """Return the dimensions before and after a view that hold the same elements, those around one dimension."""
     at, to = 0, 0
     while True:
         begin, begin_to = at, to
@@ -108,7 +108,7 @@ def _expand(call: Call) -> State:
 
 
 def _part(call: Call, state: Shard, pieces: Sequence[tuple[int, int]]) -> list[State]:
-    """Give the states of pieces of the sharded dimension, which must begin and end with blocks."""
+    """Return the states of pieces of the sharded dimension, which must begin and end with blocks."""
     ends = [0, *itertools.accumulate(state.blocks)]
     if not all(begin in ends and end in ends for begin, end in pieces):
         raise call.mixes(itertools.chain.from_iterable(pieces))

@@ -22,7 +22,6 @@ class Shard:
 
     Parameters
     ----------
-    dim : int
     blocks : tuple of int
         Lengths of consecutive parts of that dimension, each of which is divided evenly: queries, keys and
         values of one product are three.
@@ -35,7 +34,7 @@ class Shard:
     origins: frozenset[fx.Node]
 
     def at(self, dim: int) -> Shard:
-        """Give the same along another dimension."""
+        """Return the same along another dimension."""
         return Shard(dim, self.blocks, self.origins)
 
 
@@ -79,16 +78,16 @@ class Call:
     is_backward: bool
 
     def __getitem__(self, position: int) -> State:
-        """Give the state of a positional argument."""
+        """Return the state of a positional argument."""
         argument = self.node.args[position] if position < len(self.node.args) else None
         return self.states.get(argument) if isinstance(argument, fx.Node) else None
 
     def shape(self, position: int) -> torch.Size:
-        """Give the shape of a positional argument."""
+        """Return the shape of a positional argument."""
         return shape_of(self.node.args[position])  # type: ignore[arg-type]
 
     def argument(self, position: int, default: Any = None) -> Any:
-        """Give a positional argument."""
+        """Return a positional argument."""
         return self.node.args[position] if position < len(self.node.args) else default
 
     def mixes(self, cuts: Iterable[int] = ()) -> NeedsRedistribute:
@@ -101,13 +100,13 @@ Rule = Callable[[Call], Any]
 
 
 def shape_of(node: fx.Node) -> torch.Size:
-    """Give the shape of a node's one tensor."""
+    """Return the shape of a node's one tensor."""
     (tensor,) = tensors_of(node)
     return tensor.shape
 
 
 def merge(call: Call, dims: int) -> Shard:
-    """Give the state of what broadcasts together: all sharded alike, and the rest of length 1 there."""
+    """Return the state of what broadcasts together: all sharded alike, and the rest of length 1 there."""
     at = {node: state.at(state.dim + dims - len(shape_of(node))) for node, state in call.states.items() if state}  # type: ignore[union-attr]
     first = next(iter(at.values()))
     for node in call.states:

@@ -38,7 +38,6 @@ class Sharding:
 
     Parameters
     ----------
-    devices : int
     states : dict of torch.fx.Node to State
         Of each node's output; a list where it has several.
     columns, rows : tuple of torch.fx.Node
@@ -64,7 +63,6 @@ def find_sharding(joint: JointGraph, devices: int) -> Sharding:
     ----------
     joint : JointGraph
         Left as it is.
-    devices : int
 
     Returns
     -------
@@ -187,7 +185,7 @@ class _ShardSearch:
         return state_after(Call(node, self.devices, states, node not in self.forward))
 
     def _weight(self, node: fx.Node) -> tuple[fx.Node, int] | None:
-        """Give the parameter that a product is with, and which of its dimensions has the product's outputs."""
+        """Return the parameter that a product is with, and which of its dimensions has the product's outputs."""
         left = _PRODUCTS.get(node.target)  # type: ignore[call-overload]
         return None if left is None else self._parameter_of(node.args[left + 1], 1)
 
@@ -225,7 +223,7 @@ class _ShardSearch:
             self.columns[node] = self.here
 
     def _blocks(self, product: fx.Node) -> tuple[int, ...]:
-        """Give the parts of a product's outputs that are each divided; nothing if they cannot be."""
+        """Return the parts of a product's outputs that are each divided; nothing if they cannot be."""
         ends = sorted(self.cuts.get(product, frozenset()) | {0, shape_of(product)[1]})
         blocks = tuple(end - begin for begin, end in itertools.pairwise(ends))
         return blocks if not any(block % self.devices for block in blocks) else ()

@@ -107,10 +107,6 @@ def build(
     fake_mode : FakeTensorMode, optional
         Build parameters, buffers and inputs as fake tensors of this mode. An ambient mode does as well.
 
-    Returns
-    -------
-    ZooModel
-
     Raises
     ------
     UsageError
@@ -168,10 +164,6 @@ def load_user_model(
         What to call it with: it must take keywords of these names.
     fake_mode : FakeTensorMode, optional
         Call the factory under this mode.
-
-    Returns
-    -------
-    ZooModel
 
     Raises
     ------

@@ -21,7 +21,7 @@ class Sizes:
 
 
 def token_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
-    """Give token ids and the ids to predict."""
+    """Return token ids and the ids to predict."""
     import torch
 
     shape = (sizes.batch_size, sizes.seq_len or 1)
@@ -29,14 +29,14 @@ def token_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def image_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
-    """Give images and a class for each."""
+    """Return images and a class for each."""
     import torch
 
     return {"pixel_values": torch.randn(_image_shape(sizes)), "labels": torch.randint(classes, (sizes.batch_size,))}
 
 
 def pixel_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
-    """Give images and a class for each pixel."""
+    """Return images and a class for each pixel."""
     import torch
 
     batch, _, *extent = _image_shape(sizes)
@@ -44,12 +44,12 @@ def pixel_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
 
 
 def noise_inputs(sizes: Sizes, steps: int) -> dict[str, torch.Tensor]:
-    """Give noisy images, how noisy they are, and the noise."""
+    """Return noisy images, how noisy they are, and the noise."""
     return _noise(_image_shape(sizes), steps)
 
 
 def text_and_noise_inputs(sizes: Sizes, steps: int) -> dict[str, torch.Tensor]:
-    """Give noisy latent images, how noisy they are, the noise, and a text of 77 tokens to go by."""
+    """Return noisy latent images, how noisy they are, the noise, and a text of 77 tokens to go by."""
     import torch
 
     text = torch.randn(sizes.batch_size, 77, 768)
@@ -57,7 +57,7 @@ def text_and_noise_inputs(sizes: Sizes, steps: int) -> dict[str, torch.Tensor]:
 
 
 def sound_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
-    """Give mel spectrograms and a class for each."""
+    """Return mel spectrograms and a class for each."""
     import torch
 
     shape = (sizes.batch_size, 80, sizes.seq_len or 2)

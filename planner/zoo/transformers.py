@@ -25,7 +25,7 @@ Made = tuple["torch.nn.Module", int]
 
 
 def gpt2(width: int, heads: int) -> Callable[[Sizes], Made]:
-    """Give a maker of GPT-2 models of one width."""
+    """Return a maker of GPT-2 models of one width."""
 
     def make(sizes: Sizes) -> Made:
         hf = _transformers()
@@ -89,7 +89,7 @@ def vit(sizes: Sizes) -> Made:
 
 
 def resnet(*depths: int) -> Callable[[Sizes], Made]:
-    """Give a maker of ResNets with so many blocks in each stage."""
+    """Return a maker of ResNets with so many blocks in each stage."""
 
     def make(sizes: Sizes) -> Made:
         hf = _transformers()
@@ -121,7 +121,7 @@ def t5(sizes: Sizes) -> Made:
 
 
 def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Callable[[Sizes], Made]:
-    """Give a maker of ConvNeXts with so many blocks in each stage; each block is skipped at random."""
+    """Return a maker of ConvNeXts with so many blocks in each stage; each block is skipped at random."""
 
     def make(sizes: Sizes) -> Made:
         hf = _transformers()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def double_convolution(incoming: int, outgoing: int) -> nn.Sequential:
-    """Give two 3x3 convolutions, each normalised over the batch and rectified."""
+    """Return two 3x3 convolutions, each normalised over the batch and rectified."""
     return nn.Sequential(
         nn.Conv2d(incoming, outgoing, 3, padding=1, bias=False),
         nn.BatchNorm2d(outgoing),
@@ -36,7 +36,6 @@ class UNet(nn.Module):
         How often the image is halved.
     width : int
         Channels of the first level; each further one has twice as many.
-    classes : int
     """
 
     def __init__(self, *, levels: int = 4, width: int = 64, classes: int = 21) -> None:
@@ -162,7 +161,6 @@ class DiffusionUNet(nn.Module):
         The levels with attention, beside the lowest.
     channels : int
         Of the images.
-    dropout : float
     context_width : int
         Features of each token of the text; 0 if there is none.
     """

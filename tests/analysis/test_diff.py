@@ -36,7 +36,7 @@ TURN = next(index for index, op in enumerate(GRAPH.operations) if op.phase is Ph
 def plan_that_drops(
     *names: str, graph: TrainingGraph = GRAPH, costs: tuple[OperationCost, ...] = COSTS, inputs: str = "(8, 64) int64"
 ) -> Plan:
-    """Give a plan that recomputes, from the end of the forward, what operations of these modules and names make."""
+    """Return a plan that recomputes, from the end of the forward, what operations of these modules and names make."""
     turn = next(index for index, op in enumerate(graph.operations) if op.phase is Phase.BACKWARD)
     dropped = [
         value
@@ -63,7 +63,7 @@ def plans() -> tuple[Plan, Plan]:
 
 
 def crossing_bytes(plan: Plan) -> dict[int, int]:
-    """Give the bytes of each value whose first copy is held into the backward."""
+    """Return the bytes of each value whose first copy is held into the backward."""
     schedule = plan.schedule_for(GRAPH)
     begins = schedule.order.index(TURN - 1) + 1
     first = {copy.value: copy for copy in reversed(lifetimes(GRAPH, schedule))}

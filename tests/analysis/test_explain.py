@@ -36,7 +36,7 @@ TURN = next(index for index, op in enumerate(GRAPH.operations) if op.phase is Ph
 
 
 def random_schedule(seed: int) -> Schedule:
-    """Give a schedule with drops anywhere, nested recomputation included."""
+    """Return a schedule with drops anywhere, nested recomputation included."""
     chance = random.Random(seed)
     dropped: dict[int, list[int]] = {}
     for value in range(len(GRAPH.values)):
@@ -64,13 +64,13 @@ def plan_for(graph: TrainingGraph, costs: tuple[OperationCost, ...], schedule: S
 
 
 def value_of(row: ValueRow) -> int:
-    """Give the value of the example graph that a row is about."""
+    """Return the value of the example graph that a row is about."""
     (operation,) = (op for op in GRAPH.operations if op.key == row.operation)
     return operation.outputs[row.output]
 
 
 def begins(schedule: Schedule) -> int:
-    """Give the position where the backward begins, what is run again for it included."""
+    """Return the position where the backward begins, what is run again for it included."""
     return schedule.order.index(TURN - 1) + 1
 
 
@@ -244,7 +244,7 @@ def reasons(explanation: Explanation) -> dict[str, str]:
 
 
 def small_step() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
-    """Give a step in which every reason to keep a value stands once."""
+    """Return a step in which every reason to keep a value stands once."""
     b = Builder()
     unit = 2**20
     x = b.add("aten.embedding.default", [], [unit], module="input", recomputable=False)[0]

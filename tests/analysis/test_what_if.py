@@ -47,7 +47,7 @@ QUICK = SolveLimits(time_limit_seconds=2.0, deterministic=True)
 
 
 def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:
-    """Give what a capture would."""
+    """Return what a capture would."""
     origin = PlanOrigin(device="toy-device", cost_model="roofline", torch_version="2.13.0")
     return Study(graph=graph, costs=costs, origin=origin, static_memory=StaticMemory(**static_memory))
 
@@ -258,7 +258,7 @@ def test_csv_and_json_agree(toy: CurveSweep) -> None:
 
 
 def fixed_curve() -> TradeOffCurve:
-    """Give a curve whose numbers are those of no solver."""
+    """Return a curve whose numbers are those of no solver."""
     gib = 2**30
     points = [(4, None, None, ""), (6, 0.302, 0.29, "search"), (8, 0.081, 0.0809, "ilp"), (10, 0.02, 0.02, "ilp"),
               (12, 0.0, 0.0, "auto")]  # fmt: skip
@@ -319,7 +319,7 @@ def test_pictures_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def sized(unit_bytes: int = 2**20) -> Callable[[int], Study]:
-    """Give a step whose activations and times grow with the batch, beside a launch time that does not."""
+    """Return a step whose activations and times grow with the batch, beside a launch time that does not."""
     asked: list[int] = []
 
     def study_at(size: int) -> Study:

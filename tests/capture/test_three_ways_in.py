@@ -127,7 +127,7 @@ def test_the_loss_takes_the_same_memory_whichever_way_a_step_came_in() -> None:
 
 
 def digest_before(graph: TrainingGraph, loss_sizes: list[int], scalar_bytes: int) -> str:
-    """Give the digest of a recorded step as fingerprints had it when the loss had a key of its own there."""
+    """Return the digest of a recorded step as fingerprints had it when the loss had a key of its own there."""
     digest = hashlib.sha256()
     for operation in graph.operations:
         if operation.target in NOT_OF_THE_STEP:
@@ -265,7 +265,7 @@ def test_a_tied_table_is_summed_in_place_only_where_the_whole_step_is_one_graph(
 
 
 def at_sum_bytes(graph: TrainingGraph, size_bytes: int) -> int:
-    """Give what the step holds during the first sum of gradients of a size."""
+    """Return what the step holds during the first sum of gradients of a size."""
     sums = (i for i, o in enumerate(graph.operations) if is_sum(o) and reads_twice(graph, o, size_bytes))
     return kept(graph).timeline_bytes[next(sums)]
 

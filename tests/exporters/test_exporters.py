@@ -53,7 +53,7 @@ def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> Study:
 
 
 def eager(study: Study) -> Study:
-    """Give a step in which every block, and every part of one, can be checkpointed."""
+    """Return a step in which every block, and every part of one, can be checkpointed."""
     modules = dict.fromkeys(
         module[: end.start()]
         for module in (f"{op.module}." for op in study.graph.operations if ".h." in op.module)

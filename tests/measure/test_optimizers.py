@@ -93,7 +93,7 @@ class Measured:
 
 
 def of_numbers(alignment_bytes: int) -> set[int]:
-    """Give what a kernel on the CPU may hold because of a Python number: it as a double, and a copy in the type."""
+    """Return what a kernel on the CPU may hold because of a Python number: it as a double, and a copy in the type."""
     as_double = aligned(8, alignment_bytes)
     return {0, as_double, as_double + aligned(2, alignment_bytes), as_double + aligned(4, alignment_bytes)}
 

@@ -136,7 +136,7 @@ def test_more_stages_than_layers_are_refused():
 
 
 def shared_parameter() -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
-    """Give a step whose first and last layer share a parameter, so that their gradients are summed."""
+    """Return a step whose first and last layer share a parameter, so that their gradients are summed."""
     rows = [
         # name, module, phase, inputs, sizes, retained gradient
         ("embed", "first", Phase.FORWARD, (), 4, False),
@@ -289,7 +289,7 @@ def test_plans_of_small_graphs_are_optimal(seed: int):
 
 
 def bounded(stage: Stage, budget: int, most: int, others: int) -> Problem:
-    """Give the problem in which each of the others holds what this micro-batch may hold."""
+    """Return the problem in which each of the others holds what this micro-batch may hold."""
     beside = others * most
     return stage.problem(budget, (beside, 0, beside, 0), most)
 

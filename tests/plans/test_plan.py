@@ -39,7 +39,7 @@ UNPLANNED_BYTES = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH)).peak_bytes + 
 
 
 def random_schedule(graph: TrainingGraph, seed: int) -> Schedule:
-    """Give a schedule with drops anywhere, nested recomputation included."""
+    """Return a schedule with drops anywhere, nested recomputation included."""
     chance = random.Random(seed)
     dropped: dict[int, list[int]] = {}
     for value in range(len(graph.values)):
@@ -360,7 +360,7 @@ def test_hostile_texts(text: str, message: str) -> None:
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Give the path to every value in parsed JSON; of a list only its first item."""
+    """Return the path to every value in parsed JSON; of a list only its first item."""
     if path:
         yield path
     inner = node.items() if isinstance(node, dict) else enumerate(node[:1]) if isinstance(node, list) else ()

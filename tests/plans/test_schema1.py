@@ -65,7 +65,7 @@ def test_a_plan_of_another_model_is_refused(name: str) -> None:
 
 
 def fields(data: Any, path: str = "") -> Iterator[str]:
-    """Give where there is a number, a text, a truth or nothing, whatever it is."""
+    """Return where there is a number, a text, a truth or nothing, whatever it is."""
     if isinstance(data, dict):
         for key, value in data.items():
             yield from fields(value, f"{path}.{key}")

@@ -159,7 +159,7 @@ def test_what_is_installed_is_what_is_imported():
 
 
 def _violations(wrong, names: Iterable[str] = MODULES) -> dict[str, list[str]]:
-    """Give what a rule finds wrong in each module that breaks it."""
+    """Return what a rule finds wrong in each module that breaks it."""
     return {name: found for name in sorted(names) if (found := sorted(wrong(name)))}
 
 
@@ -170,7 +170,7 @@ def _tree(name: str) -> ast.Module:
 
 @cache
 def _imports(name: str, *, run: bool = False) -> frozenset[str]:
-    """Give the dotted names that a module imports anywhere in its code; with ``run`` only those that are run."""
+    """Return the dotted names that a module imports anywhere in its code; with ``run`` only those that are run."""
     tree = _tree(name)
     skipped = set(_only_for_types(tree)) if run else set()
     found: set[str] = set()
@@ -194,7 +194,7 @@ def _imported_from(module: str, names: list[str]) -> Iterator[str]:
 
 
 def _only_for_types(tree: ast.Module) -> Iterator[ast.AST]:
-    """Give what stands under ``if TYPE_CHECKING``: it is never run."""
+    """Return what stands under ``if TYPE_CHECKING``: it is never run."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from ast.walk(node)

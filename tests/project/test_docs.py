@@ -20,7 +20,7 @@ PUBLIC = [name for name in planner.__all__ if callable(getattr(planner, name))]
 
 
 def parameters_of(docstring: str) -> list[str]:
-    """Give the names that the section ``Parameters`` describes."""
+    """Return the names that the section ``Parameters`` describes."""
     _, _, section = docstring.partition("\nParameters\n----------\n")
     names = []
     for line in section.split("\n\n")[0].splitlines():

@@ -36,7 +36,7 @@ def test_what_is_stored_is_a_whole_run_of_no_machine_in_particular(path: Path):
 
 
 def shape(cell: nbformat.NotebookNode) -> str:
-    """Give how many pictures a cell drew and the first word that it printed: the rest depends on the machine."""
+    """Return how many pictures a cell drew and the first word that it printed: the rest depends on the machine."""
     outputs = cell.get("outputs", [])
     pictures = sum("image/png" in output.get("data", {}) for output in outputs)
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")

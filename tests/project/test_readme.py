@@ -22,23 +22,23 @@ VERDICT = re.compile(
 
 
 def fenced(language: str) -> list[str]:
-    """Give the code blocks of a language, in their order."""
+    """Return the code blocks of a language, in their order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[list[str]]:
-    """Give the arguments of every ``python cli.py`` command that the README shows on its own line."""
+    """Return the arguments of every ``python cli.py`` command that the README shows on its own line."""
     lines = [line for block in fenced("sh") for line in block.splitlines()]
     return [shlex.split(line)[2:] for line in lines if line.startswith("python cli.py ")]
 
 
 def setup_commands() -> list[str]:
-    """Give the set-up commands: the shell blocks that create a virtual environment."""
+    """Return the set-up commands: the shell blocks that create a virtual environment."""
     return [block.strip() for block in fenced("sh") if "-m venv" in block]
 
 
 def small(name: str) -> list[str]:
-    """Give the options that make a model of the zoo small enough to be planned and run in seconds."""
+    """Return the options that make a model of the zoo small enough to be planned and run in seconds."""
     if name not in zoo.names():
         return []
     return ["--layers", "2", *(["--seq-len", "256"] if "tokens" in zoo.describe(name) else [])]
@@ -131,7 +131,7 @@ def test_the_report_that_is_shown_is_one_of_today(capsys: pytest.CaptureFixture[
 
 
 def headings(report: str) -> list[str]:
-    """Give what stays the same from one report to the next: the first words of its parts."""
+    """Return what stays the same from one report to the next: the first words of its parts."""
     return re.findall(
         r"^(Peak memory|The peak is in the|Largest there|Beside other ways|Placement, layer by layer|"
         r"Memory over the step|With more memory, or less|How far to trust it|The step without)",

@@ -27,13 +27,13 @@ PLUG_INS = (
 
 
 def signature(name: str, function: Any) -> str:
-    """Give names, kinds and defaults; annotations may be said in other words."""
+    """Return names, kinds and defaults; annotations may be said in other words."""
     parameters = [p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()]
     return f"{name}{inspect.Signature(parameters)}"
 
 
 def members(owner: type) -> Iterator[str]:
-    """Give the public fields, properties and methods of a class, its own and those that it inherits."""
+    """Return the public fields, properties and methods of a class, its own and those that it inherits."""
     defaults = {f.name for f in dataclasses.fields(owner)} if dataclasses.is_dataclass(owner) else set()
     annotated = {name for base in owner.__mro__ for name in vars(base).get("__annotations__", {})}
     for name in sorted({n for n in dir(owner) if not n.startswith("_")} | {n for n in annotated if n[0] != "_"}):

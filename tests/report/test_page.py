@@ -28,7 +28,7 @@ def plan() -> Plan:
 
 
 def hostile(plan: Plan) -> Plan:
-    """Give a plan in which every name is an attempt to run code."""
+    """Return a plan in which every name is an attempt to run code."""
     assert plan.details is not None
     bad = {"operation": HOSTILE, "module": HOSTILE}
     lines = {

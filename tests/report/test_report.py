@@ -32,7 +32,7 @@ WIDTHS = (80, 100, 160)
 
 
 def example_plan(*, verified: bool = True) -> Plan:
-    """Give a plan that recomputes two things in layers 0 to 4 and one more in layer 2, with fixed times."""
+    """Return a plan that recomputes two things in layers 0 to 4 and one more in layer 2, with fixed times."""
     graph, costs = transformer(8)
     turn = next(i for i, op in enumerate(graph.operations) if op.phase is not Phase.FORWARD)
     dropped = [
@@ -111,7 +111,7 @@ def test_golden_infeasible_report(width: int) -> None:
 
 
 def section(text: str, title: str) -> list[str]:
-    """Give the lines of a table below its head."""
+    """Return the lines of a table below its head."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(title)) + 2
     end = next((i for i in range(start, len(lines)) if not lines[i].strip()), len(lines))
@@ -184,7 +184,7 @@ def test_the_chart_stands_where_the_bytes_are(plan: Plan, width: int) -> None:
     cell_bytes = plan.baseline_peak_bytes / len(rows)
 
     def top_bytes(drawn: str) -> float:
-        """Give how high the highest column stands that is drawn with some characters."""
+        """Return how high the highest column stands that is drawn with some characters."""
         for number, row in enumerate(rows):
             if parts := [drawn.index(cell) + 1 for cell in row if cell in drawn]:
                 return cell_bytes * (len(rows) - number - 1 + max(parts) / len(drawn))

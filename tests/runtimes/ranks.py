@@ -86,14 +86,14 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def live() -> dict[int, int]:
-    """Give the bytes of every tensor that is there, each storage once."""
+    """Return the bytes of every tensor that is there, each storage once."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, nn.Parameter) and o.device.type == "cpu"]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
 def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collection[int]) -> tuple[int, nn.Module]:
-    """Give the peak of a later step, with all that is resident: every live tensor, and what distributing allocates.
+    """Return the peak of a later step, with all that is resident: every live tensor, and what distributing allocates.
 
     ``others`` are tensors that earlier scenarios have left.
     """
@@ -113,7 +113,7 @@ def peak_of(distribute: Callable[[], nn.Module], x: torch.Tensor, others: Collec
 
 
 def first_gradient(model: nn.Module, x: torch.Tensor) -> tuple[float, float, int]:
-    """Give the shares of a backward's operations and time that are over at the first gradient, and all its gathers."""
+    """Return which shares of a backward's operations and time are over at the first gradient, and its gathers."""
     times: list[float] = []
     hooks = []
 

@@ -229,7 +229,7 @@ Snapshot = dict[str, torch.Tensor | None]
 
 
 def run(model: nn.Module, step: Callable[[nn.Module], Any]) -> Snapshot:
-    """Give everything that training steps leave behind."""
+    """Return everything that training steps leave behind."""
     torch.manual_seed(11)
     result = step(model)
     found: Snapshot = {f"result {i}": r.detach().clone() for i, r in enumerate(result)}

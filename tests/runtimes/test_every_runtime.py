@@ -101,7 +101,7 @@ def test_a_percentage_is_of_the_largest_step_so_far(runtime: runtimes.Runtime, h
 
 
 def share_of(plan: planner.Plan, budget: str) -> int:
-    """Give what the percentage comes to of the step that this plan is of."""
+    """Return what the percentage comes to of the step that this plan is of."""
     if budget == "budget":
         return parse_size("80%", whole_bytes=plan.baseline_peak_bytes)
     return plan.total_static_bytes + parse_size("80%", whole_bytes=plan.baseline_peak_bytes - plan.total_static_bytes)

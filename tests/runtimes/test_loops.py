@@ -38,7 +38,7 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.fixture
 def model() -> Model:
-    """Give a wrapped model that has trained a step."""
+    """Return a wrapped model that has trained a step."""
     model = planner.auto_wrap(Model(), activation_budget="75%", time_limit_seconds=1.0)
     model(data()).backward()
     return model

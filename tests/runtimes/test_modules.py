@@ -32,7 +32,7 @@ from planner.ir.static_memory import LossMemory
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser
 from planner.solving.modules.peaks import Need, Needs
-from planner.solving.modules.variants import cheapest, ways_of
+from planner.solving.modules.variants import cheapest, variants_of
 
 WIDTH = 32
 
@@ -162,22 +162,22 @@ def test_a_loss_outside() -> None:
 def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
     x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else rows(16)
     problem, regions = problem_of(model, x)
-    ways = ways_of(regions, problem.graph, problem.costs)
-    assert any(way.kept for way in ways)
-    needs = Needs(problem.graph, problem.costs, ways)
-    for chosen in choices(ways, at_most=2):
-        check_needs(problem, ways, needs, chosen)
+    variants = variants_of(regions, problem.graph, problem.costs)
+    assert any(variant.kept for variant in variants)
+    needs = Needs(problem.graph, problem.costs, variants)
+    for chosen in choices(variants, at_most=2):
+        check_needs(problem, variants, needs, chosen)
 
 
-def check_needs(problem: Problem, ways: Sequence[Region], needs: Needs, chosen: Collection[int]) -> None:
+def check_needs(problem: Problem, variants: Sequence[Region], needs: Needs, chosen: Collection[int]) -> None:
     """Hold what the programme says of every moment of a choice against the simulator."""
-    schedule = schedule_of(problem.graph, [ways[r] for r in chosen])
+    schedule = schedule_of(problem.graph, [variants[r] for r in chosen])
     ran: set[int] = set()
     within: dict[int, int] = {}
     for index, size in zip(schedule.order, problem.evaluate(schedule).timeline_bytes, strict=True):
         if index not in ran:
             assert bytes_with(needs.at(index), chosen) == size
-        ran_again = [r for r in chosen if index in ways[r].recompute]
+        ran_again = [r for r in chosen if index in variants[r].recompute]
         if index in ran and ran_again:
             within[ran_again[0]] = max(within.get(ran_again[0], 0), size)
         ran.add(index)
@@ -185,7 +185,7 @@ def check_needs(problem: Problem, ways: Sequence[Region], needs: Needs, chosen: 
 
 
 def bytes_with(need: Need, chosen: Collection[int]) -> int:
-    """Give what is there for one choice."""
+    """Return what is there for one choice."""
     there = need.fixed_bytes
     for (freed_by, held_by), size in need.group_bytes.items():
         if not held_by.isdisjoint(chosen) or (freed_by is not None and freed_by.isdisjoint(chosen)):
@@ -195,20 +195,22 @@ def bytes_with(need: Need, chosen: Collection[int]) -> int:
 
 def test_the_choice_is_the_best_of_all() -> None:
     problem, regions = problem_of(Stack(3), rows(64))
-    ways = ways_of(regions, problem.graph, problem.costs)
+    variants = variants_of(regions, problem.graph, problem.costs)
     outcome = {
         chosen: (
-            simulate(problem.graph, problem.costs, schedule_of(problem.graph, [ways[r] for r in chosen])).peak_bytes,
-            sum(seconds_of(ways[r], problem.costs) for r in chosen),
+            simulate(
+                problem.graph, problem.costs, schedule_of(problem.graph, [variants[r] for r in chosen])
+            ).peak_bytes,
+            sum(seconds_of(variants[r], problem.costs) for r in chosen),
         )
-        for chosen in choices(ways)
+        for chosen in choices(variants)
     }
     lowest = min(peak for peak, _ in outcome.values())
-    whole = {chosen: found for chosen, found in outcome.items() if not any(ways[r].kept for r in chosen)}
+    whole = {chosen: found for chosen, found in outcome.items() if not any(variants[r].kept for r in chosen)}
     cheaper = 0
     for budget in {lowest + (problem.baseline.peak_bytes - lowest) * part // 4 for part in range(5)}:
         posed = Problem(graph=problem.graph, costs=problem.costs, budget_bytes=budget)
-        chooser = Chooser(posed, ways, SolveLimits(time_limit_seconds=30).clock())
+        chooser = Chooser(posed, variants, SolveLimits(time_limit_seconds=30).clock())
         solution = chooser.cheapest()
         best = min(seconds for peak, seconds in outcome.values() if peak <= budget)
         assert solution.recompute_seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
@@ -246,11 +248,11 @@ def test_whole_modules_are_chosen_where_no_time_is_left_for_more() -> None:
         cheapest(replace(problem, budget_bytes=64), regions, RunsOut(10**6))  # type: ignore[arg-type]
 
 
-def choices(ways: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
-    """Give every choice of so many ways, at most one on each path of the module tree."""
-    together = [set(numbers) for numbers in rivals(ways)]
+def choices(variants: Sequence[Region], *, at_most: int | None = None) -> list[tuple[int, ...]]:
+    """Return every choice of so many ways, at most one on each path of the module tree."""
+    together = [set(numbers) for numbers in rivals(variants)]
     found: list[tuple[int, ...]] = [()]
-    for number in range(len(ways)):
+    for number in range(len(variants)):
         found += [
             (*chosen, number)
             for chosen in found

@@ -27,7 +27,7 @@ from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossMemory
-from planner.plans.module_choices import modules_of, ways_in
+from planner.plans.module_choices import modules_of, variants_in
 from planner.plans.offload import OffloadedModule
 from planner.report import render
 from planner.rewrite import host_copies
@@ -35,7 +35,7 @@ from planner.runtimes._hooks import Waiting
 from planner.solvers import checkpoints
 from planner.solving.modules.offload import (
     cheapest_with_offload,
-    offloading_ways,
+    offloading_variants,
     sending,
     sending_given,
 )
@@ -83,20 +83,20 @@ SEND, RUN_AGAIN, BOTH, KEEP_AND_SEND = range(4)
 MIXED = {"blocks.0": BOTH, "blocks.1": SEND, "blocks.2": KEEP_AND_SEND, "blocks.3": SEND}
 
 
-def take(monkeypatch: pytest.MonkeyPatch, ways: dict[str, int], *, shift: int = 0) -> None:
+def take(monkeypatch: pytest.MonkeyPatch, variants: dict[str, int], *, shift: int = 0) -> None:
     """Let plans take these ways, with transfers that begin and end so many modules earlier and later."""
 
     def choose(problem: Problem, regions: Any, *_: Any) -> Solution:
         region_of = {region.module: region for region in regions}
         taken = []
-        for name, kind in ways.items():
-            way = region_of[name]
+        for name, kind in variants.items():
+            variant = region_of[name]
             if kind == KEEP_AND_SEND:
-                way = keeping(way, way.keepable[:1])
-            taken.append(way if kind == RUN_AGAIN else sending(way) if kind == SEND else sending_given(way))
-        names = [name for name, kind in ways.items() if kind != RUN_AGAIN]
+                variant = keeping(variant, variant.keepable[:1])
+            taken.append(variant if kind == RUN_AGAIN else sending(variant) if kind == SEND else sending_given(variant))
+        names = [name for name, kind in variants.items() if kind != RUN_AGAIN]
         later = dict(zip(names, names[shift:], strict=False))
-        taken = [moved(way, taken, later.get(way.module), later.get(way.module)) for way in taken]
+        taken = [moved(variant, taken, later.get(variant.module), later.get(variant.module)) for variant in taken]
         schedule = schedule_of(problem.graph, taken)
         found = problem.evaluate(schedule)
         solution = Solution(
@@ -175,17 +175,17 @@ def problem_of(model: nn.Module, x: torch.Tensor, rate: float) -> tuple[Problem,
 def test_the_programme_knows_what_the_simulator_finds(model: nn.Module) -> None:
     x = torch.randn(2, 16, 8, 8) if isinstance(model, Convolutions) else X if isinstance(model, Transformer) else rows()
     problem, regions = problem_of(model, x, 1e6)
-    ways = offloading_ways(regions, problem.graph, problem.costs)
-    needs = Needs(problem.graph, problem.costs, ways)
-    for chosen in [c for c in choices(ways, at_most=2) if any(ways[r].sent for r in c)][:: len(ways)]:
-        check_needs(problem, ways, needs, chosen)
+    variants = offloading_variants(regions, problem.graph, problem.costs)
+    needs = Needs(problem.graph, problem.costs, variants)
+    for chosen in [c for c in choices(variants, at_most=2) if any(variants[r].sent for r in c)][:: len(variants)]:
+        check_needs(problem, variants, needs, chosen)
 
 
 @pytest.mark.parametrize("rate", [2e5, 2e6])
 def test_the_bound_is_one_and_the_choice_is_near_it(rate: float) -> None:
     problem, regions = problem_of(Stack(2), rows(64), rate)
-    ways = offloading_ways(regions, problem.graph, problem.costs)
-    chosen = [[ways[r] for r in numbers] for numbers in choices(ways)]
+    variants = offloading_variants(regions, problem.graph, problem.costs)
+    chosen = [[variants[r] for r in numbers] for numbers in choices(variants)]
     found = [problem.evaluate(schedule_of(problem.graph, taken)) for taken in chosen]
     lowest, highest = min(one.peak_bytes for one in found), problem.baseline.peak_bytes
     for part, host_bytes in ((0, 2**40), (1, 2**40), (2, 2**16), (3, 2**40)):
@@ -238,10 +238,14 @@ def test_more_of_the_budget_buys_time_to_hide() -> None:
     )
     assert found.regions == again.regions and found.schedule == again.schedule
     tight = [
-        replace(way, sent=(way.sends.saved, way.sends.given)[bool(way.recompute)]) for way in found.regions if way.sent
+        replace(variant, sent=(variant.sends.saved, variant.sends.given)[bool(variant.recompute)])
+        for variant in found.regions
+        if variant.sent
     ]
-    assert any(way.leaves_with or way.returns_with for way in found.regions)
-    evaluation = posed.evaluate(schedule_of(posed.graph, [*(way for way in found.regions if not way.sent), *tight]))
+    assert any(variant.leaves_with or variant.returns_with for variant in found.regions)
+    evaluation = posed.evaluate(
+        schedule_of(posed.graph, [*(variant for variant in found.regions if not variant.sent), *tight])
+    )
     assert evaluation.stall_seconds > posed.evaluate(found.schedule).stall_seconds
 
 
@@ -261,7 +265,7 @@ def test_a_plan_is_carried_over_and_refused_elsewhere() -> None:
         planner.auto_wrap(Stack(3), rows(), plan=plan)
     with pytest.raises(PlanFileError, match="tensors"):
         planner.Plan.from_json(plan.to_json().replace('"tensors": [', '"tensors": ["x", ', 1))
-    assert ways_in(plan, ()) is None
+    assert variants_in(plan, ()) is None
 
 
 def test_a_study_offloads_as_a_plan_does() -> None:
@@ -301,9 +305,9 @@ def test_other_ways_beside_such_a_curve() -> None:
     effort = SolveLimits(time_limit_seconds=2.0)
     tracing = CurveSweep(step, points=2, effort=effort, host=step.host("1GiB", 1024))
     tracing.run()
-    ways = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
-    ways.run()
-    every, second, chunked, alone = ways.ways
+    variants = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
+    variants.run()
+    every, second, chunked, alone = variants.variants
     layers = [region for region in step.regions if region.module.count(".") == 1]
     found = simulate(step.graph, step.costs, schedule_of(step.graph, layers))
     assert every.points[0].predicted_peak_bytes == found.peak_bytes + step.graph.total_static_bytes

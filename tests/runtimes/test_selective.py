@@ -25,7 +25,7 @@ from planner.plans.module_choices import modules_of
 from planner.plans.planning import Plan
 from planner.report import render
 from planner.runtimes._contexts import contexts
-from planner.solving.modules.variants import keeping, way_named, ways_of
+from planner.solving.modules.variants import keeping, variant_named, variants_of
 from tests.example_graphs import Builder
 
 WIDTH, ROWS, HEADS = 64, 32, 4
@@ -107,7 +107,7 @@ def fields(of: Any) -> dict[str, Any]:
 
 
 def region_of(*found: tuple[float, int, bool]) -> tuple[Region, TrainingGraph, tuple[OperationCost, ...]]:
-    """Give a region of operations with these seconds, bytes and randomness, each with its stand-in after it."""
+    """Return a region of operations with these seconds, bytes and randomness, each with its stand-in after it."""
     build = Builder()
     made = [build.add(f"operation {n}", [], [size], seconds=seconds) for n, (seconds, size, _) in enumerate(found)]
     for n, values in enumerate(made):
@@ -122,7 +122,7 @@ def region_of(*found: tuple[float, int, bool]) -> tuple[Region, TrainingGraph, t
 
 
 def kept_in(region: Region, graph: Any, costs: Any) -> list[set[int]]:
-    return [{one.index for one in way.kept} for way in ways_of([region], graph, costs)]
+    return [{one.index for one in variant.kept} for variant in variants_of([region], graph, costs)]
 
 
 def test_what_saves_most_for_its_bytes_is_kept_first() -> None:
@@ -139,9 +139,9 @@ def test_of_what_draws_random_numbers_all_is_kept_or_none() -> None:
 
 def test_a_way_is_found_by_what_it_keeps() -> None:
     region, _, _ = region_of((1.0, 64, False), (1.0, 64, False))
-    assert way_named(region, {}) == region
-    assert way_named(region, {"mm": (1,)}) == keeping(region, region.keepable[1:])
-    assert way_named(region, {"mm": (2,)}) is None and way_named(region, {"bmm": (1,)}) is None
+    assert variant_named(region, {}) == region
+    assert variant_named(region, {"mm": (1,)}) == keeping(region, region.keepable[1:])
+    assert variant_named(region, {"mm": (2,)}) is None and variant_named(region, {"bmm": (1,)}) is None
 
 
 class InPlace(nn.Module):

@@ -53,7 +53,7 @@ def step(model: nn.Module, x: torch.Tensor) -> planner.Plan:
 
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Give the sizes, in bytes of the step without recompute, for which a plan was searched for."""
+    """Return the sizes, in bytes of the step without recompute, for which a plan was searched for."""
     seen: list[int] = []
     make_plan = study_types.make_plan
 

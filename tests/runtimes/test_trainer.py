@@ -79,7 +79,7 @@ def trainer(model: nn.Module, folder: Path, examples: int = len(TOKENS), **argum
 
 
 def curve(ran: transformers.Trainer) -> list[tuple[Any, ...]]:
-    """Give what was logged, unrounded: losses of training and evaluation, norms of gradients."""
+    """Return what was logged, unrounded: losses of training and evaluation, norms of gradients."""
     return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "eval_loss")) for row in ran.state.log_history]
 
 
@@ -89,7 +89,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[planner.Plan]:
-    """Give the plans of all planned calls, call by call."""
+    """Return the plans of all planned calls, call by call."""
     seen: list[planner.Plan] = []
     call = GraphRuntime.__call__
 

@@ -81,7 +81,7 @@ def runs_of(schedule: Schedule, graph: TrainingGraph) -> list[int]:
 
 
 def uniform(steps: int, snapshots: int) -> Problem:
-    """Give a chain of equal steps and just the memory for some snapshots.
+    """Return a chain of equal steps and just the memory for some snapshots.
 
     While a step is run again there are the snapshots, a state and the next one; during a backward
     the snapshots, the state that it reads, and a byte of workspace.
@@ -91,7 +91,7 @@ def uniform(steps: int, snapshots: int) -> Problem:
 
 
 def advances(steps: int, snapshots: int) -> int:
-    """Give the fewest forward steps that reverse a chain, those that are taped not counted.
+    """Return the fewest forward steps that reverse a chain, those that are taped not counted.
 
     Griewank and Walther, "Algorithm 799: revolve", 2000: r * l - binomial(c + r, r - 1).
     """

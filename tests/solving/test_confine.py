@@ -14,7 +14,7 @@ from planner.solving.confine import confine
 
 
 def chain(regions: list[str]) -> TrainingGraph:
-    """Give a forward with one region after the other, of two operations each, and its backward."""
+    """Return a forward with one region after the other, of two operations each, and its backward."""
     operations: list[Operation] = []
     values: list[Value] = []
 
@@ -49,7 +49,7 @@ def chain(regions: list[str]) -> TrainingGraph:
 
 
 def strays(graph: TrainingGraph, schedule: Schedule) -> list[int]:
-    """Give what runs again while another region runs."""
+    """Return what runs again while another region runs."""
     regions = [operation.region for operation in graph.operations]
     before = schedule.recomputations()
     return [a for index, again in before.items() for a in again if regions[a] not in ("", regions[index])]

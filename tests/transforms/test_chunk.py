@@ -130,7 +130,7 @@ def rows(count: int = 60, width: int = WIDTH) -> tuple[Tensor]:
 
 
 def smallest(model: nn.Module, inputs: Any, **asked: Any) -> int:
-    """Give the smallest budget for which a plan is known."""
+    """Return the smallest budget for which a plan is known."""
     with pytest.raises(InfeasibleBudgetError) as refused:
         planner.plan(model, inputs, budget=1000, **asked)
     return refused.value.minimum_feasible_peak_bytes

@@ -78,7 +78,7 @@ def names(joint: JointGraph, products: tuple[fx.Node, ...]) -> list[str]:
 
 
 def part_of(tensor: torch.Tensor, state: Any, devices: int, device: int) -> torch.Tensor:
-    """Give a device's part of a tensor."""
+    """Return a device's part of a tensor."""
     if not isinstance(state, Shard):
         return tensor
     parts = [block.chunk(devices, state.dim)[device] for block in tensor.split(list(state.blocks), state.dim)]

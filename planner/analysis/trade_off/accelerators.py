@@ -19,12 +19,10 @@ class DeviceRow:
 
     Parameters
     ----------
-    device : str
     memory_bytes : int
         What it has, and the budget of the plan.
     baseline_peak_bytes : int
         What the step needs there without recompute.
-    outcome : Outcome
     """
 
     device: str
@@ -33,7 +31,7 @@ class DeviceRow:
     outcome: Outcome
 
     def report(self) -> dict[str, Any]:
-        """Give the row as plain data for JSON."""
+        """Return the row as plain data for JSON."""
         return {
             "device": self.device,
             "memory_bytes": self.memory_bytes,

@@ -19,10 +19,6 @@ class Answers:
 
     Parameters
     ----------
-    curve : TradeOffCurve
-    batch_sizes, seq_lens : SizeAxis, optional
-    devices : tuple of DeviceRow
-    ways : tuple of Method
     interrupted : bool
         Whether something is missing because the search was interrupted.
     """
@@ -35,7 +31,7 @@ class Answers:
     interrupted: bool = False
 
     def report(self) -> dict[str, Any]:
-        """Give everything as plain data for JSON."""
+        """Return everything as plain data for JSON."""
         return {
             **self.curve.report(),
             "interrupted": self.interrupted,
@@ -47,7 +43,7 @@ class Answers:
 
 
 def csv_text(curve: TradeOffCurve) -> str:
-    """Give the points of a curve as CSV, one a line; what is unknown is empty."""
+    """Return the points of a curve as CSV, one a line; what is unknown is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(TradeOffPoint)], lineterminator="\n")
     writer.writeheader()

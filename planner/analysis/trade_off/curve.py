@@ -40,7 +40,6 @@ class CurveSweep:
 
     Parameters
     ----------
-    study : Study
     points : int
         How many budgets, at equal distances from the smallest for which a plan is known to the peak without
         recompute.
@@ -116,7 +115,7 @@ class CurveSweep:
             count(len(order), len(order))
 
     def curve(self) -> TradeOffCurve:
-        """Give what is done."""
+        """Return what is done."""
         asked = self.asked_bytes
         return TradeOffCurve(
             model=self.study.graph.name,
@@ -136,16 +135,16 @@ class CurveSweep:
         )
 
     def schedule(self, budget_bytes: int) -> Schedule | None:
-        """Give the plan behind a point; None where there is none."""
+        """Return the plan behind a point; None where there is none."""
         best = self._best(budget_bytes)
         return best.schedule if best else None
 
     def bound_seconds(self, budget_bytes: int) -> float:
-        """Give the best bound that some point has proven for this budget or a larger one."""
+        """Return the best bound that some point has proven for this budget or a larger one."""
         return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
 
     def _find_lowest(self) -> int:
-        """Give the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
+        """Return the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
         problem = self._problem(self.proven_bytes)
         schedule = self.study.lowest(problem, effort=self.effort)
         lowest = evaluate(problem, schedule, self.solver)
@@ -205,7 +204,7 @@ class CurveSweep:
         self.bounds[budget_bytes] = incumbent.lower_bound_seconds
 
     def _best(self, budget_bytes: int) -> Evaluated | None:
-        """Give the cheapest plan of any point that keeps a budget."""
+        """Return the cheapest plan of any point that keeps a budget."""
         return cheapest_within(budget_bytes, self.found) if budget_bytes >= self.proven_bytes else None
 
     def _point(self, budget_bytes: int) -> TradeOffPoint:
@@ -227,7 +226,7 @@ class CurveSweep:
 
 
 def coarse_to_fine(budgets: Sequence[int]) -> Iterator[int]:
-    """Give the ends, then the middle, then the middles of what is left.
+    """Return the ends, then the middle, then the middles of what is left.
 
     Examples
     --------

@@ -33,7 +33,6 @@ class Method:
 
     Parameters
     ----------
-    name : str
     points : tuple of TradeOffPoint
         A solver's are at the curve's budgets; of a way without a budget each stands at its own peak.
     reason : str
@@ -45,7 +44,7 @@ class Method:
     reason: str = ""
 
     def report(self) -> dict[str, Any]:
-        """Give the way as plain data for JSON."""
+        """Return the way as plain data for JSON."""
         return {"name": self.name, "points": [asdict(point) for point in self.points], "reason": self.reason}
 
 
@@ -113,7 +112,7 @@ class MethodSweep:
                 self.ways = (*before, way)
 
     def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Method]:
-        """Give a way, and again each time that it has another point."""
+        """Return a way, and again each time that it has another point."""
         if is_strategy(name):
             yield self._strategy(name)
         elif name == PYTORCH:
@@ -122,7 +121,7 @@ class MethodSweep:
             yield self._solver(name, tell, count)
 
     def _solver(self, name: str, tell: Progress, count: Count | None) -> Method:
-        """Give a solver's points; with offload if the curve is, and the solver can."""
+        """Return a solver's points; with offload if the curve is, and the solver can."""
         curve = self.curve
         if name == curve.solver:
             return Method(name=name, points=curve.curve().points)
@@ -157,7 +156,7 @@ class MethodSweep:
 
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:
-    """Give the point of a schedule: its own peak is its budget."""
+    """Return the point of a schedule: its own peak is its budget."""
     found = evaluate(replace(study.problem(), host=study.unlimited_host()), schedule, name)
     return TradeOffPoint(
         budget_bytes=found.peak_bytes,

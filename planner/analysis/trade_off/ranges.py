@@ -129,7 +129,7 @@ def _parts(text: str) -> list[str]:
 
 
 def spread(low: int, high: int, points: int) -> tuple[int, ...]:
-    """Give numbers at equal distances from one to another, both included; one where they are the same.
+    """Return numbers at equal distances from one to another, both included; one where they are the same.
 
     Examples
     --------

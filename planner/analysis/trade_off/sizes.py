@@ -23,8 +23,6 @@ class SizeRow:
 
     Parameters
     ----------
-    size : int
-    outcome : Outcome
     per_second : float or None
         Samples, or tokens, that the planned step trains a second; None where nothing fits.
     """
@@ -44,7 +42,6 @@ class SizeAxis:
         ``"batch size"`` or ``"sequence length"``.
     unit : str
         What ``per_second`` counts: ``"samples"`` or ``"tokens"``.
-    budget_bytes : int
     rows : tuple of SizeRow
         Those that were captured, in rising order.
     is_complete : bool
@@ -72,7 +69,7 @@ class SizeAxis:
         )
 
     def report(self) -> dict[str, Any]:
-        """Give the axis as plain data for JSON."""
+        """Return the axis as plain data for JSON."""
         largest, best = self.largest, self.best
         return {
             "budget_bytes": self.budget_bytes,
@@ -97,7 +94,6 @@ class SizeSearch:
         the sizes between.
     study_at : callable
         Captures the step at a size.
-    budget_bytes : int
     name : str
         ``"batch size"`` or ``"sequence length"``.
     unit : str

@@ -95,7 +95,7 @@ class TradeOffCurve:
         return before - after if before is not None and after is not None else None
 
     def report(self) -> dict[str, Any]:
-        """Give the curve as plain data for JSON."""
+        """Return the curve as plain data for JSON."""
         knee = self.knee
         return {
             "model": self.model,
@@ -116,7 +116,7 @@ class TradeOffCurve:
 
 
 def find_knee(points: Sequence[TradeOffPoint]) -> TradeOffPoint | None:
-    """Give the point of a curve that lies farthest below the straight line between its ends.
+    """Return the point of a curve that lies farthest below the straight line between its ends.
 
     Both axes are first scaled to the range that they cover. Beyond that point a byte buys less than it does on
     average, before it more.

@@ -35,7 +35,7 @@ Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Give the outermost repeated blocks by their paths.
+    """Return the outermost repeated blocks by their paths.
 
     A block is a member, with parameters, of a ``ModuleList`` or ``Sequential`` in which its class
     occurs more than once.
@@ -64,8 +64,6 @@ class Block:
 
     Parameters
     ----------
-    path : str
-    lowered : LoweredGraph
     places : list of torch.Tensor or int
         For every placeholder the fake parameter or buffer, or which of the call's tensors it is.
     given : list of torch.fx.Node
@@ -104,7 +102,7 @@ class Block:
         return found
 
     def value(self, node: fx.Node) -> int:
-        """Give the one value that a node's output is, or looks at."""
+        """Return the one value that a node's output is, or looks at."""
         (value,) = self.lowered.storage_of[node]
         return value
 
@@ -116,7 +114,6 @@ class Step:
     ----------
     model : torch.nn.Module
         Real, or built under a fake mode. It is left as it was.
-    inputs : Inputs
     attention : callable, optional
         See :func:`planner.capture.joint_capture.capture`.
     """
@@ -277,7 +274,7 @@ class Step:
 
 
 def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[fx.Node]:
-    """Give the placeholders of a block's graph that are not the block's own parameters and buffers."""
+    """Return the placeholders of a block's graph that are not the block's own parameters and buffers."""
     known = {id(tensor) for tensor in own}
     placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
     return [node for node, tensor in zip(placeholders, joint.inputs, strict=True) if id(tensor) not in known]

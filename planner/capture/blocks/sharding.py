@@ -30,7 +30,7 @@ class Parameter:
     trainable: bool
 
     def padded_bytes(self, ranks: int) -> int:
-        """Give its bytes over all ranks."""
+        """Return its bytes over all ranks."""
         first = self.shape[0] if self.shape else 1
         return -(-first // ranks) * ranks * math.prod(self.shape[1:]) * self.item_bytes
 
@@ -44,7 +44,6 @@ class Sharding:
         Of the step; each method below adds operations where the step stands.
     units : dict of str to sequence of Parameter
         Parameters of each block, and of the rest under :data:`ROOT`.
-    ranks : int
     """
 
     def __init__(self, builder: Builder, units: dict[str, Sequence[Parameter]], ranks: int) -> None:

@@ -30,7 +30,6 @@ class Passage:
 
     Parameters
     ----------
-    kind : Kind
     module : str
         Path of the block.
     reads : sequence of int or None

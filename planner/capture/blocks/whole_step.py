@@ -39,17 +39,14 @@ def put_together(
     ranks: int = 1,
     units: dict[str, Sequence[Parameter]] | None = None,
 ) -> LoweredGraph:
-    """Give the graph of the whole step.
+    """Return the graph of the whole step.
 
     Parameters
     ----------
     joint : JointGraph
         Stands for the step as a whole: its ``inputs`` are those of the model.
-    trace : Trace
-    blocks : mapping of str to Block
     alignment_bytes, static_bytes, name, loss
         See :func:`planner.capture.lowering.lower`.
-    ranks : int
     units : dict of str to sequence of Parameter, optional
         What FSDP2 shards over the ranks, see :class:`planner.capture.blocks.sharding.Sharding`.
 
@@ -65,7 +62,7 @@ def put_together(
 
 
 def prefixed(path: str, key: str) -> str:
-    """Give the key that an operation of a block has in the step.
+    """Return the key that an operation of a block has in the step.
 
     Examples
     --------
@@ -119,7 +116,7 @@ class Builder(GraphBuilder[fx.Node]):
         return self.finish(static_bytes, name)
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
-        """Give the graph as fingerprints have it.
+        """Return the graph as fingerprints have it.
 
         What is eager in the backward was of no module, and what a loss works with was rounded up, as one tensor is.
         """
@@ -130,7 +127,7 @@ class Builder(GraphBuilder[fx.Node]):
         )
 
     def _value(self, storage: int) -> int:
-        """Give the value of a storage that is made now."""
+        """Return the value of a storage that is made now."""
         seen = self.trace.storages[storage]
         spread = self.sharding is not None and seen.kind == "gradient"  # and then freed
         stays = seen.died is None and not spread
@@ -215,7 +212,7 @@ class Builder(GraphBuilder[fx.Node]):
         return None if storage is None else self.value_of.get(storage)
 
     def _reads(self, storages: Iterable[int | None], made: Iterable[int]) -> list[int]:
-        """Give the values of storages, without what is resident or made by this very operation."""
+        """Return the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
 
     def add_once(

@@ -66,8 +66,6 @@ def lower_eager(
 
     Parameters
     ----------
-    trace : Trace
-    model : torch.nn.Module
     inputs : list of torch.Tensor
         What the step was given.
     alignment_bytes, static_bytes, name, loss
@@ -231,7 +229,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             self.kept_by_last[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
 
     def _as_written_before(self, graph: TrainingGraph, loss: LossMemory) -> TrainingGraph:
-        """Give the graph as fingerprints have it: the loss had a key of its own here, and its sizes were others."""
+        """Return the graph as fingerprints have it: the loss had a key of its own here, and its sizes were others."""
         operations, values = list(graph.operations), list(graph.values)
         operations[graph.loss_index] = replace(operations[graph.loss_index], key=LOSS_KEY_BEFORE)
         for index, storage in enumerate(self.trace.storages):
@@ -273,7 +271,7 @@ class _Lowering(GraphBuilder[fx.Node]):
                     yield candidate
 
     def _candidate(self, module: str, call: Call) -> Candidate | None:
-        """Give what checkpointing a call would do; None if that frees nothing, or would not be right."""
+        """Return what checkpointing a call would do; None if that frees nothing, or would not be right."""
         runs = self.trace.runs
         stop = max((save.saved for save in call.saves), default=call.begin)
         made = {value for run in runs[call.begin : stop] for value in run.makes}
@@ -301,7 +299,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         )
 
     def _keepable(self, positions: range) -> tuple[int, ...]:
-        """Give the runs that are worth keeping: products, convolutions, attention.
+        """Return the runs that are worth keeping: products, convolutions, attention.
 
         What is kept must still be what its operator gave: nothing writes into it. A random operation that is kept does
         not draw again, so those that come after it would draw what it drew: all are kept, or none.
@@ -335,7 +333,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         return True
 
     def _statistics_bytes(self, module: str) -> int:
-        """Give the bytes of the copies that a recompute updates in place of running statistics."""
+        """Return the bytes of the copies that a recompute updates in place of running statistics."""
         inside = [m for name, m in self.modules.items() if f"{name}.".startswith(f"{module}.")]
         return sum(
             self.aligned(b.numel() * b.element_size()) for m in inside if keeps_statistics(m) for b in m.buffers()

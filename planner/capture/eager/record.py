@@ -40,7 +40,6 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool, attention: Atten
     ----------
     model : torch.nn.Module
         Left as it was, its gradients, buffers, attributes and the random state included.
-    inputs : Inputs
     has_loss : bool
         Whether a loss outside the model follows; otherwise what the model returns is differentiated.
     attention : callable, optional

@@ -64,8 +64,6 @@ def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[
 
     Parameters
     ----------
-    trace : Trace
-    candidates : sequence of Candidate
     movable : collection of int
         Storages that are large enough, and may go.
     """
@@ -85,10 +83,8 @@ def sends_in(
 
     Parameters
     ----------
-    candidate : Candidate
     waits : Waits
         What it could send.
-    graph : TrainingGraph
     run_at, first_at : sequence of int
         For each run, its operation, and the first of those that stand for what happens between it and the one before.
     away, back : int

@@ -108,7 +108,7 @@ class _Saved:
         self.tensor = tensor if save.storage is None else self._copied(tensor)
 
     def restored(self) -> torch.Tensor:
-        """Give the tensor as it was saved."""
+        """Return the tensor as it was saved."""
         if self.save.storage is None:
             return self.tensor
         return self.tensor.to(self.device).as_strided(*self.layout)
@@ -161,7 +161,7 @@ class Recorder(StepRecorder[Run]):
         return run
 
     def source(self) -> str:
-        """Give the line of the user's code that runs an operator of the forward."""
+        """Return the line of the user's code that runs an operator of the forward."""
         return _source() if self.backward < 0 else ""
 
     def _new_numbers(self, count: int) -> range:
@@ -232,7 +232,7 @@ class Recorder(StepRecorder[Run]):
 
 
 def direct_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Give the tensors that are arguments themselves."""
+    """Return the tensors that are arguments themselves."""
     return [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Tensor)]
 
 
@@ -244,7 +244,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def _source() -> str:
-    """Give the line of the user's code that runs an operator.
+    """Return the line of the user's code that runs an operator.
 
     Raises
     ------

@@ -21,7 +21,7 @@ _MOST_TENSORS = 20
 
 
 def to_html(plan: Plan) -> str:
-    """Give the page of a plan.
+    """Return the page of a plan.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def _context(plan: Plan) -> dict[str, Any]:
 
 
 def _data(plan: Plan) -> dict[str, Any]:
-    """Give what the script shows on demand."""
+    """Return what the script shows on demand."""
     rows = placement.rows(plan) if plan.placement else []
     row_of = {position: number for number, row in enumerate(rows[:-1]) for position in row.positions}
     layers = [

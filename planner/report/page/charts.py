@@ -25,7 +25,7 @@ class Tick:
 
 
 def timeline(plan: Plan, details: StepDetails) -> dict[str, Any]:
-    """Give the outlines of memory over time, before and after, and what is marked beside them."""
+    """Return the outlines of memory over time, before and after, and what is marked beside them."""
     before, after = details.before, details.after
     end_seconds = max(before.step_seconds, after.step_seconds) or 1.0
     top_bytes = 1.05 * max(before.peak_bytes, after.peak_bytes)
@@ -43,7 +43,7 @@ def timeline(plan: Plan, details: StepDetails) -> dict[str, Any]:
 
 
 def _outline(line: Timeline, end_seconds: float, top_bytes: float) -> str:
-    """Give the path of a step function, closed along the bottom."""
+    """Return the path of a step function, closed along the bottom."""
     parts = [f"M0,{HEIGHT}"]
     ends = [*(point.seconds for point in line.points[1:]), line.step_seconds]
     for point, end in zip(line.points, ends, strict=True):
@@ -52,20 +52,20 @@ def _outline(line: Timeline, end_seconds: float, top_bytes: float) -> str:
 
 
 def size_ticks(top_bytes: float) -> list[Tick]:
-    """Give a few round sizes from zero up."""
+    """Return a few round sizes from zero up."""
     unit = next((factor for factor in (2**30, 2**20, 2**10) if top_bytes >= 2 * factor), 1)
     sizes = [step * unit for step in steps(top_bytes / unit)]
     return [Tick(size / top_bytes, in_unit_of(size, int(top_bytes), digits=0)) for size in sizes]
 
 
 def steps(top: float) -> range:
-    """Give whole numbers from zero up to a number, seven at most, in round steps."""
+    """Return whole numbers from zero up to a number, seven at most, in round steps."""
     step = next(step for step in _ROUND if top <= 6 * step)
     return range(0, int(top) + 1, step)
 
 
 def strip(layers: Sequence[LayerPlacement]) -> list[dict[str, float]]:
-    """Give for each layer how high its bars stand: saved, freed, and time added."""
+    """Return for each layer how high its bars stand: saved, freed, and time added."""
     tallest = max((max(layer.saved_bytes, 0) + max(layer.freed_bytes, 0) for layer in layers), default=0) or 1
     longest = max((layer.added_seconds for layer in layers), default=0.0) or 1.0
     return [
@@ -79,7 +79,7 @@ def strip(layers: Sequence[LayerPlacement]) -> list[dict[str, float]]:
 
 
 def trade_off(plan: Plan) -> dict[str, Any]:
-    """Give the ways beside each other: peak to the right, overhead upwards, the plan the last."""
+    """Return the ways beside each other: peak to the right, overhead upwards, the plan the last."""
     ways = [(row.name, row.peak_bytes, row.overhead, row) for row in plan.baselines]
     most_bytes = 1.08 * max([plan.budget_bytes, *(peak for _, peak, _, _ in ways if peak is not None)])
     highest = 1.15 * max([0.01, *(overhead for _, _, overhead, _ in ways if overhead is not None)])

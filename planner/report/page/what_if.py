@@ -19,7 +19,7 @@ _WIDTH = 110
 
 
 def what_if_page(answers: Answers) -> str:
-    """Give the page: the curve with its points, then whatever else was asked about."""
+    """Return the page: the curve with its points, then whatever else was asked about."""
     text = io.StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None)
     for part in further(answers):

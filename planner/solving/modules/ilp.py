@@ -34,11 +34,8 @@ class Chooser:
 
     Parameters
     ----------
-    problem : Problem
-    regions : sequence of Region
     clock : Clock
         When to stop improving.
-    progress : callable, optional
     near_seconds : float
         A choice that is so near to the best is not bettered.
     """
@@ -67,7 +64,7 @@ class Chooser:
         self._library: Library | None = None
 
     def cheapest(self) -> Solution:
-        """Give the choice that keeps the budget with the least recompute.
+        """Return the choice that keeps the budget with the least recompute.
 
         Raises
         ------
@@ -90,7 +87,7 @@ class Chooser:
         )
 
     def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
-        """Give the error that says what the lowest choice needs."""
+        """Return the error that says what the lowest choice needs."""
         evaluation = self._simulate(lowest)
         return InfeasibleBudgetError(
             "no choice of checkpointed modules keeps the budget",
@@ -102,7 +99,7 @@ class Chooser:
     def choose(
         self, price: float = 0.0, free_bytes: int = 0, most_sent_bytes: int | None = None
     ) -> tuple[frozenset[int], float]:
-        """Give the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds.
+        """Return the cheapest choice that keeps the budget, or else the lowest that is found, and a bound in seconds.
 
         With a price, so much of all transfers counts as if computing waited for it; some of the budget may be left
         free, and less may be sent than the host takes. The bound is then of the same.
@@ -124,7 +121,7 @@ class Chooser:
             chosen = self._chosen(answer)
 
     def lowest(self) -> frozenset[int]:
-        """Give the choice with the lowest peak that is found."""
+        """Return the choice with the lowest peak that is found."""
         best, chosen = frozenset[int](), frozenset[int]()
         best_bytes = self.problem.baseline.peak_bytes
         known = -1
@@ -142,7 +139,7 @@ class Chooser:
             chosen = self._chosen(answer)
 
     def least_sent(self) -> frozenset[int]:
-        """Give the choice that keeps the budget with the least of the host's memory, or else the empty one."""
+        """Return the choice that keeps the budget with the least of the host's memory, or else the empty one."""
         chosen: frozenset[int] = frozenset()
         while (evaluation := self._simulate(chosen)).peak_bytes > self.problem.budget_bytes:
             self._add_moments(evaluation, chosen, self.problem.budget_bytes)
@@ -153,7 +150,7 @@ class Chooser:
         return chosen
 
     def schedule(self, chosen: frozenset[int]) -> Schedule:
-        """Give the schedule of a choice."""
+        """Return the schedule of a choice."""
         return schedule_of(self.problem.graph, [self.regions[r] for r in sorted(chosen)])
 
     def _simulate(self, chosen: frozenset[int]) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Modules that send what they save to the host: the ways to do so, which to take, and when transfers get time to hide.
+"""Modules that send what they save to the host: the variants, which to take, and when transfers get time to hide.
 
 A module that is not checkpointed may send what it saves; a checkpointed one what its checkpoint is given, whatever it
 keeps beside that. Which modules do comes from the programme of :mod:`planner.solving.modules.ilp`, in which a value is
@@ -23,7 +23,7 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.simulator import Evaluation
 from planner.solving.modules.ilp import NAME, Chooser
 from planner.solving.modules.transfer_windows import widened
-from planner.solving.modules.variants import cheapest, ways_of
+from planner.solving.modules.variants import cheapest, variants_of
 
 _LEAST_PRICE = 1e-3
 """What of all transfers counts as waiting: no more than lets fewer transfers be better than more."""
@@ -45,45 +45,47 @@ _NEAR = 1e-3
 
 _WITHOUT_SHARE, _COARSE_SHARE, _FINE_SHARE = 0.3, 0.1, 0.5
 """Of the time that is left: for plans that send nothing; for each trial, first of whole modules that run again and
-keep nothing, then of all ways."""
+keep nothing, then of all variants."""
 
 _LEAST_SECONDS = 2.0
 """For finding out what would do where nothing does."""
 
 
 def sending(region: Region) -> Region:
-    """Give the way in which a module runs once and sends what it saves."""
+    """Return the variant in which a module runs once and sends what it saves."""
     assert region.sends is not None
     return replace(region, hold=None, recompute=(), kept=(), sent=region.sends.saved)
 
 
-def sending_given(way: Region) -> Region:
-    """Give the way that runs a module again likewise, and sends what its checkpoint is given."""
-    assert way.sends is not None
-    return replace(way, hold=way.sends.away, recompute=(*way.recompute, way.sends.back), sent=way.sends.given)
+def sending_given(variant: Region) -> Region:
+    """Return the variant that runs a module again likewise, and sends what its checkpoint is given."""
+    assert variant.sends is not None
+    return replace(
+        variant, hold=variant.sends.away, recompute=(*variant.recompute, variant.sends.back), sent=variant.sends.given
+    )
 
 
-def offloading_ways(
+def offloading_variants(
     regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]
 ) -> tuple[Region, ...]:
-    """Give all ways for all regions: to run again, to send, and both."""
-    return tuple(way for region in ways_of(regions, graph, costs) for way in _with_sending(region))
+    """Return all variants for all regions: to run again, to send, and both."""
+    return tuple(variant for region in variants_of(regions, graph, costs) for variant in _with_sending(region))
 
 
-def _with_sending(way: Region) -> Iterator[Region]:
-    yield way
-    if way.sends is None:
+def _with_sending(variant: Region) -> Iterator[Region]:
+    yield variant
+    if variant.sends is None:
         return
-    if way.sends.given:
-        yield sending_given(way)
-    if way.sends.saved and not way.kept:
-        yield sending(way)
+    if variant.sends.given:
+        yield sending_given(variant)
+    if variant.sends.saved and not variant.kept:
+        yield sending(variant)
 
 
 def cheapest_with_offload(
     problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None = None
 ) -> Solution:
-    """Give the ways that keep the budgets of device and host and add least to the step.
+    """Return the variants that keep the budgets of device and host and add least to the step.
 
     Raises
     ------
@@ -95,13 +97,13 @@ def cheapest_with_offload(
     begun = time.perf_counter()
     search = _SendingSearch(problem, regions, clock, progress)
     search.without()
-    search.with_ways(regions, _COARSE_SHARE)
-    search.with_ways(ways_of(regions, problem.graph, problem.costs), _FINE_SHARE)
+    search.with_variants(regions, _COARSE_SHARE)
+    search.with_variants(variants_of(regions, problem.graph, problem.costs), _FINE_SHARE)
     return replace(search.found(), solve_seconds=time.perf_counter() - begun)
 
 
 class _SendingSearch:
-    """One search; ``best`` is what was found, ``bound`` bounds what all ways can do."""
+    """One search; ``best`` is what was found, ``bound`` bounds what all variants can do."""
 
     def __init__(self, problem: Problem, regions: Sequence[Region], clock: Clock, progress: Progress | None) -> None:
         self.problem, self.regions, self.clock, self.progress = problem, regions, clock, progress
@@ -120,11 +122,11 @@ class _SendingSearch:
             except InfeasibleBudgetError:
                 return
 
-    def with_ways(self, regions: Sequence[Region], share: float) -> None:
-        """Look for plans that take these ways, with sending or without, at each price."""
+    def with_variants(self, regions: Sequence[Region], share: float) -> None:
+        """Look for plans that take these variants, with sending or without, at each price."""
         problem = self.problem
-        ways = tuple(way for region in regions for way in _with_sending(region))
-        self.chooser = Chooser(problem, ways, self.clock, self.progress, near_seconds=self.near_seconds)
+        variants = tuple(variant for region in regions for variant in _with_sending(region))
+        self.chooser = Chooser(problem, variants, self.clock, self.progress, near_seconds=self.near_seconds)
         self.bound = 0.0
         first_sent_bytes = 0
         for number, (price, free, sent) in enumerate(_TRIALS):
@@ -141,38 +143,38 @@ class _SendingSearch:
                 if not number:
                     return
                 continue
-            self.offer(*widened(problem, [ways[r] for r in sorted(chosen)]))
+            self.offer(*widened(problem, [variants[r] for r in sorted(chosen)]))
 
-    def offer(self, ways: tuple[Region, ...], evaluation: Evaluation) -> None:
+    def offer(self, variants: tuple[Region, ...], evaluation: Evaluation) -> None:
         """Take what is better than the best, and keeps the host's budget too: a programme may miss it by a rounding."""
         if self.problem.host is None or evaluation.host_bytes > self.problem.host.budget_bytes:
             return
         solution = Solution(
             solver=NAME,
-            schedule=schedule_of(self.problem.graph, ways),
+            schedule=schedule_of(self.problem.graph, variants),
             peak_bytes=evaluation.peak_bytes,
             recompute_seconds=evaluation.added_seconds,
-            regions=ways,
+            regions=variants,
         )
         if self.best is None or _rank(solution) < _rank(self.best):
             self.best = solution
 
     def found(self) -> Solution:
-        """Give the best; the lowest, if there is none and that one fits; or say why there is none."""
+        """Return the best; the lowest, if there is none and that one fits; or say why there is none."""
         if self.best is None:
             assert self.chooser is not None
             self.chooser.clock = Clock(max(self.clock.left(), _LEAST_SECONDS), counts_work=self.clock.counts_work)
             lowest = self.chooser.lowest()
-            ways = tuple(self.chooser.regions[r] for r in sorted(lowest))
-            evaluation = self.problem.evaluate(schedule_of(self.problem.graph, ways))
+            variants = tuple(self.chooser.regions[r] for r in sorted(lowest))
+            evaluation = self.problem.evaluate(schedule_of(self.problem.graph, variants))
             if evaluation.peak_bytes <= self.problem.budget_bytes:
-                self.offer(ways, evaluation)
+                self.offer(variants, evaluation)
             if self.best is None:
                 raise self.infeasible(self.chooser, lowest)
         return replace(self.best, lower_bound_seconds=min(self.best.recompute_seconds, self.bound))
 
     def infeasible(self, chooser: Chooser, lowest: frozenset[int]) -> InfeasibleBudgetError:
-        """Give the error that says which budget is too small: the host's, if more of it would do."""
+        """Return the error that says which budget is too small: the host's, if more of it would do."""
         host = self.problem.host
         assert host is not None
         error = chooser.infeasible(lowest, self.bound)
@@ -198,7 +200,7 @@ class _SendingSearch:
 
     @contextmanager
     def share(self, share: float) -> Iterator[Clock]:
-        """Give a part of the time that is left."""
+        """Return a part of the time that is left."""
         left = max(share * self.clock.left(), 0.0)
         clock = Clock(left, counts_work=self.clock.counts_work)
         yield clock
@@ -210,7 +212,7 @@ def _rank(solution: Solution) -> tuple[float, int]:
 
 
 def _all_transfers_seconds(problem: Problem, regions: Sequence[Region]) -> float:
-    """Give what sending and fetching takes at most: no value is sent twice."""
+    """Return what sending and fetching takes at most: no value is sent twice."""
     assert problem.host is not None
     every = {sent.value for r in regions if r.sends is not None for sent in (*r.sends.saved, *r.sends.given)}
     return 2 * problem.host.seconds(sum(problem.graph.values[value].size_bytes for value in every))

@@ -47,12 +47,6 @@ def _first_run(step: int) -> int:
 class Needs:
     """Writes down what a moment of the step needs, for any choice of regions of which none is in another.
 
-    Parameters
-    ----------
-    graph : TrainingGraph
-    costs : sequence of OperationCost
-    regions : sequence of Region
-
     Notes
     -----
     Moments are numbered: before an operation of the base order has its first run, inputs of checkpoints
@@ -98,11 +92,11 @@ class Needs:
             )
 
     def at(self, step: int) -> Need:
-        """Give what is there while an operation of the base order has its first run."""
+        """Return what is there while an operation of the base order has its first run."""
         return self._need(_first_run(step), self.costs[step].workspace_bytes, None)
 
     def within(self, number: int) -> Need:
-        """Give the most that is there while a region is run again.
+        """Return the most that is there while a region is run again.
 
         What it is the last to need goes meanwhile, even if another region holds it: the need is then a lower bound.
         """
@@ -163,7 +157,7 @@ class Needs:
         return Need(fixed_bytes, groups, when)
 
     def _away(self, value: int, moment: int, when: int | None) -> frozenset[int]:
-        """Give the regions because of which a value is in the host's memory.
+        """Return the regions because of which a value is in the host's memory.
 
         At the moment of a recompute, what comes back for that of another region may still be there.
         """

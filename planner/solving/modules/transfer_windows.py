@@ -16,48 +16,48 @@ from planner.ir.problem import Problem
 from planner.ir.simulator import Evaluation
 
 
-def widened(problem: Problem, ways: Sequence[Region]) -> tuple[tuple[Region, ...], Evaluation]:
+def widened(problem: Problem, variants: Sequence[Region]) -> tuple[tuple[Region, ...], Evaluation]:
     """Let what modules send leave later and return earlier, if that makes the step quicker within the budget.
 
     Parameters
     ----------
     problem : Problem
         With a host.
-    ways : sequence of Region
+    variants : sequence of Region
         What they send leaves and returns as late and as early as it can.
 
     Returns
     -------
     tuple
-        The ways, and the simulation of their schedule.
+        The variants, and the simulation of their schedule.
 
     Notes
     -----
     O(runs of all windows x values).
     """
-    tight = problem.evaluate(schedule_of(problem.graph, ways))
-    windows = _Windows(problem, ways, tight)
+    tight = problem.evaluate(schedule_of(problem.graph, variants))
+    windows = _Windows(problem, variants, tight)
     windows.come_back()
     windows.leave()
-    wide = tuple(windows.ways.get(way.module, way) for way in ways)
+    wide = tuple(windows.variants.get(variant.module, variant) for variant in variants)
     evaluation = problem.evaluate(schedule_of(problem.graph, wide))
     if evaluation.peak_bytes <= problem.budget_bytes and evaluation.added_seconds < tight.added_seconds:
         return wide, evaluation
-    return tuple(ways), tight
+    return tuple(variants), tight
 
 
-def moved(way: Region, ways: Sequence[Region], leaves_with: str | None, returns_with: str | None) -> Region:
-    """Give a way whose values leave and return with those of other modules; where nothing is said, as they did."""
-    sends = {other.module: other.sends for other in ways if other.module != way.module}
+def moved(variant: Region, variants: Sequence[Region], leaves_with: str | None, returns_with: str | None) -> Region:
+    """Return a variant whose values leave and return with those of other modules, by default as they did."""
+    sends = {other.module: other.sends for other in variants if other.module != variant.module}
     if leaves_with and (later := sends.get(leaves_with)):
-        sent = tuple(replace(one, leaves=max(one.leaves, later.ended)) for one in way.sent)
+        sent = tuple(replace(one, leaves=max(one.leaves, later.ended)) for one in variant.sent)
         if _have_time(sent):
-            way = replace(way, sent=sent, leaves_with=leaves_with)
+            variant = replace(variant, sent=sent, leaves_with=leaves_with)
     if returns_with and (sooner := sends.get(returns_with)):
-        sent = tuple(replace(one, returns=min(one.returns, sooner.begins)) for one in way.sent)
+        sent = tuple(replace(one, returns=min(one.returns, sooner.begins)) for one in variant.sent)
         if _have_time(sent):
-            way = replace(way, sent=sent, returns_with=returns_with)
-    return way
+            variant = replace(variant, sent=sent, returns_with=returns_with)
+    return variant
 
 
 def _have_time(sent: Sequence[Sent]) -> bool:
@@ -65,38 +65,38 @@ def _have_time(sent: Sequence[Sent]) -> bool:
 
 
 class _Windows:
-    """Ways that send, and the bytes at each position of their schedule, while windows are being set."""
+    """Variants that send, and the bytes at each position of their schedule, while windows are being set."""
 
-    def __init__(self, problem: Problem, ways: Sequence[Region], tight: Evaluation) -> None:
+    def __init__(self, problem: Problem, variants: Sequence[Region], tight: Evaluation) -> None:
         assert problem.host is not None
         self.problem, self.host = problem, problem.host
-        self.all_ways = ways
-        self.ways = {way.module: way for way in ways if way.sent}
+        self.all_variants = variants
+        self.variants = {variant.module: variant for variant in variants if variant.sent}
         self.live = list(tight.timeline_bytes)
-        schedule = schedule_of(problem.graph, ways)
+        schedule = schedule_of(problem.graph, variants)
         seconds = (problem.costs[index].seconds for index in schedule.order)
         self.time = list(accumulate(seconds, initial=0.0))
         """Of computing, before each position."""
-        self.begins = begins_of(problem.graph, ways)
-        self.size = {sent.value: problem.graph.values[sent.value].size_bytes for w in ways for sent in w.sent}
+        self.begins = begins_of(problem.graph, variants)
+        self.size = {sent.value: problem.graph.values[sent.value].size_bytes for w in variants for sent in w.sent}
 
-    def seconds(self, way: Region) -> float:
-        """Give what transfers of one way take, one way."""
-        return self.host.seconds(sum(self.size[sent.value] for sent in way.sent))
+    def seconds(self, variant: Region) -> float:
+        """Return what transfers of one variant take, in one direction."""
+        return self.host.seconds(sum(self.size[sent.value] for sent in variant.sent))
 
     def come_back(self) -> None:
         """Let what is sent return so early that it is there when it is read."""
-        order = sorted(self.ways.values(), key=lambda way: _sends(way).begins)
-        places = {way.module: self.begins[_sends(way).begins] for way in order}
+        order = sorted(self.variants.values(), key=lambda variant: _sends(variant).begins)
+        places = {variant.module: self.begins[_sends(variant).begins] for variant in order}
         wanted: dict[str, float] = {}
         free_until = float("inf")
-        for way in reversed(order):
-            needed = min(self.time[self.begins[sent.returns]] for sent in way.sent)
-            free_until = wanted[way.module] = min(needed, free_until) - self.seconds(way)
-        for number, way in enumerate(order):
-            returns = [(self.begins[sent.returns], self.size[sent.value]) for sent in way.sent]
+        for variant in reversed(order):
+            needed = min(self.time[self.begins[sent.returns]] for sent in variant.sent)
+            free_until = wanted[variant.module] = min(needed, free_until) - self.seconds(variant)
+        for number, variant in enumerate(order):
+            returns = [(self.begins[sent.returns], self.size[sent.value]) for sent in variant.sent]
             sooner = order[:number]
-            in_time = [other for other in sooner if self.time[places[other.module]] <= wanted[way.module]]
+            in_time = [other for other in sooner if self.time[places[other.module]] <= wanted[variant.module]]
             least = places[in_time[-1].module] if in_time else 0
             position = max(place for place, _ in returns)
             while position > least and self.has_room(position - 1, [s for place, s in returns if place >= position]):
@@ -107,39 +107,41 @@ class _Windows:
             for place, size in returns:
                 for at in range(places[found.module], place):
                     self.live[at] += size
-            self.ways[way.module] = moved(way, self.all_ways, None, found.module)
+            self.variants[variant.module] = moved(variant, self.all_variants, None, found.module)
 
     def leave(self) -> None:
         """Let what is sent leave so late that it is through."""
-        graph, order = self.problem.graph, sorted(self.ways.values(), key=lambda way: _sends(way).ended)
-        places = {way.module: self.begins[_sends(way).ended] for way in order}
-        made = sorted((graph.producer[sent.value], sent.value, way.module) for way in order for sent in way.sent)
+        graph, order = self.problem.graph, sorted(self.variants.values(), key=lambda variant: _sends(variant).ended)
+        places = {variant.module: self.begins[_sends(variant).ended] for variant in order}
+        made = sorted(
+            (graph.producer[sent.value], sent.value, variant.module) for variant in order for sent in variant.sent
+        )
         through: dict[str, float] = {}
         busy_until = 0.0
         for maker, value, module in made:
             ready = self.time[self.begins[maker] + 1]
             busy_until = through[module] = max(busy_until, ready) + self.host.seconds(self.size[value])
-        for number, way in enumerate(order):
-            leaves = [(self.begins[sent.leaves], self.size[sent.value]) for sent in way.sent]
+        for number, variant in enumerate(order):
+            leaves = [(self.begins[sent.leaves], self.size[sent.value]) for sent in variant.sent]
             later = order[number + 1 :]
-            in_time = [other for other in later if self.time[places[other.module]] >= through[way.module]]
+            in_time = [other for other in later if self.time[places[other.module]] >= through[variant.module]]
             most = places[in_time[0].module] if in_time else len(self.live)
             position = min(place for place, _ in leaves)
             while position < most and self.has_room(position, [s for place, s in leaves if place <= position]):
                 position += 1
             found = next((other for other in reversed(later) if places[other.module] <= position), None)
-            if found is None or self.time[places[way.module]] >= through[way.module]:
+            if found is None or self.time[places[variant.module]] >= through[variant.module]:
                 continue
             for place, size in leaves:
                 for at in range(place, places[found.module]):
                     self.live[at] += size
-            self.ways[way.module] = moved(way, self.all_ways, found.module, None)
+            self.variants[variant.module] = moved(variant, self.all_variants, found.module, None)
 
     def has_room(self, position: int, sizes: Sequence[int]) -> bool:
         """Whether so much more fits at a position."""
         return self.live[position] + sum(sizes) <= self.problem.budget_bytes
 
 
-def _sends(way: Region) -> Sends:
-    assert way.sends is not None
-    return way.sends
+def _sends(variant: Region) -> Sends:
+    assert variant.sends is not None
+    return variant.sends

@@ -1,7 +1,7 @@
-"""Ways to run a region again: all of it, or all but some operations whose outputs its checkpoint keeps.
+"""Variants to run a region again: all of it, or all but some operations whose outputs its checkpoint keeps.
 
 What may be kept are the operations that do much for the bytes that they make: products, convolutions, attention.
-Each region is offered in a few ways, of which one at most is chosen: the best by seconds saved for each byte held
+Each region is offered in a few variants, of which one at most is chosen: the best by seconds saved for each byte held
 first, in steps.
 """
 
@@ -18,7 +18,7 @@ from planner.ir.problem import Problem, Progress, Solution
 from planner.solving.modules.ilp import Chooser
 
 _SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the seconds that keeping can save: each way saves as much, or is the next that saves more."""
+"""Of the seconds that keeping can save: each variant saves as much, or is the next that saves more."""
 
 
 def cheapest(
@@ -29,7 +29,7 @@ def cheapest(
     *,
     near_seconds: float = 0.0,
 ) -> Solution:
-    """Give the choice of ways to run regions again that keeps the budget with the least recompute.
+    """Return the choice of variants to run regions again that keeps the budget with the least recompute.
 
     Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. What is
     so near to the best is not bettered.
@@ -42,9 +42,9 @@ def cheapest(
     found: list[Solution] = []
     refused: list[InfeasibleBudgetError] = []
     bound = 0.0
-    for ways in (regions, ways_of(regions, problem.graph, problem.costs)):
+    for variants in (regions, variants_of(regions, problem.graph, problem.costs)):
         try:
-            found.append(Chooser(problem, ways, clock, progress, near_seconds=near_seconds).cheapest())
+            found.append(Chooser(problem, variants, clock, progress, near_seconds=near_seconds).cheapest())
             bound = found[-1].lower_bound_seconds
         except InfeasibleBudgetError as error:
             refused.append(error)
@@ -59,12 +59,12 @@ def cheapest(
     )
 
 
-def ways_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
-    """Give each region, and after it the ways to keep outputs of some of its operations."""
-    return tuple(way for region in regions for way in (region, *_selective_ways(region, graph, costs)))
+def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
+    """Return each region, and after it the variants to keep outputs of some of its operations."""
+    return tuple(variant for region in regions for variant in (region, *_selective_variants(region, graph, costs)))
 
 
-def _selective_ways(region: Region, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Iterator[Region]:
+def _selective_variants(region: Region, graph: TrainingGraph, costs: Sequence[OperationCost]) -> Iterator[Region]:
     random = tuple(one for one in region.keepable if one.is_random)
     units = [(one,) for one in region.keepable if not one.is_random] + [random] * bool(random)
     seconds = {unit: sum(costs[one.index].seconds for one in unit) for unit in units}
@@ -86,14 +86,14 @@ def _selective_ways(region: Region, graph: TrainingGraph, costs: Sequence[Operat
 
 
 def keeping(region: Region, kept: Sequence[Keepable]) -> Region:
-    """Give the way to run a region again in which its checkpoint keeps the outputs of some operations."""
+    """Return the variant to run a region again in which its checkpoint keeps the outputs of some operations."""
     stand_ins = {one.index: one.stand_in for one in kept}
     again = tuple(stand_ins.get(index, index) for index in region.recompute)
     return replace(region, recompute=again, kept=tuple(sorted(kept, key=lambda one: one.index)))
 
 
-def way_named(region: Region, operators: Mapping[str, Sequence[int]]) -> Region | None:
-    """Give the way that keeps these occurrences of these operators, None if the region has not all of them."""
+def variant_named(region: Region, operators: Mapping[str, Sequence[int]]) -> Region | None:
+    """Return the variant that keeps these occurrences of these operators, None if the region has not all of them."""
     named = {(operator, occurrence) for operator, numbers in operators.items() for occurrence in numbers}
     kept = [one for one in region.keepable if (one.operator, one.occurrence) in named]
     return keeping(region, kept) if len(kept) == len(named) else None
