@@ -168,11 +168,11 @@ def plan(
     if options.chunk != 1:
         runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
     options.budget.check(or_none=strategy is not None)
-    way = runtimes.get(runtime)
+    chosen = runtimes.get(runtime)
     begun = time.perf_counter()
     options = with_loss(model, replace(options, runtime=runtime), loss_fn, inputs)
     looked = time.perf_counter() - begun
-    made = way.plan(model, inputs, options)
+    made = chosen.plan(model, inputs, options)
     return replace(made, capture_seconds=made.capture_seconds + looked)
 
 
@@ -320,16 +320,16 @@ def auto_wrap(
     runtime = offloading_runtime(runtime, options.offload)
     options = replace(options, runtime=runtime)
     options.budget.check()
-    way = runtimes.get(runtime)
+    chosen = runtimes.get(runtime)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
         options = with_loss(model, options, loss_fn, inputs)
-        plan = way.plan(model, inputs, options, reuse=plan, must_match=not replan)
+        plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
         options = options.after(plan)
     prepare = partial(with_loss, model, options, loss_fn) if loss_fn is not None else None
     unwrap(model)
-    install_call(model, way.start(model, options, plan=plan, replan=replan, prepare=prepare))
+    install_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model
 
 

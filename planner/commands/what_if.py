@@ -90,8 +90,7 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work."""
     from planner import solvers, zoo
     from planner.analysis.compatibility import check_solver, offloading_runtime
-    from planner.analysis.trade_off import methods as ways
-    from planner.analysis.trade_off import ranges
+    from planner.analysis.trade_off import methods, ranges
     from planner.common.units import parse_size
     from planner.report import curve_picture
 
@@ -104,7 +103,7 @@ def _check(args: argparse.Namespace) -> None:
     _asked.check_target(args, *_names(args, "devices"))
     check_solver(args.runtime, args.solver)
     offloading_runtime(args.runtime, picked(Offload, vars(args)))
-    ways.check(_names(args, "solvers"), args.runtime)
+    methods.check(_names(args, "solvers"), args.runtime)
     if args.budget:
         parse_size(args.budget, whole_bytes=2**60)
     if args.budgets is not None:
@@ -150,7 +149,7 @@ class _Asking:
         self.tracing: CurveSweep | None = None
         self.sizes: dict[str, SizeSearch] = {}
         self.devices: DeviceSearch | None = None
-        self.ways: MethodSweep | None = None
+        self.methods: MethodSweep | None = None
 
     def run(self) -> bool:
         """Ask, and say whether that was interrupted; before anything is done that is an error."""
@@ -223,9 +222,9 @@ class _Asking:
                 **_asked.keywords(args, Offload),
             )
             yield partial(self.devices.run, progress=self.bar)
-        if ways := [*([RECOMPUTE_ALONE] if args.offload else []), *_names(args, "solvers")]:
-            self.ways = MethodSweep(ways, tracing, effort=self.effort, pytorch=self.partitioned)
-            yield partial(self.ways.run, progress=self.bar, count=self.bar.count)
+        if names := [*([RECOMPUTE_ALONE] if args.offload else []), *_names(args, "solvers")]:
+            self.methods = MethodSweep(names, tracing, effort=self.effort, pytorch=self.partitioned)
+            yield partial(self.methods.run, progress=self.bar, count=self.bar.count)
 
     def study_at(self, option: str, value: Any) -> Study:
         """Capture the step with another value of an option."""
@@ -268,7 +267,7 @@ class _Asking:
             batch_sizes=axes.get("batch_size"),
             seq_lens=axes.get("seq_len"),
             devices=self.devices.rows if self.devices else (),
-            ways=self.ways.ways if self.ways else (),
+            methods=self.methods.methods if self.methods else (),
             interrupted=interrupted,
         )
 
@@ -287,7 +286,7 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
 
         write_text(args.html, what_if_page(answers))
     if args.plot:
-        curve_picture.write(args.plot, answers.curve, answers.ways)
+        curve_picture.write(args.plot, answers.curve, answers.methods)
     if args.json != "-":
         show(lambda console: render_what_if(answers, console))
 

@@ -82,19 +82,19 @@ def verify(
     resident_bytes = sum(plan.static_bytes.values())
     options = options_of(plan, loss=loss)
     unbounded_bytes = 4 * max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)  # code may hold more than the graph
-    way = runtimes.get(plan.runtime)
+    chosen = runtimes.get(plan.runtime)
     with _restored(model):
-        ways = {
-            "planned": way.start(model, options, plan=plan, replan=False),
-            "baseline": way.start(model, replace(options, budget=Budget(budget=unbounded_bytes))),
+        running = {
+            "planned": chosen.start(model, options, plan=plan, replan=False),
+            "baseline": chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes))),
         }
-        timed = list(ways.items())
+        timed = list(running.items())
         if slices_of(plan.fingerprint) > 1:
-            ways["in one piece"] = way.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
+            running["in one piece"] = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
         results, peaks = {}, {}
         seconds: dict[str, list[float]] = {name: [] for name, _ in timed}
         start = _ModelState(model)
-        for name, runtime in ways.items():
+        for name, runtime in running.items():
             with _running(model, runtime):
                 _step(model, inputs, loss_fn)  # captures, plans and compiles
                 start.put_back(model)
@@ -114,7 +114,7 @@ def verify(
                     seconds[name].append(time.perf_counter() - begun)
     kinds = {line.split(" ", 1)[0] for line in compare(results["baseline"], results["planned"])}
     lossy = plan.offloading is not None and plan.offloading.rounded > 0
-    tolerance = ROUNDED if lossy else way.tolerance
+    tolerance = ROUNDED if lossy else chosen.tolerance
     differences = compare(results["baseline"], results["planned"], tolerance=tolerance, in_roundings=not lossy)
     one_piece, in_slices = results.get("in one piece"), results["baseline" if lossy else "planned"]
     if one_piece is not None:

@@ -10,7 +10,7 @@ from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 
 _CURVE, _BOUND = "hd", "."
 
-_WAYS = "+x*#%&$@"
+_METHODS = "+x*#%&$@"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class Line:
     is_curve: bool = True
 
 
-def lines(curve: TradeOffCurve, ways: Sequence[Method] = ()) -> Iterator[Line]:
+def lines(curve: TradeOffCurve, methods: Sequence[Method] = ()) -> Iterator[Line]:
     """Return what is drawn, topmost last: bound, overhead, other methods, the knee, the user's budget."""
     yield _line("lower bound", [(point, point.lower_bound_overhead) for point in curve.points], _BOUND)
     yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)
-    for place, way in enumerate(ways):
-        if way.points and way.points != curve.points:
-            is_curve = not is_strategy(way.name)
-            marker = _WAYS[place % len(_WAYS)]
-            yield _line(way.name, [(point, point.overhead) for point in way.points], marker, is_curve=is_curve)
+    for place, method in enumerate(methods):
+        if method.points and method.points != curve.points:
+            is_curve = not is_strategy(method.name)
+            marker = _METHODS[place % len(_METHODS)]
+            yield _line(method.name, [(point, point.overhead) for point in method.points], marker, is_curve=is_curve)
     for name, point, marker in (("knee", curve.knee, "K"), ("your budget", curve.asked, "B")):
         if point is not None and point.overhead is not None:
             yield _line(name, [(point, point.overhead)], marker, is_curve=False)

@@ -30,14 +30,14 @@ def check(path: str) -> None:
         raise UsageError("pictures are drawn with matplotlib: pip install checkpoint-planner[plot]")
 
 
-def write(path: str, curve: TradeOffCurve, ways: tuple[Method, ...] = ()) -> None:
+def write(path: str, curve: TradeOffCurve, methods: tuple[Method, ...] = ()) -> None:
     """Draw the curve into a file; its ending says of what kind."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for line in lines(curve, ways):
+    for line in lines(curve, methods):
         if line.is_curve:
             axes.plot(line.gibibytes, line.percents, "-o", markersize=3, label=line.name)
         else:

@@ -16,9 +16,9 @@ _BESIDE_LEGEND, _ROWS_OF_LEGEND = 6, 2
 """Rows that the legend cannot have, and what each of its entries takes: without room it is left out."""
 
 
-def draw(curve: TradeOffCurve, ways: tuple[Method, ...], *, width: int) -> Text:
+def draw(curve: TradeOffCurve, methods: tuple[Method, ...], *, width: int) -> Text:
     """Return the curve as text, or say why there is none."""
-    shown = [line for line in lines(curve, ways) if line.gibibytes]
+    shown = [line for line in lines(curve, methods) if line.gibibytes]
     if not shown:
         return Text("There is nothing to draw: no budget has a plan.")
     if find_spec("plotext") is None:

@@ -30,7 +30,7 @@ def render(answers: Answers, console: Console) -> None:
 def _parts(answers: Answers, width: int) -> Iterator[RenderableType]:
     curve = answers.curve
     yield _points(curve)
-    yield terminal_plot.draw(curve, answers.ways, width=width)
+    yield terminal_plot.draw(curve, answers.methods, width=width)
     yield from further(answers)
 
 
@@ -45,9 +45,9 @@ def further(answers: Answers) -> Iterator[RenderableType]:
             yield Text(_largest(axis))
     if answers.devices:
         yield _devices(answers.devices)
-    if answers.ways:
-        yield _ways(answers.ways)
-        yield from (Text(f"{way.name}: {way.reason}") for way in answers.ways if way.reason)
+    if answers.methods:
+        yield _methods(answers.methods)
+        yield from (Text(f"{method.name}: {method.reason}") for method in answers.methods if method.reason)
     yield Text(_origin(answers))
 
 
@@ -168,16 +168,16 @@ def _devices(rows: tuple[DeviceRow, ...]) -> RenderableType:
     return shown
 
 
-def _ways(ways: tuple[Method, ...]) -> RenderableType:
+def _methods(methods: tuple[Method, ...]) -> RenderableType:
     """Show each way's points."""
     shown = table("way", "budget", "peak", "overhead", "bound", title="Solvers and other ways")
-    largest_bytes = max((point.budget_bytes for way in ways for point in way.points), default=0)
-    for way in ways:
-        for point in way.points:
+    largest_bytes = max((point.budget_bytes for method in methods for point in method.points), default=0)
+    for method in methods:
+        for point in method.points:
             peak = point.predicted_peak_bytes
             shown.add_row(
                 *cells(
-                    way.name,
+                    method.name,
                     in_unit_of(point.budget_bytes, largest_bytes),
                     "-" if peak is None else in_unit_of(peak, largest_bytes),
                     _percent(point.overhead),

@@ -97,8 +97,8 @@ class _Auto:
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
         def made_by(name: str) -> Plan:
-            way = runtimes.get(name)
-            return way.plan(model, inputs, replace(options, runtime=name), reuse=reuse, must_match=must_match)
+            chosen = runtimes.get(name)
+            return chosen.plan(model, inputs, replace(options, runtime=name), reuse=reuse, must_match=must_match)
 
         if reuse is not None:
             return made_by(reuse.runtime)

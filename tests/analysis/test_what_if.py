@@ -212,7 +212,7 @@ def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSwe
     tracing = traced(toy.study, points=5, host=HOST)
     search = MethodSweep([RECOMPUTE_ALONE], tracing, effort=QUICK)
     search.run()
-    (alone,) = search.ways
+    (alone,) = search.methods
     curve = tracing.curve()
     assert_monotone(curve.points)
     step_seconds = sum(cost.seconds for cost in toy.study.costs)
@@ -229,11 +229,11 @@ def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSwe
     assert curve.minimum_feasible_peak_bytes < toy.curve().minimum_feasible_peak_bytes, "recompute cannot reach it"
     assert low.host_bytes and middle.host_bytes and curve.knee is not None
     assert middle.overhead < 0.5 * alone.points[2].overhead
-    report = Answers(curve=curve, ways=search.ways).report()
+    report = Answers(curve=curve, methods=search.methods).report()
     assert (report["host_budget_bytes"], report["offload_lossy"]) == (HOST.budget_bytes, False)
     assert report["solvers"][0]["name"] == "recompute" and report["points"][0]["host_bytes"] == low.host_bytes
     console = Console(width=100, file=io.StringIO(), highlight=False)
-    render_what_if(Answers(curve=dataclasses.replace(curve, lossy=True), ways=search.ways), console)
+    render_what_if(Answers(curve=dataclasses.replace(curve, lossy=True), methods=search.methods), console)
     text = console.file.getvalue()
     assert "LOSSY" in text.splitlines()[0] and "may wait in the host's memory" in " ".join(text.split())
 
@@ -398,14 +398,14 @@ def test_devices_fit_or_not() -> None:
 def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
     search = MethodSweep(["auto", "sqrt", "every-layer", "every-2"], toy, effort=QUICK)
     search.run()
-    ways = {way.name: way.points for way in search.ways}
+    methods = {method.name: method.points for method in search.methods}
     curve = toy.curve()
-    assert ways["auto"] == curve.points
-    assert [point.budget_bytes for point in ways["sqrt"]] == [point.budget_bytes for point in curve.points]
-    assert_monotone(ways["sqrt"])
-    for best, other in zip(curve.points, ways["sqrt"], strict=True):
+    assert methods["auto"] == curve.points
+    assert [point.budget_bytes for point in methods["sqrt"]] == [point.budget_bytes for point in curve.points]
+    assert_monotone(methods["sqrt"])
+    for best, other in zip(curve.points, methods["sqrt"], strict=True):
         assert other.overhead is None or other.overhead >= best.lower_bound_overhead - 1e-9
-    (every,), (second,) = ways["every-layer"], ways["every-2"]
+    (every,), (second,) = methods["every-layer"], methods["every-2"]
     assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
     with pytest.raises(UsageError, match="did you mean every-layer"):
         MethodSweep(["every-layers"], toy, effort=QUICK)
@@ -424,12 +424,12 @@ def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
 
     search = MethodSweep(["pytorch"], toy, effort=QUICK, pytorch=decided)
     search.run()
-    (way,) = search.ways
+    (method,) = search.methods
     step_seconds = sum(cost.seconds for cost in toy.study.costs)
     again = simulate(graph, toy.study.costs, every)
-    assert [point.overhead for point in way.points] == [again.recompute_seconds / step_seconds, 0.0]
-    assert way.points[0].budget_bytes == again.peak_bytes + graph.total_static_bytes
-    assert way.reason == "that is all"
+    assert [point.overhead for point in method.points] == [again.recompute_seconds / step_seconds, 0.0]
+    assert method.points[0].budget_bytes == again.peak_bytes + graph.total_static_bytes
+    assert method.reason == "that is all"
 
 
 # What is typed.

@@ -1,6 +1,6 @@
 """What another budget, size, device or way would give: questions about a step that is captured already.
 
 ``curve`` traces overhead over budget, ``sizes`` finds the largest batch that fits and the one that trains most a
-second, ``accelerators`` asks devices, ``ways`` sets solvers and what people do without one on the same axes.
+second, ``accelerators`` asks devices, ``methods`` sets solvers and what people do without one on the same axes.
 Everything can be interrupted: what is done by then is kept.
 """

@@ -27,7 +27,7 @@ class Answers:
     batch_sizes: SizeAxis | None = None
     seq_lens: SizeAxis | None = None
     devices: tuple[DeviceRow, ...] = ()
-    ways: tuple[Method, ...] = ()
+    methods: tuple[Method, ...] = ()
     interrupted: bool = False
 
     def report(self) -> dict[str, Any]:
@@ -38,7 +38,7 @@ class Answers:
             "batch_sizes": self.batch_sizes.report() if self.batch_sizes else None,
             "seq_lens": self.seq_lens.report() if self.seq_lens else None,
             "devices": [row.report() for row in self.devices],
-            "solvers": [way.report() for way in self.ways],
+            "solvers": [method.report() for method in self.methods],
         }
 
 

@@ -34,7 +34,7 @@ class Method:
     Parameters
     ----------
     points : tuple of TradeOffPoint
-        A solver's are at the curve's budgets; of a way without a budget each stands at its own peak.
+        A solver's are at the curve's budgets; of a method without a budget each stands at its own peak.
     reason : str
         Why there is no point, if there is none.
     """
@@ -44,7 +44,7 @@ class Method:
     reason: str = ""
 
     def report(self) -> dict[str, Any]:
-        """Return the way as plain data for JSON."""
+        """Return the method as plain data for JSON."""
         return {"name": self.name, "points": [asdict(point) for point in self.points], "reason": self.reason}
 
 
@@ -65,7 +65,7 @@ def check(names: Sequence[str], runtime: str = "graph") -> None:
 
 
 def is_strategy(name: str) -> bool:
-    """Whether a way is that of an established system: one point, whatever the budget."""
+    """Whether a method is that of an established system: one point, whatever the budget."""
     return name not in solvers.names() and strategies.find(name) is not None
 
 
@@ -77,7 +77,7 @@ class MethodSweep:
     names : sequence of str
         See :func:`check`.
     curve : CurveSweep
-        Whose budgets are taken, and whose bounds hold for every way.
+        Whose budgets are taken, and whose bounds hold for every method.
     effort : SolveLimits
         For each solver.
     pytorch : callable, optional
@@ -97,22 +97,22 @@ class MethodSweep:
         self.curve = curve
         self.effort = effort
         self.pytorch = pytorch
-        self.ways: tuple[Method, ...] = ()
+        self.methods: tuple[Method, ...] = ()
 
     def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
-        """Find every way's points."""
+        """Find every method's points."""
         for name in self.names:
 
             def tell(line: str, name: str = name) -> None:
                 if progress is not None:
                     progress(f"{name}: {line}")
 
-            before = self.ways
-            for way in self._growing(name, tell, count):
-                self.ways = (*before, way)
+            before = self.methods
+            for method in self._growing(name, tell, count):
+                self.methods = (*before, method)
 
     def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Method]:
-        """Return a way, and again each time that it has another point."""
+        """Return a method, and again each time that it has another point."""
         if is_strategy(name):
             yield self._strategy(name)
         elif name == PYTORCH:
@@ -142,17 +142,17 @@ class MethodSweep:
         return Method(name=name, points=(point_of(study, schedule, name),))
 
     def _pytorch(self, tell: Progress) -> Iterator[Method]:
-        way = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
-        yield way
+        method = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
+        yield method
         tell("partitioning")
         try:
             for schedule in self.pytorch() if self.pytorch else ():
-                points = {*way.points, point_of(self.curve.study, schedule, PYTORCH)}
-                way = replace(way, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
-                yield way
-                tell(f"{len(way.points)} different points")
+                points = {*method.points, point_of(self.curve.study, schedule, PYTORCH)}
+                method = replace(method, points=tuple(sorted(points, key=lambda point: point.budget_bytes)))
+                yield method
+                tell(f"{len(method.points)} different points")
         except PlannerError as error:
-            yield replace(way, reason=str(error))
+            yield replace(method, reason=str(error))
 
 
 def point_of(study: Study, schedule: Schedule, name: str) -> TradeOffPoint:

@@ -39,7 +39,7 @@ def what_if_page(answers: Answers) -> str:
 
 def _chart(answers: Answers) -> dict[str, Any]:
     curve = answers.curve
-    drawn = list(lines(curve, answers.ways))
+    drawn = list(lines(curve, answers.methods))
     most_bytes = 1.05 * max([curve.baseline_peak_bytes, *(2**30 * x for line in drawn for x in line.gibibytes)])
     highest = 1.15 * max([1.0, *(y for line in drawn for y in line.percents)]) / 100
 
