@@ -305,9 +305,9 @@ def test_other_ways_beside_such_a_curve() -> None:
     effort = SolveLimits(time_limit_seconds=2.0)
     tracing = CurveSweep(step, points=2, effort=effort, host=step.host("1GiB", 1024))
     tracing.run()
-    variants = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
-    variants.run()
-    every, second, chunked, alone = variants.variants
+    methods = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
+    methods.run()
+    every, second, chunked, alone = methods.methods
     layers = [region for region in step.regions if region.module.count(".") == 1]
     found = simulate(step.graph, step.costs, schedule_of(step.graph, layers))
     assert every.points[0].predicted_peak_bytes == found.peak_bytes + step.graph.total_static_bytes
