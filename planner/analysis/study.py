@@ -143,9 +143,8 @@ class Study:
         NoPlanFitsError
             If no plan fits.
         """
-        solvers.get(search.solver)
+        check_solver(self.origin.runtime, search.solver)
         if self.regions is not None:
-            check_solver("modules", search.solver)
             offloading_runtime("modules", offload)
         check_strategy(strategy, self.origin.runtime, offload=offload.offload)
         if strategy is not None:
