@@ -202,13 +202,7 @@ class Study:
             with suppress(InfeasibleBudgetError):  # nothing better was found in time
                 self.improve(incumbent, solver=AutoSolver.name, effort=beside, progress=beside.progress)
             lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)
-        solution = Solution(
-            solver=name,
-            schedule=schedule,
-            peak_bytes=found.peak_bytes,
-            recompute_seconds=found.added_seconds,
-            lower_bound_seconds=min(lower_bound_seconds, found.added_seconds),
-        )
+        solution = Solution.simulated(found, schedule, name, lower_bound_seconds=lower_bound_seconds)
         made = plan_from_solution(
             problem,
             solution,

@@ -147,13 +147,7 @@ class _SendingSearch:
         """Take what is better than the best, and keeps the host's budget too: a programme may miss it by a rounding."""
         if self.problem.host is None or evaluation.host_bytes > self.problem.host.budget_bytes:
             return
-        solution = Solution(
-            solver=NAME,
-            schedule=schedule_of(self.problem.graph, ways),
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.added_seconds,
-            regions=ways,
-        )
+        solution = Solution.simulated(evaluation, schedule_of(self.problem.graph, ways), NAME, regions=ways)
         if self.best is None or _rank(solution) < _rank(self.best):
             self.best = solution
 
@@ -169,7 +163,7 @@ class _SendingSearch:
                 self.offer(ways, evaluation)
             if self.best is None:
                 raise self.infeasible(self.chooser, lowest)
-        return replace(self.best, lower_bound_seconds=min(self.best.recompute_seconds, self.bound))
+        return replace(self.best, lower_bound_seconds=min(self.best.added_seconds, self.bound))
 
     def infeasible(self, chooser: Chooser, lowest: frozenset[int]) -> InfeasibleBudgetError:
         """Give the error that says which budget is too small: the host's, if more of it would do."""
@@ -194,7 +188,7 @@ class _SendingSearch:
         """Whether there is no time left, or nothing to better."""
         if self.best is None:
             return False
-        return self.clock.left() <= 0 or self.best.recompute_seconds <= self.bound + self.near_seconds
+        return self.clock.left() <= 0 or self.best.added_seconds <= self.bound + self.near_seconds
 
     @contextmanager
     def share(self, share: float) -> Iterator[Clock]:
@@ -206,7 +200,7 @@ class _SendingSearch:
 
 
 def _rank(solution: Solution) -> tuple[float, int]:
-    return solution.recompute_seconds, solution.peak_bytes
+    return solution.added_seconds, solution.peak_bytes
 
 
 def _all_transfers_seconds(problem: Problem, regions: Sequence[Region]) -> float:
