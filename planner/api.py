@@ -14,6 +14,7 @@ from cost_models.measured import MeasuredCosts, Profile
 from planner import runtimes
 from planner.analysis.compatibility import (
     check_can_run,
+    check_solver,
     check_strategy,
     offloading_runtime,
     sliced_graph,
@@ -95,7 +96,7 @@ def plan(
         In how many slices to compute what makes the peak (``"auto"`` tries several, where that makes a plan feasible
         or cheaper), or ``"off"``. The last digits of loss and gradients are then others; needs whole graphs.
     solver : str
-        Name of a solver; ``"auto"`` picks.
+        Name of a solver of whole graphs; ``"auto"`` picks, and is the only one for the runtime ``"modules"``.
     time_limit_seconds : float
         Roughly when the solver stops improving.
     deterministic : bool
@@ -164,6 +165,7 @@ def plan(
     if tensor_parallel > 1:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     runtime = offloading_runtime(runtime, options.offload)
+    check_solver(runtime, solver)
     check_strategy(strategy, runtime, offload=offload, in_slices=options.chunk != 1)
     if options.chunk != 1:
         runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
@@ -318,6 +320,7 @@ def auto_wrap(
         options = replace(options, offload=offload_of(plan, offload_at_least))
         runtime = plan.runtime if runtime == "auto" else runtime
     runtime = offloading_runtime(runtime, options.offload)
+    check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, solver)
     options = replace(options, runtime=runtime)
     options.budget.check()
     chosen = runtimes.get(runtime)

@@ -34,8 +34,14 @@ def _only_these_offload() -> str:
     return f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
 
 
-def check_solver(runtime: str, *names: str) -> None:
-    """Refuse solvers of whole graphs where modules are chosen."""
+def check_solver(runtime: str, name: str) -> None:
+    """Refuse a solver that is not known, and one of whole graphs where modules are chosen."""
+    solvers.get(name)
+    check_methods(runtime, name)
+
+
+def check_methods(runtime: str, *names: str) -> None:
+    """Refuse solvers, and other methods of whole graphs, where modules are chosen."""
     if runtime == "modules":
         solvers.check_for_regions(*names)
 

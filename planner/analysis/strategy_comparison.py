@@ -235,4 +235,4 @@ def _best_offloading_beside(
         study.improve(incumbent, solver=able, effort=effort, progress=progress)
     except InfeasibleBudgetError as error:
         incumbent.raise_bound(error.lower_bound_seconds)
-    return _Best(incumbent.recompute_seconds, incumbent.lower_bound_seconds, incumbent.solver)
+    return _Best(incumbent.added_seconds, incumbent.lower_bound_seconds, incumbent.solver)

@@ -143,9 +143,8 @@ class Study:
         NoPlanFitsError
             If no plan fits.
         """
-        solvers.get(search.solver)
+        check_solver(self.origin.runtime, search.solver)
         if self.regions is not None:
-            check_solver("modules", search.solver)
             offloading_runtime("modules", offload)
         check_strategy(strategy, self.origin.runtime, offload=offload.offload)
         if strategy is not None:
@@ -216,13 +215,7 @@ class Study:
             with suppress(InfeasibleBudgetError):  # nothing better was found in time
                 self.improve(incumbent, solver=AutoSolver.name, effort=bound_by, progress=progress)
             lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)
-        solution = Solution(
-            solver=name,
-            schedule=schedule,
-            peak_bytes=found.peak_bytes,
-            recompute_seconds=found.added_seconds,
-            lower_bound_seconds=min(lower_bound_seconds, found.added_seconds),
-        )
+        solution = Solution.simulated(found, schedule, name, lower_bound_seconds=lower_bound_seconds)
         made = plan_from_solution(
             problem,
             solution,

@@ -51,12 +51,13 @@ def check_target(args: argparse.Namespace, *devices: str) -> None:
 
 def check_solving(args: argparse.Namespace) -> None:
     """Refuse at once what would fail only after minutes of work: names of all kinds, and where results go."""
-    from planner import runtimes, solvers
+    from planner import runtimes
+    from planner.analysis.compatibility import check_solver
 
     check_model(args)
     check_writable(args.json)
-    solvers.get(args.solver)
     runtimes.check(args.runtime)
+    check_solver(args.runtime, args.solver)
     picked(Training, vars(args))
     check_target(args)
 

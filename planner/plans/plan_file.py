@@ -41,6 +41,7 @@ def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
             "recompute_seconds": plan.recompute_seconds,
             "anatomy_bytes": dict(plan.anatomy),
         },
+        # A key of schema 1, whatever it is called: the bound is on recompute and waiting together.
         "lower_bound": {"overhead": plan.lower_bound_overhead, "recompute_seconds": plan.lower_bound_seconds},
         "optimizer_step": {"temporary_bytes": plan.optimizer_step_bytes, "peak_bytes": plan.optimizer_peak_bytes},
         "minimum_feasible_peak_bytes": plan.minimum_feasible_peak_bytes,

@@ -106,12 +106,11 @@ def take_over(
         return None
     if problem.host is not None and evaluation.host_bytes > problem.host.budget_bytes:
         return None
-    solution = Solution(
-        solver=plan.solver if same_graph else f"{plan.solver.removesuffix(' (reused)')} (reused)",
-        schedule=schedule,
-        peak_bytes=evaluation.peak_bytes,
-        recompute_seconds=evaluation.added_seconds,
-        lower_bound_seconds=min(plan.lower_bound_seconds, evaluation.added_seconds) if same_graph else 0.0,
+    solution = Solution.simulated(
+        evaluation,
+        schedule,
+        plan.solver if same_graph else f"{plan.solver.removesuffix(' (reused)')} (reused)",
+        lower_bound_seconds=plan.lower_bound_seconds if same_graph else 0.0,
         regions=variants,
     )
     taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)

@@ -77,9 +77,9 @@ def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) 
 
 def _found_seconds(problem: Problem, schedule: Schedule) -> float:
     if problem.host is None:
-        return solve(problem, "ilp", time_limit_seconds=_SECONDS_FOR_MORE, deterministic=True).recompute_seconds
+        return solve(problem, "ilp", time_limit_seconds=_SECONDS_FOR_MORE, deterministic=True).added_seconds
     incumbent = Incumbent(problem)
     incumbent.update(without_unneeded(problem, widened(problem, schedule)), "")
     effort = SolveLimits(time_limit_seconds=_SECONDS_FOR_MORE_WITH_OFFLOAD, deterministic=True)
     AutoSolver().improve(incumbent, effort=effort)
-    return incumbent.recompute_seconds
+    return incumbent.added_seconds

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FIRST, INSTEAD = "graph", "modules"
 _RULE = "runtime"
+_ANY_SOLVER = "auto"
 
 _Refusal = CaptureError | RuntimeUnsupportedError
 
@@ -67,8 +68,7 @@ class AutoRuntime:
             except (CaptureError, RuntimeUnsupportedError) as refusal:
                 if self._running.plan is not None or choose() != FIRST:
                     raise  # it is not the capture of the model that failed
-                self._note = _note(refusal)
-                _announce(refusal)
+                self._note = _said(refusal, self._options)
             self._running = self._start(INSTEAD, None)
             self._may_change = False
         return self._running(*args, **kwargs)
@@ -78,13 +78,12 @@ class AutoRuntime:
         self._running.stop()
 
     def _start(self, name: str, plan: Plan | None) -> Running:
-        options = replace(self._options, runtime=name)
         prepare = self._settings["prepare"]
         if prepare is not None:
-            settings = {**self._settings, "prepare": lambda seen: replace(prepare(seen), runtime=name)}
+            settings = {**self._settings, "prepare": lambda seen: _for(name, prepare(seen))}
         else:
             settings = self._settings
-        return runtimes.get(name).start(self._model, options, plan=plan, **settings)
+        return runtimes.get(name).start(self._model, _for(name, self._options), plan=plan, **settings)
 
 
 class _Auto:
@@ -98,7 +97,7 @@ class _Auto:
     ) -> Plan:
         def made_by(name: str) -> Plan:
             chosen = runtimes.get(name)
-            return chosen.plan(model, inputs, replace(options, runtime=name), reuse=reuse, must_match=must_match)
+            return chosen.plan(model, inputs, _for(name, options), reuse=reuse, must_match=must_match)
 
         if reuse is not None:
             return made_by(reuse.runtime)
@@ -112,8 +111,7 @@ class _Auto:
             plan = made_by(INSTEAD)
         except (CaptureError, RuntimeUnsupportedError):
             raise reason from None  # it is the model that fails, not its capture
-        _announce(reason)
-        return _with(plan, _note(reason))
+        return _with(plan, _said(reason, options))
 
     def start(
         self,
@@ -127,15 +125,22 @@ class _Auto:
         return AutoRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
 
 
-def _announce(reason: _Refusal) -> None:
-    warnings.warn(f"runtime {INSTEAD!r} in place of {FIRST!r}: {reason}", stacklevel=4)
+def _for(name: str, options: Options) -> Options:
+    """Return the options for a runtime; a solver that is named is for the first choice, see :func:`_said`."""
+    solver = _ANY_SOLVER if name == INSTEAD else options.search.solver
+    return replace(options, runtime=name, search=replace(options.search, solver=solver))
 
 
-def _note(reason: _Refusal) -> Finding:
+def _said(reason: _Refusal, options: Options) -> Finding:
+    """Say that another runtime was taken, with what follows from that, as a warning; and give it as a finding."""
+    instead = f"{INSTEAD!r} in place of {FIRST!r}"
+    solver = options.search.solver
+    ignored = f"; the solver {solver!r} is one of whole graphs, and is not asked" if solver != _ANY_SOLVER else ""
+    warnings.warn(f"runtime {instead}: {reason}{ignored}", stacklevel=4)
     return Finding(
         rule=_RULE,
         evidence=str(reason),
-        cause=f"planned for the runtime {INSTEAD!r} in place of {FIRST!r}, which can choose among modules only",
+        cause=f"planned for the runtime {instead}, which can choose among modules only{ignored}",
         fix="remove what stops the capture, and plans are finer",
     )
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from cost_models.measured import Profile
-from planner import solvers
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, offloading_runtime, sliced_graph
 from planner.analysis.study import Study
@@ -171,7 +170,6 @@ def what_if(
     if budgets is not None:
         check_budgets(budgets)
     search, allowed = picked(Search, asked), picked(Offload, asked)
-    solvers.get(solver)
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
     step = study(model, example_inputs, runtime=runtime, progress=progress, **options)

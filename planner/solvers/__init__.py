@@ -195,9 +195,14 @@ def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Prog
             raise
         except InfeasibleBudgetError as error:
             raise _with_known_minimum(problem, error) from None
-    solution = replace(solution, solve_seconds=time.perf_counter() - started)
-    confirm(problem, solution)
-    return solution
+    solve_seconds = time.perf_counter() - started
+    found = confirm(problem, solution)
+    return replace(
+        solution,
+        solve_seconds=solve_seconds,
+        recompute_seconds=found.recompute_seconds,
+        stall_seconds=found.stall_seconds,
+    )
 
 
 def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> InfeasibleBudgetError:

@@ -133,7 +133,7 @@ class _StepCutSearch:
             share_of_budget = evaluation.peak_bytes / max(problem.budget_bytes, 1)
             self.tell(
                 f"ilp: {len(cuts)} cuts{', relaxed' if relax else ''}, bound {incumbent.lower_bound_seconds:.6g} s, "
-                f"carried out at {share_of_budget:.2%} of the budget, found {incumbent.recompute_seconds:.6g} s"
+                f"carried out at {share_of_budget:.2%} of the budget, found {incumbent.added_seconds:.6g} s"
             )
             self.fits = evaluation.peak_bytes <= problem.budget_bytes
             if self.fits and (is_last or relax):
@@ -162,14 +162,14 @@ class _StepCutSearch:
                 continue
             schedule, _ = carry_out(problem, cuts, model, columns)
             evaluation = simulate(problem.graph, problem.costs, schedule)
-            before = incumbent.recompute_seconds
+            before = incumbent.added_seconds
             self.offer(schedule.order)
             if evaluation.peak_bytes > problem.budget_bytes:
                 self.mend(schedule.order)
                 low = spare
             else:
                 high = spare
-            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {incumbent.recompute_seconds:.6g} s")
+            self.tell(f"ilp: {spare:.1%} spare, found {before:.6g} -> {incumbent.added_seconds:.6g} s")
 
     def solve_cuts(
         self, cuts: list[Cut], gap_seconds: float, share: float, *, spare: float = 0.0, relax: bool = False
@@ -207,7 +207,7 @@ class _StepCutSearch:
     def open_seconds(self) -> float:
         """Return the gap between the best plan and the bound; 0 where there is no plan yet."""
         incumbent = self.incumbent
-        return incumbent.recompute_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
+        return incumbent.added_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
 
     def offer(self, order: Sequence[int]) -> None:
         """Offer a schedule without the reruns that nobody needs."""

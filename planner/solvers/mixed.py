@@ -172,7 +172,7 @@ class _Mix:
             answer = self.solved(cut) if cut is not None else None
             if cut is None or answer is None or answer.infeasible:
                 return
-            if answer.bound * cut.scale < self.incumbent.recompute_seconds:
+            if answer.bound * cut.scale < self.incumbent.added_seconds:
                 self.attempt(_away(cut, answer), problem=fixed)
 
     def attempt(
@@ -198,13 +198,13 @@ class _Mix:
         except InfeasibleBudgetError:
             return False
         self.clock.work(len(found.schedule.order) * _SECONDS_PER_RUN)
-        before = (self.incumbent.recompute_seconds, self.incumbent.peak_bytes)
+        before = (self.incumbent.added_seconds, self.incumbent.peak_bytes)
         wide = widened(self.problem, asked.invert(found.schedule))
         self.offer(wide)
         self.offer(without_unneeded(self.problem, wide))
         if len(self.problem.graph.operations) <= _MEDIUM and (waiting := self.problem.evaluate(wide)).stall_seconds > 0:
             self.waiting.append((waiting.added_seconds, asked, found.schedule))
-        better = (self.incumbent.recompute_seconds, self.incumbent.peak_bytes) < before
+        better = (self.incumbent.added_seconds, self.incumbent.peak_bytes) < before
         if better and self.incumbent.schedule is not None:
             self.best = frozenset(offload.value for offload in self.incumbent.schedule.offloads)
         return better

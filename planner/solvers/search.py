@@ -286,14 +286,14 @@ class Annealing:
     def hand_in(self, incumbent: Incumbent) -> None:
         """Offer the best plan of the kernels, and hold what they say of it against the simulator."""
         seconds = float(self.state.real[self.kernels.BEST]) * self.unit_seconds
-        if self.state.best[0] and seconds < incumbent.recompute_seconds * (1 - 1e-9):
+        if self.state.best[0] and seconds < incumbent.added_seconds * (1 - 1e-9):
             incumbent.update(self.confirmed(self.schedule(self.best()), seconds), SearchSolver.name)
 
     def next_round(self, number: int, incumbent: Incumbent) -> float:
         """Set the plan that a round starts from, every fourth time none; give its first temperature."""
         state, kernels, schedule = self.state, self.kernels, incumbent.schedule
-        if schedule is not None and incumbent.recompute_seconds < state.real[kernels.BEST] * self.unit_seconds:
-            state.real[kernels.BEST] = incumbent.recompute_seconds / self.unit_seconds
+        if schedule is not None and incumbent.added_seconds < state.real[kernels.BEST] * self.unit_seconds:
+            state.real[kernels.BEST] = incumbent.added_seconds / self.unit_seconds
             state.best[0] = 0
             self.adopted = [(slot, index) for slot, runs in schedule.recomputations().items() for index in runs]
         elif state.best[0]:

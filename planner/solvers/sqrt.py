@@ -38,7 +38,7 @@ class SqrtSolver:
         for schedule in segmentations(problem.graph):
             incumbent.update(schedule, self.name)
             clock.work(_SECONDS_PER_RUN * len(schedule.order))
-            if incumbent.recompute_seconds == 0.0 or clock.left() < 0:
+            if incumbent.added_seconds == 0.0 or clock.left() < 0:
                 break
         if incumbent.schedule is None:
             raise incumbent.infeasible(what="no segmentation keeps")

@@ -60,7 +60,8 @@ def confined(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution
                 schedule=schedule,
                 peak_bytes=evaluation.peak_bytes,
                 recompute_seconds=evaluation.recompute_seconds,
-                lower_bound_seconds=min(bound_seconds, evaluation.recompute_seconds),
+                stall_seconds=evaluation.stall_seconds,
+                lower_bound_seconds=min(bound_seconds, evaluation.added_seconds),
             )
         asked = replace(asked, budget_bytes=asked.budget_bytes - excess_bytes)
         solution = solve(asked)

@@ -59,6 +59,7 @@ class _Entry:
     offloads: tuple[Offload, ...]
     peak_bytes: int
     recompute_seconds: float
+    stall_seconds: float
     lower_bound_seconds: float
 
 
@@ -124,6 +125,7 @@ def keep(key: str, solution: Solution) -> None:
             offloads=solution.schedule.offloads,
             peak_bytes=solution.peak_bytes,
             recompute_seconds=solution.recompute_seconds,
+            stall_seconds=solution.stall_seconds,
             lower_bound_seconds=solution.lower_bound_seconds,
         )
     )
@@ -203,6 +205,7 @@ def _solution(problem: Problem, key: str, text: str) -> Solution:
         schedule=replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads),
         peak_bytes=entry.peak_bytes,
         recompute_seconds=entry.recompute_seconds,
+        stall_seconds=entry.stall_seconds,
         lower_bound_seconds=entry.lower_bound_seconds,
     )
 

@@ -192,11 +192,11 @@ class CurveSweep:
     def _take(self, budget_bytes: int, incumbent: Incumbent) -> None:
         """Keep what a solve has come to, held against the simulator and against its own bound."""
         if incumbent.schedule is not None:
-            excess_seconds = incumbent.lower_bound_seconds - incumbent.recompute_seconds
+            excess_seconds = incumbent.lower_bound_seconds - incumbent.added_seconds
             if excess_seconds > _TOLERANCE * self.baseline.seconds:
                 raise ClaimMismatchError(
                     f"a bound of {incumbent.lower_bound_seconds} s at {budget_bytes} bytes is above the "
-                    f"{incumbent.recompute_seconds} s of a plan by {incumbent.solver!r}; please report this as a bug"
+                    f"{incumbent.added_seconds} s of a plan by {incumbent.solver!r}; please report this as a bug"
                 )
             solution = incumbent.solution()
             evaluation = confirm(incumbent.problem, solution)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from planner import solvers, strategies
-from planner.analysis.compatibility import check_solver
+from planner.analysis.compatibility import check_methods
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffPoint
@@ -61,7 +61,7 @@ def check(names: Sequence[str], runtime: str = "graph") -> None:
             near = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
-    check_solver(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
+    check_methods(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
 
 
 def is_strategy(name: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
@@ -76,15 +77,8 @@ class Chooser:
         evaluation = self._simulate(chosen)
         if evaluation.peak_bytes > self.problem.budget_bytes:
             raise self.infeasible(chosen, bound)
-        seconds = evaluation.recompute_seconds
-        return Solution(
-            solver=NAME,
-            schedule=self.schedule(chosen),
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=seconds,
-            lower_bound_seconds=min(seconds, bound),
-            solve_seconds=time.perf_counter() - begun,
-        )
+        solution = Solution.simulated(evaluation, self.schedule(chosen), NAME, lower_bound_seconds=bound)
+        return replace(solution, solve_seconds=time.perf_counter() - begun)
 
     def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
         """Return the error that says what the lowest choice needs."""

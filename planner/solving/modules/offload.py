@@ -4,7 +4,7 @@ A module that is not checkpointed may send what it saves; a checkpointed one wha
 keeps beside that. Which modules do comes from the programme of :mod:`planner.solving.modules.ilp`, in which a value is
 away as long as it can be. It is asked more than once: for the bound with transfers that cost nothing but what cannot
 hide, then with prices for them and with some of the budget left free, since how much hides depends on what lies
-around and on room for values under way. :mod:`planner.solving.modules.transfer_windows` gives transfers their time.
+around and on room for values under variant. :mod:`planner.solving.modules.transfer_windows` gives transfers their time.
 Only the simulator says what is best.
 """
 
@@ -149,13 +149,7 @@ class _SendingSearch:
         """Take what is better than the best, and keeps the host's budget too: a programme may miss it by a rounding."""
         if self.problem.host is None or evaluation.host_bytes > self.problem.host.budget_bytes:
             return
-        solution = Solution(
-            solver=NAME,
-            schedule=schedule_of(self.problem.graph, variants),
-            peak_bytes=evaluation.peak_bytes,
-            recompute_seconds=evaluation.added_seconds,
-            regions=variants,
-        )
+        solution = Solution.simulated(evaluation, schedule_of(self.problem.graph, variants), NAME, regions=variants)
         if self.best is None or _rank(solution) < _rank(self.best):
             self.best = solution
 
@@ -171,7 +165,7 @@ class _SendingSearch:
                 self.offer(variants, evaluation)
             if self.best is None:
                 raise self.infeasible(self.chooser, lowest)
-        return replace(self.best, lower_bound_seconds=min(self.best.recompute_seconds, self.bound))
+        return replace(self.best, lower_bound_seconds=min(self.best.added_seconds, self.bound))
 
     def infeasible(self, chooser: Chooser, lowest: frozenset[int]) -> InfeasibleBudgetError:
         """Return the error that says which budget is too small: the host's, if more of it would do."""
@@ -196,7 +190,7 @@ class _SendingSearch:
         """Whether there is no time left, or nothing to better."""
         if self.best is None:
             return False
-        return self.clock.left() <= 0 or self.best.recompute_seconds <= self.bound + self.near_seconds
+        return self.clock.left() <= 0 or self.best.added_seconds <= self.bound + self.near_seconds
 
     @contextmanager
     def share(self, share: float) -> Iterator[Clock]:
@@ -208,7 +202,7 @@ class _SendingSearch:
 
 
 def _rank(solution: Solution) -> tuple[float, int]:
-    return solution.recompute_seconds, solution.peak_bytes
+    return solution.added_seconds, solution.peak_bytes
 
 
 def _all_transfers_seconds(problem: Problem, regions: Sequence[Region]) -> float:

@@ -51,10 +51,10 @@ def cheapest(
             bound = error.lower_bound_seconds
     if not found:
         raise min(refused, key=lambda error: error.minimum_feasible_peak_bytes)
-    best = min(found, key=lambda solution: solution.recompute_seconds)
+    best = min(found, key=lambda solution: solution.added_seconds)
     return replace(
         best,
-        lower_bound_seconds=min(best.recompute_seconds, bound),  # of the second: it chooses among more
+        lower_bound_seconds=min(best.added_seconds, bound),  # of the second: it chooses among more
         solve_seconds=sum(solution.solve_seconds for solution in found),
     )
 

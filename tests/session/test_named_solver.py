@@ -1,0 +1,166 @@
+"""A solver that is asked for by name is asked, or it is said aloud that it is not: whoever is told its name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cli
+import planner
+from planner.errors import UsageError
+from planner.plans.module_choices import modules_of
+from planner.session import step
+
+WIDTH = 32
+REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
+MODULES: dict[str, Any] = {"runtime": "modules", "solver": "chain-dp"}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Branching(Stack):
+    """Cannot be captured: what runs depends on data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if x.sum() > 1e9 else -x)
+
+
+class Breaking(Stack):
+    """Cannot be captured as one graph, and runs without data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def rows(count: int = 256) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda: planner.plan(Stack(), rows(), budget="80%", **MODULES),
+        lambda: planner.plan(Stack(), rows(), strategy="every-2", **MODULES),
+        lambda: planner.auto_wrap(Stack(), rows(), budget="80%", **MODULES),
+        lambda: planner.auto_wrap(Stack(), budget="80%", **MODULES),
+        lambda: planner.what_if(Stack(), rows(), **MODULES),
+        lambda: planner.audit(Stack(), rows(), current="none", **MODULES),
+    ],
+    ids=["plan", "plan a strategy", "auto_wrap at once", "auto_wrap", "what_if", "audit"],
+)
+def test_choices_of_modules_refuse_it_at_once(asked: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(*arguments: object, **options: object) -> None:
+        raise AssertionError("a step was recorded before the refusal")
+
+    monkeypatch.setattr(step, "record", record)
+    with pytest.raises(UsageError, match=REFUSAL):
+        asked()
+
+
+def test_a_plan_of_modules_refuses_it_too() -> None:
+    plan = planner.plan(Stack(), rows(), activation_budget="75%", runtime="modules", compare=False)
+    with pytest.raises(UsageError, match=REFUSAL):
+        planner.auto_wrap(Stack(), plan=plan, solver="chain-dp")
+    with pytest.raises(UsageError, match=REFUSAL):
+        planner.auto_wrap(Stack(), plan=plan, **MODULES)
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_a_name_nearby_is_suggested(runtime: str) -> None:
+    for asked, options in (
+        (planner.plan, {"budget": "80%"}),
+        (planner.auto_wrap, {"budget": "80%"}),
+        (planner.what_if, {}),
+        (planner.audit, {"current": "none"}),
+    ):
+        with pytest.raises(UsageError, match="did you mean 'chain-dp'"):
+            asked(Stack(), rows(), runtime=runtime, solver="chian-dp", **options)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "minigpt", "--budget", "80%"],
+        ["plan", "minigpt", "--strategy", "every-2"],
+        ["verify", "minigpt", "--budget", "80%"],
+        ["audit", "minigpt", "--current", "none"],
+        ["what-if", "minigpt"],
+    ],
+    ids=" ".join,
+)
+def test_the_command_line_refuses_it_at_once(
+    command: Sequence[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: object, **options: object) -> None:
+        raise AssertionError("a model was built before the refusal")
+
+    monkeypatch.setattr("planner.commands._asked.load", load)
+    assert cli.main([*command, "--runtime", "modules", "--solver", "chain-dp"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(f"error: {REFUSAL}.*\n", shown.err)
+
+
+def test_auto_asks_it_where_the_graph_is_captured() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        plan = planner.plan(Stack(), rows(), activation_budget="80%", solver="chain-dp", compare=False)
+        model = planner.auto_wrap(Stack(), activation_budget="80%", solver="chain-dp")
+        model(rows()).backward()
+    for made in (plan, planner.plan_of(model)):
+        assert (made.runtime, made.solver) == ("graph", "chain-dp") and made.recomputations
+        assert "runtime" not in {finding.rule for finding in made.warnings}
+
+
+def note_of(plan: planner.Plan) -> str:
+    (note,) = (finding for finding in plan.warnings if finding.rule == "runtime")
+    return note.cause
+
+
+SAID = r"the solver 'chain-dp'.*is not asked"
+
+
+def test_auto_says_where_it_cannot_be_asked() -> None:
+    with pytest.warns(UserWarning, match=rf"'modules' in place of 'graph'.*{SAID}"):
+        plan = planner.plan(Branching(), rows(), activation_budget="75%", solver="chain-dp", compare=False)
+    assert modules_of(plan) and re.search(SAID, note_of(plan))
+    with pytest.warns(UserWarning) as said:
+        plan = planner.plan(Branching(), rows(), activation_budget="75%", compare=False)
+    assert not any("is not asked" in text for text in (note_of(plan), *(str(one.message) for one in said)))
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["an example", "no example"])
+@pytest.mark.parametrize("has_loss", [True, False], ids=["loss inside", "loss outside"])
+def test_auto_goes_on_without_it(at_once: bool, has_loss: bool) -> None:
+    with pytest.warns(UserWarning, match=SAID):
+        model = planner.auto_wrap(
+            Breaking(),
+            rows() if at_once else None,
+            activation_budget="75%",
+            solver="chain-dp",
+            loss_fn=None if has_loss else torch.square,
+        )
+        model(rows()).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # it is said once
+        for count in (128, 512, 256):
+            model(rows(count)).square().backward()
+            plan = planner.plan_of(model)
+            assert plan.runtime == "modules" and re.search(SAID, note_of(plan))
