@@ -4,7 +4,7 @@ A module that is not checkpointed may send what it saves; a checkpointed one wha
 keeps beside that. Which modules do comes from the programme of :mod:`planner.solving.modules.ilp`, in which a value is
 away as long as it can be. It is asked more than once: for the bound with transfers that cost nothing but what cannot
 hide, then with prices for them and with some of the budget left free, since how much hides depends on what lies
-around and on room for values under variant. :mod:`planner.solving.modules.transfer_windows` gives transfers their time.
+around and on room for values under way. :mod:`planner.solving.modules.transfer_windows` gives transfers their time.
 Only the simulator says what is best.
 """
 
