@@ -33,7 +33,7 @@ from planner.eager_trace import Call, Run, Storage, Trace
 from planner.graph import LOSS_KEY_BEFORE, Operation, Phase, TrainingGraph, Value
 from planner.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, loss_operation, loss_values
-from planner.provenance import Keys
+from planner.provenance import Keys, kinds_of
 from planner.surroundings import LossMemory
 from planner.torch_internals import BatchNorm, OpOverload, is_mutable
 
@@ -83,7 +83,7 @@ def lower_eager(
 class _Lowering:
     def __init__(self, trace: Trace, model: nn.Module, alignment_bytes: int, on_cpu: bool) -> None:
         self.trace = trace
-        self.modules = dict(model.named_modules())
+        self.modules, self.kinds = dict(model.named_modules()), kinds_of(model)
         self.alignment_bytes = alignment_bytes
         self.random_bytes = self._round(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
         self.keys = Keys()
@@ -178,6 +178,7 @@ class _Lowering:
             static_bytes=static_bytes,
             alignment_bytes=self.alignment_bytes,
             name=name,
+            kinds=self.kinds,
         )
         regions = []
         for candidate in candidates:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,7 @@ from planner.findings import Finding
 from planner.graph import OperationCost
 from planner.host import Host, host_of
 from planner.inputs import Inputs
+from planner.layers import find_blocks
 from planner.lowering import LoweredGraph
 from planner.module_offload import ways_in, with_modules
 from planner.operands import is_opaque
@@ -28,11 +30,11 @@ from planner.plan_match import check_match
 from planner.plan_parts import PlanOrigin
 from planner.planning import Plan, make_problem, plan_from_solution
 from planner.problem import Solution
+from planner.provenance import kinds_of
 from planner.reservation import optimizer_peak_bytes
-from planner.resident import surroundings
 from planner.selective import with_kept
-from planner.session import Options, attention_for, cost, device_spec, fingerprint, problems_of
-from planner.surroundings import LossMemory, as_planned
+from planner.session import Options, attention_for, cost, device_spec, fingerprint, problems_of, surroundings_of
+from planner.surroundings import LossMemory
 
 _NO_TROUBLE = ("full-backward-hooks",)
 """Rules that an eager step may break."""
@@ -64,10 +66,14 @@ class _Recorded:
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
         self.spec = device_spec(model, options.device)
-        around = surroundings(model, self.tensors, self.spec, options.training)
-        self.around = around if options.taken_over is None else as_planned(around, options.taken_over)
+        self.around = surroundings_of(model, self.tensors, self.spec, options, self.blocks)
         self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
         self.origin: PlanOrigin | None = None
+
+    def blocks(self) -> Collection[str]:
+        """Give the paths of the blocks."""
+        forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
+        return find_blocks(forward, kinds_of(self.model))
 
     def study(self, least_bytes: int | None) -> EagerStudy:
         """Give the step as plain data; with what its modules could send of so many bytes and more, if any may."""

@@ -8,8 +8,9 @@ out. The tables that lead back from operations and values to fx nodes go to ``pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ def lower(
     random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
     gradient_shards: int = 1,
     given: Sequence[fx.Node] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> LoweredGraph:
     """Lower a joint graph.
 
@@ -132,6 +134,8 @@ def lower(
     given : sequence of torch.fx.Node
         Placeholders that are values and not resident, if the graph is a part of a step: one operation before all
         others makes them.
+    kinds : mapping of str to str
+        Of the model, see :func:`planner.provenance.kinds_of`.
 
     Returns
     -------
@@ -146,7 +150,8 @@ def lower(
     -----
     O(nodes + edges).
     """
-    return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(static_bytes, name, loss, given)
+    lowering = _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards)
+    return lowering.run(static_bytes, name, loss, given, kinds)
 
 
 class _Lowering:
@@ -167,7 +172,14 @@ class _Lowering:
         self.keys = provenance.Keys()
         self.weight_copies = weight_copies(joint)
 
-    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory, given: Sequence[fx.Node]) -> LoweredGraph:
+    def run(
+        self,
+        static_bytes: dict[str, int],
+        name: str,
+        loss: LossMemory,
+        given: Sequence[fx.Node],
+        kinds: Mapping[str, str],
+    ) -> LoweredGraph:
         forward_outputs, backward_outputs = self.joint.outputs
         forward = needed_by_forward(self.joint)
         self.unavailable = overwritten_inputs(self.joint)
@@ -201,6 +213,7 @@ class _Lowering:
             static_bytes=static_bytes,
             alignment_bytes=self.alignment_bytes,
             name=name,
+            kinds=dict(kinds),
         )
         return LoweredGraph(
             self.joint, graph, self.operation_nodes, self.value_nodes, self.storage_of, self.alias_nodes

@@ -34,12 +34,14 @@ from planner.gradient_sums import sum_in_place
 from planner.graph import OperationCost
 from planner.host import LEAST_BYTES
 from planner.joint import JointGraph
+from planner.layers import find_layers
 from planner.local_graph import local_step
 from planner.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.plan_match import assumes_the_same, check_match
 from planner.planning import Plan, PlanOrigin, Size, make_problem
 from planner.problem import Progress
-from planner.resident import surroundings
+from planner.provenance import kinds_of
+from planner.resident import Blocks, surroundings
 from planner.schedule import Schedule
 from planner.slices import Chunk, slices_of
 from planner.study_types import Study
@@ -189,7 +191,12 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     spec = device_spec(model, options.device)
     devices = options.training.tensor_parallel
     local = local_step(joint, devices)
-    around = surroundings_of(local.model(model), [*map(local.here, joint.inputs)], spec, options)
+
+    def blocks() -> Collection[str]:
+        plain = lower(local.joint, alignment_bytes=spec.alignment_bytes, static_bytes={}, kinds=kinds_of(model))
+        return find_layers(plain.graph).blocks
+
+    around = surroundings_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
     lowered = lower(
         local.joint,
         alignment_bytes=spec.alignment_bytes,
@@ -198,6 +205,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         loss=options.loss or LossMemory(),
         random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
         gradient_shards=around.gradient_shards,
+        kinds=kinds_of(model),
     )
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     return LoweredStep(rounding.marked(lowered), spec, around, facts, local.notes, stand_ins=local.stand_ins)
@@ -211,10 +219,10 @@ def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> Lower
 
 
 def surroundings_of(
-    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options
+    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> Surroundings:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
-    around = surroundings(model, inputs, spec, options.training)
+    around = surroundings(model, inputs, spec, options.training, blocks)
     return around if options.taken_over is None else as_planned(around, options.taken_over)
 
 

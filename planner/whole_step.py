@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -39,6 +40,7 @@ def put_together(
     loss: LossMemory = LossMemory(),  # noqa: B008
     ranks: int = 1,
     units: dict[str, Sequence[Parameter]] | None = None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> LoweredGraph:
     """Give the graph of the whole step.
 
@@ -48,7 +50,7 @@ def put_together(
         Stands for the step as a whole: its ``inputs`` are those of the model.
     trace : Trace
     blocks : mapping of str to Block
-    alignment_bytes, static_bytes, name, loss
+    alignment_bytes, static_bytes, name, loss, kinds
         See :func:`planner.lowering.lower`.
     ranks : int
     units : dict of str to sequence of Parameter, optional
@@ -61,7 +63,7 @@ def put_together(
     builder = Builder(trace, blocks, alignment_bytes)
     if units:
         builder.sharding = Sharding(builder, units, ranks)
-    graph = builder.run(static_bytes, name, loss)
+    graph = replace(builder.run(static_bytes, name, loss), kinds=dict(kinds))
     return LoweredGraph(joint, graph, builder.nodes, [], {}, fingerprinted=builder.as_written_before(graph))
 
 

@@ -26,7 +26,8 @@ from planner.joint import JointGraph
 from planner.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
 from planner.parallel import is_sharded
 from planner.planning import Plan
-from planner.regions import Block, Step, find_blocks, forwards, placeholders_given
+from planner.provenance import kinds_of
+from planner.regions import Block, Step, forwards, placeholders_given
 from planner.runtimes import Prepare
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.runtimes._situation import situation_of
@@ -114,9 +115,8 @@ class _Planned:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
         self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
-        blocks = find_blocks(model)
-        planned = str(plan.fingerprint["blocks"]).split()
-        self.forwards = {blocks[path]: self._forward(path, blocks[path]) for path in planned}
+        blocks = {path: model.get_submodule(path) for path in str(plan.fingerprint["blocks"]).split()}
+        self.forwards = {block: self._forward(path, block) for path, block in blocks.items()}
 
     def _forward(self, path: str, block: nn.Module) -> Callable[..., Any]:
         reach: list[Reach | None] = []
@@ -190,7 +190,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
-            f"step) that could be planned one by one{why}; take runtime='graph'"
+            f"step, with parameters) that could be planned one by one{why}; take runtime='graph'"
         )
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
     around = surroundings_of(model, everything, spec, options)
@@ -211,6 +211,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         loss=options.loss or LossMemory(),
         ranks=around.gradient_shards,
         units=units,
+        kinds=kinds_of(model),
     )
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
     warnings = tuple(
