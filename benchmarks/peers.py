@@ -20,7 +20,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from planner.capture.blocks.regions import find_blocks
+from planner.capture.blocks.regions import Step
+from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import aot_backend, call_implementation, eliminate_common_subexpressions
 from planner.zoo import ZooModel
 
@@ -56,6 +57,10 @@ class Peer:
     compiles: bool = False
 
 
+def _blocks(loaded: ZooModel) -> dict[str, nn.Module]:
+    return Step(loaded.model, Inputs(loaded.example_args, loaded.example_kwargs)).find_blocks()
+
+
 @contextmanager
 def _nothing(_loaded: ZooModel) -> Iterator[Any]:
     yield None
@@ -64,7 +69,7 @@ def _nothing(_loaded: ZooModel) -> Iterator[Any]:
 @contextmanager
 def _each_block(loaded: ZooModel, n: int, **settings: Any) -> Iterator[Any]:
     """Checkpoint every n-th repeated block by ``torch.utils.checkpoint``."""
-    blocks = list(find_blocks(loaded.model).values())[::n]
+    blocks = list(_blocks(loaded).values())[::n]
     if not blocks:
         raise NotForThisModelError("it has no repeated blocks")
     try:
@@ -87,10 +92,11 @@ def _save_products() -> Any:
 @contextmanager
 def _sequential(loaded: ZooModel) -> Iterator[Any]:
     """Let ``checkpoint_sequential`` cut each ``nn.Sequential`` of blocks into about the root of their number."""
+    blocks = set(_blocks(loaded).values())
     chains = [
         module
         for module in loaded.model.modules()
-        if isinstance(module, nn.Sequential) and len(find_blocks(module)) == len(module) > 1
+        if isinstance(module, nn.Sequential) and len(module) > 1 and blocks.issuperset(module)
     ]
     if not chains:
         raise NotForThisModelError("its blocks are not in an nn.Sequential, which checkpoint_sequential needs")
@@ -160,7 +166,7 @@ def _ckptplan(loaded: ZooModel) -> Iterator[Any]:
     except ImportError:
         raise NotForThisModelError("it is not installed (pip install --no-deps ckptplan==0.1.0rc1)") from None
     try:
-        declared = ckptplan.declare_blocks(loaded.model, list(find_blocks(loaded.model).items()))
+        declared = ckptplan.declare_blocks(loaded.model, list(_blocks(loaded).items()))
         device = next(loaded.model.parameters()).device
         profiles = ckptplan.profile_blocks(declared, loaded.example_args, loaded.example_kwargs, device=device)
         made = ckptplan.plan_checkpoints(profiles, declared, target_kind="activation_saving_fraction", target_value=0.5)

@@ -8,8 +8,9 @@ out. The tables that lead back from operations and values to fx nodes go to ``pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -85,6 +86,7 @@ def lower(
     random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
     gradient_shards: int = 1,
     given: Sequence[fx.Node] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> LoweredGraph:
     """Lower a joint graph.
 
@@ -105,6 +107,8 @@ def lower(
     given : sequence of torch.fx.Node
         Placeholders that are values and not resident, if the graph is a part of a step: one operation before all
         others makes them.
+    kinds : mapping of str to str
+        Of the model, see :func:`planner.capture.provenance.kinds_of`.
 
     Raises
     ------
@@ -115,7 +119,8 @@ def lower(
     -----
     O(nodes + edges).
     """
-    return _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards).run(static_bytes, name, loss, given)
+    lowering = _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards)
+    return lowering.run(static_bytes, name, loss, given, kinds)
 
 
 class _Lowering(GraphBuilder[fx.Node]):
@@ -131,7 +136,14 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.places = provenance.Places(joint.graph)
         self.weight_copies = weight_copies(joint)
 
-    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory, given: Sequence[fx.Node]) -> LoweredGraph:
+    def run(
+        self,
+        static_bytes: dict[str, int],
+        name: str,
+        loss: LossMemory,
+        given: Sequence[fx.Node],
+        kinds: Mapping[str, str],
+    ) -> LoweredGraph:
         forward_outputs, backward_outputs = self.joint.outputs
         forward = needed_by_forward(self.joint)
         self.unavailable = overwritten_inputs(self.joint)
@@ -159,7 +171,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             if node not in forward:
                 self._add_node(node)
         self._add_gradient_copies(backward_outputs)
-        graph = self.finish(static_bytes, name)
+        graph = self.finish(static_bytes, name, kinds)
         # Of what the loss makes there is none: it runs once, so nobody asks.
         value_nodes = cast("list[fx.Node]", self.value_nodes)
         return LoweredGraph(self.joint, graph, self.operation_nodes, value_nodes, self.storage_of, self.alias_nodes)

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 _SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
@@ -73,6 +73,15 @@ def _source(node: fx.Node) -> str:
     found = _SOURCE_LINE.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in found if not is_library(file)]
     return f"{short_path(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def kinds_of(model: nn.Module) -> dict[str, str]:
+    """Give the class of each module that can be called, by its path: a ``ModuleList`` cannot."""
+    return {
+        path: type(module).__name__
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).forward is not nn.Module.forward
+    }
 
 
 def short_path(file: str) -> str:

@@ -7,7 +7,8 @@ rounding of its sizes and the way back to what its operations were made of are t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
@@ -120,12 +121,15 @@ class GraphBuilder(Generic[Node]):
             )
         )
 
-    def finish(self, static_bytes: dict[str, int], name: str) -> TrainingGraph:
-        """Return the graph of what was added."""
+    def finish(
+        self, static_bytes: dict[str, int], name: str, kinds: Mapping[str, str] = MappingProxyType({})
+    ) -> TrainingGraph:
+        """Return the graph of what was added; ``kinds`` is the class of each module that can be called."""
         return TrainingGraph(
             operations=tuple(self.operations),
             values=tuple(self.values),
             static_bytes=static_bytes,
             alignment_bytes=self.alignment_bytes,
             name=name,
+            kinds=dict(kinds),
         )

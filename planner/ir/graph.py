@@ -144,6 +144,8 @@ class TrainingGraph:
         What sizes were rounded up to.
     name : str
         Name of the model.
+    kinds : dict of str to str
+        By its path, the class of each module that can be called; empty where that is not known.
 
     Raises
     ------
@@ -156,6 +158,7 @@ class TrainingGraph:
     static_bytes: dict[str, int] = field(default_factory=dict)
     alignment_bytes: int = 1
     name: str = ""
+    kinds: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         made: set[int] = set()

@@ -1,17 +1,26 @@
 """Layers as people name them: the repeated blocks of a model, and what stands beside them.
 
-A *block* is a module whose name ends in a number, ``transformer.h.3``. Some numbered modules are
-only shelves for others: ``resnet.encoder.stages.2`` computes nothing itself and holds the blocks
-``resnet.encoder.stages.2.layers.5``, whose own numbered children are parts of it and no blocks.
+A *block* is what every part of the planner means by that word: what reports show in a row, what established systems
+checkpoint, what is compiled on its own and what FSDP2 shards. It is told from the modules that run something in the
+forward, and from their classes where these are known:
+
+- its name ends in a number, ``transformer.h.3``, and it has parts; where no such module has any, as in a row of linear
+  layers, its name is a mere number;
+- its class occurs more than once in its row, the modules of that name but for the number, or it is alone there: the
+  attention and the perceptron that a block of T5 holds as ``layer.0`` and ``layer.1`` are parts of it;
+- it is no shelf: ``resnet.encoder.stages.2`` computes nothing itself, and most of what runs inside of it runs in the
+  blocks ``resnet.encoder.stages.2.layers.5``;
+- it is in no other block.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from planner.ir.checkpoints import BOOKKEEPING
 from planner.ir.graph import Phase, TrainingGraph
 
 
@@ -45,14 +54,34 @@ def find_layers(graph: TrainingGraph) -> Layers:
     -----
     O(operations x depth of the module tree).
     """
-    forward = Counter(op.module for op in graph.operations if op.phase is Phase.FORWARD)
+    run = (op for op in graph.operations if op.phase is Phase.FORWARD and op.target not in BOOKKEEPING)
+    forward = Counter(op.module for op in run)
     names = {op.module for op in graph.operations}
-    numbered = _Numbered(forward)
+    numbered = _Numbered(forward, graph.kinds)
     block_of = {name: block for name in names if (block := numbered.block(name))}
     spine = _spine(names, block_of.values())
     layer_of = {name: block_of.get(name) or _beside(name, spine) for name in names}
     blocks = dict.fromkeys(block_of[name] for name in forward if name in block_of)
     return Layers(tuple(layer_of[op.module] for op in graph.operations), tuple(blocks))
+
+
+def find_blocks(forward: Mapping[str, int], kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """Give the paths of the blocks among the modules of a forward, in its order.
+
+    Parameters
+    ----------
+    forward : mapping of str to int
+        How many operations each module runs itself, by its path and in the order of the first.
+    kinds : mapping of str to str
+        As :class:`~planner.graph.TrainingGraph` has them.
+
+    Examples
+    --------
+    >>> find_blocks({"wte": 1, "h.0.attn": 4, "h.0": 1, "h.1.attn": 4, "h.1": 1, "head": 1}, {})
+    ('h.0', 'h.1')
+    """
+    numbered = _Numbered(forward, kinds)
+    return tuple(dict.fromkeys(block for module in forward if (block := numbered.block(module))))
 
 
 def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[int, ...]]:
@@ -84,11 +113,19 @@ def layer_among(module: str, layers: Collection[str]) -> str:
 class _Numbered:
     """The numbered modules of a forward that have parts; where there are none, those named by a mere number."""
 
-    def __init__(self, forward: Counter[str]) -> None:
+    def __init__(self, forward: Mapping[str, int], kinds: Mapping[str, str]) -> None:
         holders = {prefix for module in forward for prefix in _prefixes(module)[:-1]}
         leaves = {prefix for module in forward for prefix in _prefixes(module)}
-        self._numbered = {name for name in holders if name[-1].isdigit()} or {
-            name for name in leaves if name.rpartition(".")[2].isdigit()
+        numbered = [path for path in kinds if path[-1:].isdigit()]
+        rows = Counter(_row(path) for path in numbered)
+        alike = Counter((_row(path), kinds[path]) for path in numbered)
+
+        def is_repeated(name: str) -> bool:
+            row = _row(name)
+            return not kinds or (name in kinds and (rows[row] == 1 or alike[row, kinds[name]] > 1))
+
+        self._numbered = {name for name in holders if name[-1].isdigit() and is_repeated(name)} or {
+            name for name in leaves if name.rpartition(".")[2].isdigit() and is_repeated(name)
         }
         inside: Counter[str] = Counter()
         held: Counter[str] = Counter()
@@ -105,6 +142,11 @@ class _Numbered:
     def block(self, module: str) -> str:
         """Return the block that a module is in, ``""`` if it is in none."""
         return next((prefix for prefix in self.prefixes(module) if prefix not in self._shelves), "")
+
+
+def _row(path: str) -> str:
+    """Give a path without its last number."""
+    return path.rstrip("0123456789")
 
 
 def _spine(names: Iterable[str], blocks: Iterable[str]) -> set[str]:
@@ -144,7 +186,7 @@ def collapse(names: Sequence[str], signatures: Sequence[object]) -> list[tuple[s
     """
     groups: defaultdict[tuple[str, object], list[int]] = defaultdict(list)
     for position, (name, signature) in enumerate(zip(names, signatures, strict=True)):
-        row = name.rstrip("0123456789")
+        row = _row(name)
         groups[(row, signature) if row != name else (name, position)].append(position)
     return [(_label([names[i] for i in members]), members) for members in groups.values()]
 
@@ -152,7 +194,7 @@ def collapse(names: Sequence[str], signatures: Sequence[object]) -> list[tuple[s
 def _label(names: list[str]) -> str:
     if len(names) == 1:
         return names[0] or "(model)"
-    row = names[0].rstrip("0123456789")
+    row = _row(names[0])
     numbers = sorted(int(name[len(row) :]) for name in names)
     row = row.rstrip("._") or "layers"
     return f"{row} {number_ranges(numbers)} (x{len(numbers)})"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -11,12 +12,20 @@ from cost_models.devices import DeviceSpec
 from planner.capture.inputs import static_bytes
 from planner.common.options import Training
 from planner.common.units import parse_size
+from planner.ir.layers import layer_among
 from planner.ir.static_memory import StaticMemory
 from planner.measure.optimizers import optimizer_memory
 
+Blocks = Callable[[], Collection[str]]
+"""Gives the paths of a model's blocks, which not everybody needs to know."""
+
 
 def static_memory(
-    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, training: Training
+    model: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    spec: DeviceSpec,
+    training: Training,
+    blocks: Blocks = tuple,
 ) -> StaticMemory:
     """Count everything that is resident while a model trains, and the optimizer's temporaries.
 
@@ -26,6 +35,8 @@ def static_memory(
         Whole, as before any sharding.
     inputs : sequence of torch.Tensor
         What the captured step is given.
+    blocks : callable
+        Gives the paths of the blocks, each of which FSDP2 shards by itself.
 
     Returns
     -------
@@ -57,7 +68,7 @@ def static_memory(
         "gradients": _share(trainable_bytes, shards) * training.gradient_accumulation,
         "optimizer": _share(memory.state_bytes, shards),
         "master weights": _share(memory.master_bytes, shards),
-        "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes),
+        "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes, blocks),
         "library workspace": spec.library_bytes,
         "reserve": parse_size(training.reserve, whole_bytes=spec.memory_bytes) if training.reserve else 0,
     }
@@ -75,15 +86,18 @@ def static_memory(
     )
 
 
-def _communication_bytes(model: nn.Module, training: Training, trainable_bytes: int, alignment_bytes: int) -> int:
+def _communication_bytes(
+    model: nn.Module, training: Training, trainable_bytes: int, alignment_bytes: int, blocks: Blocks
+) -> int:
     if training.data_parallel == "ddp":
         return trainable_bytes
     if training.data_parallel != "fsdp2":
         return 0
-    blocks = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
-    of_blocks = {id(p) for block in blocks for p in block.parameters()}
-    root_bytes = sum(_bytes(p, alignment_bytes) for p in model.parameters() if id(p) not in of_blocks)
-    largest_bytes = max((sum(_bytes(p, alignment_bytes) for p in b.parameters()) for b in blocks), default=0)
+    paths, of_blocks = blocks(), Counter[str]()
+    for name, parameter in model.named_parameters():
+        of_blocks[layer_among(name, paths)] += _bytes(parameter, alignment_bytes)
+    root_bytes = of_blocks.pop("", 0)
+    largest_bytes = max(of_blocks.values(), default=0)
     # Gathered: the root and two blocks. Gradients before they are spread: of the unit at work, and what is sent.
     return root_bytes + 2 * largest_bytes + 2 * max(root_bytes, largest_bytes)
 

@@ -14,7 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import fx, nn
 
-from planner.capture.blocks.regions import Block, Step, find_blocks, forwards, placeholders_given
+from planner.capture.blocks.regions import Block, Step, forwards, placeholders_given
 from planner.capture.blocks.sharding import ROOT, Parameter
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
@@ -23,6 +23,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.parallel import is_sharded
+from planner.capture.provenance import kinds_of
 from planner.capture.torch_internals import call_implementation
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
@@ -98,9 +99,8 @@ class _Planned:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
         self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
-        blocks = find_blocks(model)
-        planned = str(plan.fingerprint["blocks"]).split()
-        self.forwards = {blocks[path]: self._forward(path, blocks[path]) for path in planned}
+        blocks = {path: model.get_submodule(path) for path in str(plan.fingerprint["blocks"]).split()}
+        self.forwards = {block: self._forward(path, block) for path, block in blocks.items()}
 
     def _forward(self, path: str, block: nn.Module) -> Callable[..., Any]:
         reach: list[Reach | None] = []
@@ -174,7 +174,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
-            f"step) that could be planned one by one{why}; take runtime='graph'"
+            f"step, with parameters) that could be planned one by one{why}; take runtime='graph'"
         )
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
     around = static_memory_of(model, everything, spec, options)
@@ -195,6 +195,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         loss=options.loss or LossMemory(),
         ranks=around.gradient_shards,
         units=units,
+        kinds=kinds_of(model),
     )
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
     warnings = tuple(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +29,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.capture.operands import is_opaque
+from planner.capture.provenance import kinds_of
 from planner.capture.torch_internals import outside_tracing
 from planner.common import timings
 from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, picked, slices_of
@@ -39,12 +41,13 @@ from planner.findings.rules import examine
 from planner.findings.subject import Subject
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
+from planner.ir.layers import find_blocks, find_layers
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
 from planner.measure import devices, loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
 from planner.measure.devices import device_here, device_spec
-from planner.measure.resident import static_memory
+from planner.measure.resident import Blocks, static_memory
 from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
@@ -184,7 +187,12 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     spec = device_spec(model, options.target.device)
     devices = options.training.tensor_parallel
     local = local_step(joint, devices)
-    around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options)
+
+    def blocks() -> Collection[str]:
+        plain = lower(local.joint, alignment_bytes=spec.alignment_bytes, static_bytes={}, kinds=kinds_of(model))
+        return find_layers(plain.graph).blocks
+
+    around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
     lowered = lower(
         local.joint,
         alignment_bytes=spec.alignment_bytes,
@@ -193,6 +201,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         loss=options.loss or LossMemory(),
         random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
         gradient_shards=around.gradient_shards,
+        kinds=kinds_of(model),
     )
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     return LoweredStep(rounding.marked(lowered), spec, around, facts, local.notes, stand_ins=local.stand_ins)
@@ -206,10 +215,10 @@ def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> Lower
 
 
 def static_memory_of(
-    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options
+    model: nn.Module, inputs: Sequence[torch.Tensor], spec: DeviceSpec, options: Options, blocks: Blocks = tuple
 ) -> StaticMemory:
     """Count what surrounds a step: as its options say, or as the plan that is taken over has it."""
-    around = static_memory(model, inputs, spec, options.training)
+    around = static_memory(model, inputs, spec, options.training, blocks)
     return around if options.taken_over is None else as_planned(around, options.taken_over)
 
 
@@ -434,9 +443,14 @@ class _Recorded:
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
         self.spec = device_spec(model, options.target.device)
-        self.around = static_memory_of(model, self.tensors, self.spec, options)
+        self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
         self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
         self.origin: PlanOrigin | None = None
+
+    def blocks(self) -> Collection[str]:
+        """Return the paths of the blocks."""
+        forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
+        return find_blocks(forward, kinds_of(self.model))
 
     def study(self, least_bytes: int | None) -> Study:
         """Return the step as plain data; with what its modules could send of so many bytes and more, if any may."""

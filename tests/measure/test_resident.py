@@ -40,7 +40,9 @@ WHOLE_BYTES = START_BYTES + BLOCKS * BLOCK_BYTES
 
 
 def around(training: Training, device: str = "a100-80", dtype: torch.dtype = torch.float32) -> Any:
-    return static_memory(Net(dtype), [torch.zeros(BATCH, WIDTH)], cost_models.device(device), training)
+    paths = [f"blocks.{number}" for number in range(BLOCKS)]
+    inputs = [torch.zeros(BATCH, WIDTH)]
+    return static_memory(Net(dtype), inputs, cost_models.device(device), training, lambda: paths)
 
 
 def test_what_is_there_without_an_optimizer() -> None:

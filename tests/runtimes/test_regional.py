@@ -9,7 +9,8 @@ from torch import nn
 
 import planner
 from planner.capture import fake_mode
-from planner.capture.blocks.regions import find_blocks
+from planner.capture.blocks.regions import Step
+from planner.capture.inputs import Inputs
 from planner.errors import PlanMismatchError, UsageError
 
 ROWS, WIDTH = 256, 32
@@ -45,7 +46,7 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.encoder = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
         self.decoder = nn.ModuleList(Decoding() for _ in range(3))
         self.tied = nn.Linear(WIDTH, WIDTH)
 
@@ -112,10 +113,27 @@ def test_blocks_that_do_not_fit_the_mould_stay_eager() -> None:
     assert "returns" in left["block layers.2"]
 
 
+class Nested(nn.ModuleDict):
+    """Lists in a list, neither of which is called."""
+
+    def __init__(self) -> None:
+        lists = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
+        super().__init__({"all": lists})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in self["all"]:
+            for layer in row:
+                x = layer(x)
+        return x
+
+
+def blocks_of(model: nn.Module, x: torch.Tensor) -> list[str]:
+    return list(Step(model, Inputs.of(x, None)).find_blocks())
+
+
 def test_blocks_are_the_outermost_repeated_members() -> None:
-    assert list(find_blocks(Normed())) == ["layers.0", "layers.1", "layers.2"]
-    nested = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(2)) for _ in range(2))
-    assert list(find_blocks(nn.ModuleDict({"all": nested}))) == ["all.0.0", "all.0.1", "all.1.0", "all.1.1"]
+    assert blocks_of(Normed(), IMAGES) == ["layers.0", "layers.1", "layers.2"]
+    assert blocks_of(Nested(), torch.randn(2, 2)) == ["all.0.0", "all.0.1", "all.1.0", "all.1.1"]
 
 
 def test_a_model_without_blocks_is_sent_elsewhere() -> None:

@@ -26,36 +26,14 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph, is_tangent, mutates, tensors_of
 from planner.capture.joint_capture import capture, differentiable_outputs, fake_mode
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
-from planner.capture.storages import tensors_in
+from planner.capture.provenance import kinds_of
+from planner.capture.storages import Run, tensors_in
 from planner.capture.torch_internals import FakeTensor, TangentAOTInput, call_implementation, call_with
 from planner.errors import CaptureError, UnsupportedModelError
+from planner.ir.layers import find_blocks
 
 Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
 """Lowers the graph of a block, of which some placeholders are given by the rest of the step."""
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost repeated blocks by their paths.
-
-    A block is a member, with parameters, of a ``ModuleList`` or ``Sequential`` in which its class
-    occurs more than once.
-    """
-    found: dict[str, nn.Module] = {}
-
-    def look(path: str, module: nn.Module) -> None:
-        kinds = Counter(type(member) for member in module.children())
-        for name, child in module.named_children():
-            container = isinstance(child, (nn.ModuleList, nn.ModuleDict))
-            repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
-            own = f"{path}.{name}".strip(".")
-            if repeated and not container and any(True for _ in child.parameters()):
-                found[own] = child
-            else:
-                look(own, child)
-
-    look("", model)
-    times = Counter(id(block) for block in found.values())
-    return {path: block for path, block in found.items() if times[id(block)] == 1}
 
 
 @dataclass(frozen=True)
@@ -128,9 +106,18 @@ class Step:
         self.state = {name: self._fake(tensor) for name, tensor in state.items()}
         self.inputs = inputs.map_tensors(self._fake)
 
+    def find_blocks(self) -> dict[str, nn.Module]:
+        """Return the blocks of the model that have parameters, by their paths; see :mod:`planner.ir.layers`."""
+        recorder = self._recorder()
+        with recorder.modules():
+            self._run(lambda: call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs), recorder)
+        forward = Counter(event.module for event in recorder.events if isinstance(event, Run))
+        found = {path: self.model.get_submodule(path) for path in find_blocks(forward, kinds_of(self.model))}
+        return {path: block for path, block in found.items() if any(True for _ in block.parameters())}
+
     def capture_blocks(self, lower: Lower) -> tuple[dict[str, Block], dict[str, str]]:
         """Capture every block that can be; give why others cannot, by their paths."""
-        calls, left = self._calls(find_blocks(self.model))
+        calls, left = self._calls(self.find_blocks())
         blocks: dict[str, Block] = {}
         for path, (block, inputs, outputs) in calls.items():
             try:
@@ -144,18 +131,19 @@ class Step:
 
         With a loss that is known nobody else holds the gradients of the outputs.
         """
-        modules = dict(self.model.named_modules())
-        names = {module: name for name, module in modules.items()}
-        known = [*self.state.values(), *self.inputs.tensors()]
-        with self.mode:
-            sums = EngineSums(known[0].device)
-        recorder = Recorder(self.mode, sums, known, names)
+        recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
-            modules[path]: _StandIn(block, recorder) for path, block in blocks.items()
+            self.model.get_submodule(path): _StandIn(block, recorder) for path, block in blocks.items()
         }
         with forwards(replacing), recorder.modules():
             self._run(lambda: self._follow(recorder, has_loss), recorder)
         return Trace(recorder.events, recorder.storages)
+
+    def _recorder(self) -> Recorder:
+        known = [*self.state.values(), *self.inputs.tensors()]
+        with self.mode:
+            sums = EngineSums(known[0].device)
+        return Recorder(self.mode, sums, known, {module: name for name, module in self.model.named_modules()})
 
     def _follow(self, recorder: Recorder, has_loss: bool) -> None:
         outputs = call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)

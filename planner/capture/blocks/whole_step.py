@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -38,6 +39,7 @@ def put_together(
     loss: LossMemory = LossMemory(),  # noqa: B008
     ranks: int = 1,
     units: dict[str, Sequence[Parameter]] | None = None,
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> LoweredGraph:
     """Return the graph of the whole step.
 
@@ -45,7 +47,7 @@ def put_together(
     ----------
     joint : JointGraph
         Stands for the step as a whole: its ``inputs`` are those of the model.
-    alignment_bytes, static_bytes, name, loss
+    alignment_bytes, static_bytes, name, loss, kinds
         See :func:`planner.capture.lowering.lower`.
     units : dict of str to sequence of Parameter, optional
         What FSDP2 shards over the ranks, see :class:`planner.capture.blocks.sharding.Sharding`.
@@ -57,7 +59,7 @@ def put_together(
     builder = Builder(trace, blocks, alignment_bytes)
     if units:
         builder.sharding = Sharding(builder, units, ranks)
-    graph = builder.run(static_bytes, name, loss)
+    graph = builder.run(static_bytes, name, loss, kinds)
     return LoweredGraph(joint, graph, builder.operation_nodes, [], {}, fingerprinted=builder.as_written_before(graph))
 
 
@@ -100,7 +102,7 @@ class Builder(GraphBuilder[fx.Node]):
             if storage.died is not None:
                 self.held.setdefault(storage.died - 1, []).append(number)
 
-    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory) -> TrainingGraph:
+    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory, kinds: Mapping[str, str]) -> TrainingGraph:
         """Go through the events of the step."""
         if self.sharding:
             self.sharding.begin()
@@ -113,7 +115,7 @@ class Builder(GraphBuilder[fx.Node]):
                 self._block(event, index)
         if self.sharding:
             self.sharding.end(self._gradients(self.eager_gradients))
-        return self.finish(static_bytes, name)
+        return self.finish(static_bytes, name, kinds)
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the graph as fingerprints have it.

@@ -19,6 +19,7 @@ from planner.capture.eager.sends import Candidate, Waits, sends_in, waits_of
 from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
+from planner.capture.provenance import kinds_of
 from planner.capture.storages import Run, Storage
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder
@@ -82,7 +83,7 @@ class _Lowering(GraphBuilder[fx.Node]):
     def __init__(self, trace: Trace, model: nn.Module, alignment_bytes: int, on_cpu: bool) -> None:
         super().__init__(alignment_bytes)
         self.trace = trace
-        self.modules = dict(model.named_modules())
+        self.modules, self.kinds = dict(model.named_modules()), kinds_of(model)
         self.random_bytes = self.aligned(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
         for index, storage in enumerate(trace.storages):
             size_bytes = 0 if self._is_elsewhere(storage, on_cpu) else storage.size_bytes
@@ -161,7 +162,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             if position in keepable:
                 stand_ins[position] = self._add_stand_in(self.operations[-1])
         run_at.append(self._add_note(END, "", ()))
-        graph = self.finish(static_bytes, name)
+        graph = self.finish(static_bytes, name, self.kinds)
         regions = []
         for candidate in candidates:
             *scratch, stop = ends[candidate.module]
