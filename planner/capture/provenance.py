@@ -6,12 +6,17 @@ import os
 import re
 from dataclasses import dataclass
 
+import torch
 from torch import fx, nn
+
+import cost_models
+import planner
 
 _SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
-_HERE = os.path.dirname(__file__) + os.sep
-"""Where this package follows models from."""
+_LIBRARIES = tuple(os.path.join(package.__path__[0], "") for package in (torch, planner, cost_models))
+_ZOO = os.path.join(planner.__path__[0], "zoo", "")
+"""Folders by which files are told from those of users, whatever their base names."""
 
 _STEP = re.compile(r"\._modules\[(['\"])(.*?)\1\]|\[(['\"])(.*?)\3\]|\[(\d+)\]")
 
@@ -104,5 +109,5 @@ def short_path(file: str) -> str:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is torch's or this package's way into the model, not a user's code."""
-    return f"{os.sep}torch{os.sep}" in file or file.startswith(("<", _HERE))
+    """Whether a file is torch's or the planner's, and not a user's code; a model of the zoo is as good as a user's."""
+    return file.startswith(("<", *_LIBRARIES)) and not file.startswith(_ZOO)

@@ -38,6 +38,9 @@ FROM_CACHE = " (from the cache)"
 
 _LARGEST_ENTRY_BYTES = 16 << 20
 _ABANDONED_SECONDS = 3600.0
+_ROOMS = ("common", "ir", "findings", "solving", "solvers")
+"""Solvers import nothing of the planner beyond these; the contract on rooms holds them to it."""
+
 _LIBRARIES = ("highspy", "numba", "pulp")
 
 
@@ -162,13 +165,19 @@ def _usual_folder() -> Path:
     return (chosen if chosen.is_absolute() else home / ".cache") / "checkpoint-planner"
 
 
+def digest_of_source(package: Path) -> str:
+    """Return a digest of all source that a solution depends on: the rooms that solving is made of."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in _ROOMS for path in (package / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(package)} ".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 @cache
 def _versions() -> str:
-    """Tell solvers apart by their own source, and by the libraries that they stand on."""
-    own = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].glob("solv*/**/*.py")):
-        own.update(path.read_bytes())
-    found = [own.hexdigest()]
+    """Tell solvers apart by the source that solving depends on, and by the libraries that it stands on."""
+    found = [digest_of_source(Path(__file__).parents[1])]
     for library in _LIBRARIES:
         with suppress(metadata.PackageNotFoundError):
             found.append(f"{library} {metadata.version(library)}")
