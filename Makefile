@@ -19,6 +19,7 @@ benchmark:
 lint:
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(dir $(PYTHON))lint-imports --no-cache
 
 types:
 	$(PYTHON) -m mypy
