@@ -23,7 +23,7 @@ from planner.analysis.compatibility import (
 from planner.capture.inputs import Inputs, LossFunction, check_model
 from planner.capture.joint_capture import capture, is_fake
 from planner.capture.parallel import has_several_ranks
-from planner.capture.torch_internals import install_call, installed_call
+from planner.capture.torch_internals import install_untraced_call, installed_call
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
 from planner.common.units import Size
@@ -332,7 +332,7 @@ def auto_wrap(
         options = options.after(plan)
     prepare = partial(with_loss, model, options, loss_fn) if loss_fn is not None else None
     unwrap(model)
-    install_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
+    install_untraced_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model
 
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from planner.capture.torch_internals import installed_call, uninstall_call
+from planner.capture.torch_internals import uninstall_call, untraced_call
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.runtimes import Running
@@ -16,7 +16,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 def running_on(model: nn.Module) -> Running | None:
     """Return what runs in place of a model's call, if that is ours."""
-    running = installed_call(model)
+    running = untraced_call(model)
     return running if isinstance(running, Running) else None
 
 

@@ -193,9 +193,20 @@ def install_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
     module._compiled_call_impl = call
 
 
+def install_untraced_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call``, and ``torch.compile(module)`` too: nothing in it is traced."""
+    reason = "a model wrapped by planner.auto_wrap runs its own graphs"
+    install_call(module, torch.compiler.disable(call, reason=reason))
+
+
 def installed_call(module: torch.nn.Module) -> Any:
-    """Return what :func:`install_call` installed, or None."""
+    """Return what was installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
+
+
+def untraced_call(module: torch.nn.Module) -> Any:
+    """Return what :func:`install_untraced_call` was given, or None."""
+    return getattr(installed_call(module), "_torchdynamo_orig_callable", None)
 
 
 def uninstall_call(module: torch.nn.Module) -> None:

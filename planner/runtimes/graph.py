@@ -56,7 +56,6 @@ class GraphRuntime(PlannedCalls):
         self._call = self._new_call()
         self._call_without_assumption = self._new_call(assume=False)
 
-    @torch.compiler.disable(reason="a model wrapped by planner.auto_wrap runs its own graphs")  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if not torch.is_grad_enabled():

@@ -51,8 +51,8 @@ def rows(count: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(count))
 
 
-# Inductor calls a C++ compiler, and `auto` only picks one of the others.
-@pytest.fixture(params=tiered((name for name in runtimes.names() if name != "auto"), slow=["inductor"]))
+# Inductor calls a C++ compiler.
+@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 
@@ -112,6 +112,19 @@ def test_an_example_counts_as_a_step(runtime: runtimes.Runtime) -> None:
     model = planner.auto_wrap(Model(), rows(LARGEST), **options)  # type: ignore[arg-type]
     largest = planner.plan_of(model).budget_bytes
     assert step(model, 256, runtime.tolerance).budget_bytes == largest
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiling_a_wrapped_model_runs_the_plan(runtime: runtimes.Runtime, fullgraph: bool) -> None:
+    torch.compiler.reset()  # what another test compiled is not compiled again
+    model = planner.auto_wrap(Model(), activation_budget="80%", runtime=runtime.name, time_limit_seconds=1.0)
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    if runtime.name == "modules" and fullgraph:
+        with pytest.raises(RuntimeError, match="no compiled frames"):  # it runs the model itself: torch says so
+            compiled(rows(LARGEST))
+        return
+    compiled(rows(LARGEST)).backward()
+    assert planner.plan_of(model).recomputations
 
 
 class Wide(nn.Module):

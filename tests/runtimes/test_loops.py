@@ -210,13 +210,6 @@ def test_a_wrapped_part_belongs_to_the_plan_of_the_whole() -> None:
     assert check(model).recomputations
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_compiling_a_wrapped_model_runs_the_plan(fullgraph: bool) -> None:
-    model = planner.auto_wrap(Model(), activation_budget="75%", time_limit_seconds=1.0)
-    torch.compile(model, backend="eager", fullgraph=fullgraph)(data()).backward()
-    assert planner.plan_of(model).recomputations
-
-
 def test_wrapping_a_compiled_model_is_refused() -> None:
     model = Model()
     model.compile(backend="eager")
