@@ -92,7 +92,7 @@ def _check(args: argparse.Namespace) -> None:
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import methods, ranges
     from planner.common.units import parse_size
-    from planner.report import curve_picture
+    from planner.report import curve_chart
 
     _asked.check_model(args)
     picked(Training, vars(args))
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
     zoo.check_sizes(args.model or args.name, sizes)
     _asked.check_writable(args.json, args.csv, args.html)
     if args.plot:
-        curve_picture.check(args.plot)
+        curve_chart.check_picture(args.plot)
 
 
 def _names(args: argparse.Namespace, option: str) -> list[str]:
@@ -276,7 +276,7 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     """Write the files and show the report."""
     from planner.analysis.trade_off.answers import csv_text
     from planner.common.atomic import write_text
-    from planner.report import curve_picture, render_what_if
+    from planner.report import curve_chart, render_what_if
 
     write_json(answers.report(), args.json)
     if args.csv:
@@ -286,7 +286,7 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
 
         write_text(args.html, what_if_page(answers))
     if args.plot:
-        curve_picture.write(args.plot, answers.curve, answers.methods)
+        curve_chart.write_picture(args.plot, answers.curve, answers.methods)
     if args.json != "-":
         show(lambda console: render_what_if(answers, console))
 

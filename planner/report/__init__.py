@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 
+from planner.common.timings import STAGES
+from planner.common.units import format_seconds
 from planner.plans.plan import Plan
 from planner.report import (
+    alternatives,
     anatomy,
-    baselines,
-    kept,
+    findings,
     offloading,
     operations,
-    origin,
     placement,
-    room,
     timeline,
     tree,
+    trust,
     verdict,
-    verification,
-    warnings,
 )
 from planner.report.audit import render as render_audit
-from planner.report.device import render as render_device
-from planner.report.diagnosis import render as render_diagnosis
 from planner.report.diff import render as render_difference
 from planner.report.established import render as render_established
 from planner.report.explain import render as render_explanation
+from planner.report.findings import render_diagnosis
+from planner.report.measured import render_device, render_profile
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
-from planner.report.profile import render as render_profile
-from planner.report.timings import render as render_timings
+from planner.report.style import print_parts, print_verdict, table
 from planner.report.what_if import render as render_what_if
 
 __all__ = [
@@ -52,37 +51,38 @@ __all__ = [
 
 
 def render(plan: Plan, console: Console, *, show_operations: bool = False, show_tree: bool = False) -> None:
-    """Print the report of a plan.
-
-    Parameters
-    ----------
-    show_operations : bool
-        Add the table of all operations.
-    show_tree : bool
-        Add the tree of all modules.
-    """
-    verdict.print_verdict(verdict.verdict(plan), console, style="bold green")
-    for part in (
+    """Print the report of a plan; if asked for with the table of all operations and the tree of all modules."""
+    print_verdict(verdict.verdict(plan), console, style="bold green")
+    print_parts(
+        console,
         anatomy.render(plan),
-        baselines.render(plan),
+        alternatives.render_baselines(plan),
         placement.render(plan),
-        kept.render(plan),
+        placement.render_kept(plan),
         tree.render(plan) if show_tree else None,
         timeline.render(plan),
-        room.render(plan),
+        alternatives.render_budgets(plan),
         offloading.render(plan),
-        warnings.render(plan),
-        verification.render(plan),
-        origin.render(plan),
+        findings.render(plan.warnings) if plan.warnings else None,
+        trust.render_measured(plan),
+        trust.render(plan),
         operations.render(plan) if show_operations else None,
-    ):
-        if part is not None:
-            console.print()
-            console.print(part)
+    )
 
 
 def render_infeasible(report: dict[str, Any], console: Console) -> None:
     """Print that no plan fits, from the report that the error carries."""
-    verdict.print_verdict(verdict.infeasible_verdict(report), console, style="bold red")
-    console.print()
-    console.print(anatomy.render_infeasible(report))
+    print_verdict(verdict.infeasible_verdict(report), console, style="bold red")
+    print_parts(console, anatomy.render_infeasible(report))
+
+
+def render_timings(seconds: Mapping[str, float], console: Console) -> None:
+    """Print the seconds of each stage of planning that ran, and their sum."""
+    shown = table(
+        "Where the time went",
+        [*(stage for stage in STAGES if stage in seconds), "all"],
+        ("stage", str, str),
+        ("time", lambda stage: sum(seconds.values()) if stage == "all" else seconds[stage], format_seconds),
+        bold=lambda stage: stage == "all",
+    )
+    print_parts(console, shown)

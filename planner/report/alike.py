@@ -11,19 +11,10 @@ from planner.report.style import operator_name
 def alike(
     places: Sequence[tuple[str, int | None, str]], signatures: Sequence[object]
 ) -> Iterator[tuple[str, list[int]]]:
-    """Group values by what they are inside their blocks.
+    """Group values by what they are inside their blocks: a label, and the positions of the values it stands for.
 
-    Parameters
-    ----------
-    places : sequence of (str, int or None, str)
-        For each value, the key of its operation, which result it is, and the path of its block.
-    signatures : sequence of object
-        What else must be equal for two to be shown as one.
-
-    Yields
-    ------
-    (str, list of int)
-        A label and the positions of the values it stands for, in order of the first.
+    A place is the key of an operation, which of its results is meant, and the path of its block; signatures are what
+    else must be equal for two to be shown as one.
 
     Examples
     --------

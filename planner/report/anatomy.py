@@ -11,8 +11,7 @@ from rich.text import Text
 
 from planner.common.units import format_bytes, format_percent
 from planner.plans.plan import Plan
-from planner.report.placement import short_name
-from planner.report.style import cells, in_unit_of, table
+from planner.report.style import in_unit_of, operator_name, sizes, table
 
 _ORDER = (
     "parameters", "master weights", "buffers", "inputs", "gradients", "optimizer", "saved activations",
@@ -51,7 +50,7 @@ def _largest(plan: Plan) -> Iterator[Text]:
     widest = max(len(in_unit_of(row.size_bytes, plan.peak_bytes)) for row in named)
     for row in named:
         each = f"{row.count} x " if row.count > 1 else ""
-        made = f"{short_name(row.operation)} in {row.module or 'the model'}"
+        made = f"{operator_name(row.operation)} in {row.module or 'the model'}"
         source = f" ({row.source.rpartition('/')[2]})" if row.source else ""
         size = in_unit_of(row.size_bytes, plan.peak_bytes)
         line = f"  {size:>{widest}}  {each}{made}{source}: {row.kind}"
@@ -93,16 +92,27 @@ def _sorted(sizes: dict[str, int]) -> list[str]:
     return sorted(sizes, key=lambda kind: rank.get(kind, len(rank)))
 
 
-def _sizes(sizes: dict[str, int], title: str, total: str) -> Table:
-    whole_bytes = sum(sizes.values())
-    shown = table("", "size", "bytes", "share", title=title)
+def _sizes(size_of: dict[str, int], title: str, total: str) -> Table:
+    whole_bytes = sum(size_of.values())
+    rows = [*((kind, size_of[kind]) for kind in _sorted(size_of) if size_of[kind]), (total, whole_bytes)]
+
+    def is_total(row: tuple[str, int]) -> bool:
+        return row is rows[-1]
+
+    def bar(row: tuple[str, int]) -> Text:
+        return Text("" if is_total(row) else "█" * round(_BAR * row[1] / whole_bytes), style="green")
+
+    shown = table(
+        title,
+        rows,
+        ("", lambda row: row[0], str),
+        ("size", lambda row: row[1], sizes([whole_bytes])),
+        ("bytes", lambda row: row[1], "{:,}".format),
+        ("share", lambda row: 1.0 if is_total(row) else row[1] / whole_bytes, format_percent),
+        ("", bar, str),
+        bold=is_total,
+    )
     shown.columns[0].no_wrap = True  # the bars give way first
-    shown.add_column(overflow="crop")
-    for kind in _sorted(sizes):
-        size = sizes[kind]
-        if size:
-            share = format_percent(size / whole_bytes)
-            bar = Text("█" * round(_BAR * size / whole_bytes), style="green")
-            shown.add_row(*cells(kind, in_unit_of(size, whole_bytes), f"{size:,}", share), bar)
-    shown.add_row(*cells(total, in_unit_of(whole_bytes, whole_bytes), f"{whole_bytes:,}", "100.0%", style="bold"))
+    bars = shown.columns[-1]
+    bars.justify, bars.no_wrap, bars.overflow = "left", False, "crop"
     return shown

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from planner.analysis.audit import Audit
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import Plan
-from planner.report.style import at_least_percent, cells, in_unit_of, signed_percent, table
-from planner.report.verdict import print_verdict
+from planner.report.style import at_least_percent, print_parts, print_verdict, signed_percent, sizes, table
 
 
 def render(audit: Audit, console: Console) -> None:
     """Print an audit."""
     print_verdict(answer(audit), console, style="bold green" if _is_best(audit) else "bold yellow")
-    console.print()
-    console.print(_ways(audit))
-    for line in _lines(audit):
-        console.print(Text(line))
+    print_parts(console, Group(_plans(audit), *map(Text, _lines(audit))))
 
 
 def answer(audit: Audit) -> str:
@@ -61,29 +58,28 @@ def _at_the_budget(audit: Audit) -> str:
     return f"{budget}, where {signed_percent(best.overhead)} would do ({_bound(best)})"
 
 
-def _ways(audit: Audit) -> Table:
-    host = any(plan.offloading for plan in (audit.now, audit.best))
-    added = "added" if host else "recompute"
-    shown = table("way", "peak", "overhead", added, "above bound", title="What is done now, and what would do")
-    rows = [(f"now: {audit.current}", audit.now, audit.best), ("best at that peak", audit.best, audit.best)]
-    if audit.within_budget is not None:
-        best = audit.within_budget
-        rows.append((f"best within {format_bytes(best.budget_bytes)}", best, best))
-    without_bytes = audit.now.baseline_peak_bytes
-    largest_bytes = max(without_bytes, *(plan.whole_step_peak_bytes for _, plan, _ in rows))
-    shown.add_row(*cells("without recompute", in_unit_of(without_bytes, largest_bytes), "+0.0%", "-", "-"))
-    for label, plan, bound in rows:
-        is_proven = bound.lower_bound_seconds > 0 or plan.added_seconds <= 0
-        shown.add_row(
-            *cells(
-                label,
-                in_unit_of(plan.whole_step_peak_bytes, largest_bytes),
-                signed_percent(plan.overhead),
-                format_seconds(plan.added_seconds) if plan.added_seconds else "-",
-                signed_percent(plan.overhead - bound.lower_bound_overhead) if is_proven else "-",
-            )
-        )
-    return shown
+def _plans(audit: Audit) -> Table:
+    now, best, within = audit.now, audit.best, audit.within_budget
+    rows: list[tuple[Any, ...]] = [("without recompute", now.baseline_peak_bytes, 0.0, None, None)]
+    rows += [_row(f"now: {audit.current}", now, best), _row("best at that peak", best, best)]
+    if within is not None:
+        rows.append(_row(f"best within {format_bytes(within.budget_bytes)}", within, within))
+    return table(
+        "What is done now, and what would do",
+        rows,
+        ("method", lambda row: row[0], str),
+        ("peak", lambda row: row[1], sizes(row[1] for row in rows)),
+        ("overhead", lambda row: row[2], signed_percent),
+        ("added" if now.offloading or best.offloading else "recompute", lambda row: row[3], format_seconds),
+        ("above bound", lambda row: row[4], signed_percent),
+    )
+
+
+def _row(name: str, plan: Plan, best: Plan) -> tuple[Any, ...]:
+    """Return what a plan costs, and how far that is above the bound of the best one."""
+    is_proven = best.lower_bound_seconds > 0 or plan.added_seconds <= 0
+    above = plan.overhead - best.lower_bound_overhead if is_proven else None
+    return name, plan.whole_step_peak_bytes, plan.overhead, plan.added_seconds or None, above
 
 
 def _lines(audit: Audit) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,8 +15,7 @@ from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
 from planner.report.alike import alike
 from planner.report.placement import fitting
-from planner.report.style import cells, in_unit_of, signed_percent, table
-from planner.report.verdict import print_verdict
+from planner.report.style import Write, print_parts, print_verdict, signed_percent, sizes, table
 
 _MOST_ROWS, _LABEL_AT_MOST = 30, 25
 
@@ -23,13 +23,7 @@ _MOST_ROWS, _LABEL_AT_MOST = 30, 25
 def render(difference: Difference, console: Console) -> None:
     """Print a difference."""
     print_verdict(answer(difference), console, style="bold")
-    for part in (_header(difference), _layers(difference), _moves(difference)):
-        if part is not None:
-            console.print()
-            console.print(part)
-    for note in _notes(difference):
-        console.print()
-        console.print(Text(note))
+    print_parts(console, _header(difference), _layers(difference), _moves(difference), *map(Text, _notes(difference)))
 
 
 def answer(difference: Difference) -> str:
@@ -70,10 +64,14 @@ def _counted(count: int, noun: str) -> str:
 def _header(difference: Difference) -> Table | None:
     if not difference.header:
         return None
-    shown = table("", "A", "B", title="Made otherwise", text_columns=3)
-    for name, (a, b) in difference.header.items():
-        shown.add_row(*cells(name.removesuffix("_bytes"), _entry(name, a), _entry(name, b)))
-    return shown
+    return table(
+        "Made otherwise",
+        difference.header.items(),
+        ("", lambda row: row[0].removesuffix("_bytes"), str),
+        ("A", lambda row: _entry(row[0], row[1][0]), str),
+        ("B", lambda row: _entry(row[0], row[1][1]), str),
+        text_columns=3,
+    )
 
 
 def _entry(name: str, content: Any) -> str:
@@ -84,17 +82,32 @@ def _layers(difference: Difference) -> Group | None:
     layers = difference.layers
     if not layers:
         return None
-    shown = table("layer", "saved", "change", "again", "added", "change", title="Layers that change")
-    largest_bytes = max(max(layer.a.saved_bytes, layer.b.saved_bytes) for layer in layers)
     signatures = [
         (layer.a.saved_bytes, layer.b.saved_bytes, _targets(layer.a.targets), _targets(layer.b.targets))
         if layer.block
         else position
         for position, layer in enumerate(layers)
     ]
-    for label, members in collapse([layer.module for layer in layers], signatures):
-        shown.add_row(*cells(*_row(fitting(label, _LABEL_AT_MOST), [layers[i] for i in members], largest_bytes)))
-    shown.add_row(*cells(*_row("all of these", list(layers), largest_bytes), style="bold"))
+    everything = "all of these", layers
+    rows = [
+        *(
+            (fitting(label, _LABEL_AT_MOST), [layers[i] for i in members])
+            for label, members in collapse([layer.module for layer in layers], signatures)
+        ),
+        everything,
+    ]
+    size = sizes(max(layer.a.saved_bytes, layer.b.saved_bytes) for layer in layers)
+    shown = table(
+        "Layers that change",
+        rows,
+        ("layer", lambda row: row[0], str),
+        ("saved", lambda row: sum(layer.b.saved_bytes for layer in row[1]), size),
+        ("change", lambda row: sum(layer.saved_bytes for layer in row[1]), partial(_signed, size)),
+        ("again", _runs_again, str),
+        ("added", lambda row: sum(layer.b.added_seconds for layer in row[1]), format_seconds),
+        ("change", lambda row: sum(layer.added_seconds for layer in row[1]), partial(_signed, format_seconds)),
+        bold=lambda row: row is everything,
+    )
     return Group(shown, Text("'saved', 'again' (runs beyond the first) and 'added' are of B, 'change' is from A to B."))
 
 
@@ -102,44 +115,40 @@ def _targets(targets: dict[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(targets.items()))
 
 
-def _row(label: str, layers: list[LayerDifference], largest_bytes: int) -> list[str]:
-    saved_bytes, added_seconds = (
-        sum(layer.saved_bytes for layer in layers),
-        sum(layer.added_seconds for layer in layers),
-    )
-    sign = "+" if saved_bytes > 0 else ""
-    return [
-        label,
-        in_unit_of(sum(layer.b.saved_bytes for layer in layers), largest_bytes),
-        f"{sign}{in_unit_of(saved_bytes, largest_bytes)}",
-        f"{sum(layer.b.recomputed for layer in layers)} ({sum(layer.recomputed for layer in layers):+})",
-        format_seconds(sum(layer.b.added_seconds for layer in layers)),
-        f"{'+' if added_seconds > 0 else ''}{format_seconds(added_seconds)}",
-    ]
+def _runs_again(row: tuple[str, Sequence[LayerDifference]]) -> str:
+    return f"{sum(layer.b.recomputed for layer in row[1])} ({sum(layer.recomputed for layer in row[1]):+})"
+
+
+def _signed(write: Write, change: float) -> str:
+    return f"{'+' if change > 0 else ''}{write(change)}"
 
 
 def _moves(difference: Difference) -> Group | None:
     moves = difference.moves
     if not moves:
         return None
-    noun = "Values" if difference.by_value else "Operations"
-    shown = table("value" if difference.by_value else "operation", "bytes", "A", "B", title=f"{noun} that moved")
     places = [(move.operation, move.output, move.block) for move in moves]
     groups = [
         (label, [moves[i] for i in members])
         for label, members in alike(places, [(move.size_bytes, move.before, move.after) for move in moves])
     ]
     groups.sort(key=lambda group: (group[1][0].before, group[1][0].after, -_bytes(group[1])))
-    for label, members in groups[:_MOST_ROWS]:
-        size = format_bytes(_bytes(members)) if members[0].size_bytes is not None else "-"
-        shown.add_row(*cells(label, size, members[0].before, members[0].after))
+    noun = "value" if difference.by_value else "operation"
+    shown = table(
+        f"{noun.capitalize()}s that moved",
+        groups[:_MOST_ROWS],
+        (noun, lambda group: group[0], str),
+        ("bytes", lambda group: None if group[1][0].size_bytes is None else _bytes(group[1]), format_bytes),
+        ("A", lambda group: group[1][0].before, str),
+        ("B", lambda group: group[1][0].after, str),
+    )
     notes = [Text("Of several layers (xN) a row shows the sum.")]
     if len(groups) > _MOST_ROWS:
         notes.append(Text(f"{len(groups) - _MOST_ROWS} rows are left out; --json has all of them."))
     return Group(shown, *notes)
 
 
-def _bytes(moves: list[Move]) -> int:
+def _bytes(moves: Sequence[Move]) -> int:
     return sum(move.size_bytes or 0 for move in moves)
 
 
@@ -158,7 +167,6 @@ def _notes(difference: Difference) -> Iterator[str]:
             "The plans count with other times, of another device, cost model or model; times are as each plan has them."
         )
     if not difference.by_value:
-        without = " and ".join(
-            name for name, plan in (("A", difference.a), ("B", difference.b)) if plan.values is None
-        )  # fmt: skip
+        plans = (("A", difference.a), ("B", difference.b))
+        without = " and ".join(name for name, plan in plans if plan.values is None)
         yield (f"No table of values in {without}, so operations are compared; plans that 'plan --save' makes have one.")

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from planner.analysis.strategy_comparison import NEAR, Established, Incumbent
 from planner.common.units import format_bytes, format_seconds
-from planner.report.style import at_least_percent, cells, in_unit_of, signed_percent, table
-from planner.report.verdict import print_verdict
+from planner.report.style import at_least_percent, print_parts, print_verdict, signed_percent, sizes, table
 
 
 def render(established: Established, console: Console) -> None:
     """Print the comparison."""
     print_verdict(answer(established), console, style="bold")
-    if established.rows:
-        console.print()
-        console.print(_ways(established))
-    for line in _lines(established):
-        console.print(Text(line))
+    strategies = [_strategies(established)] if established.rows else []
+    print_parts(console, Group(*strategies, *map(Text, _lines(established))))
 
 
 def answer(established: Established) -> str:
@@ -43,32 +39,24 @@ def _excess(row: Incumbent) -> float:
 
 
 def _pays(row: Incumbent) -> str:
-    return f"{row.name}, {signed_percent(row.overhead)} where {_or_dash(row.best_overhead)} would do"
+    best = "-" if row.best_overhead is None else signed_percent(row.best_overhead)
+    return f"{row.name}, {signed_percent(row.overhead)} where {best} would do"
 
 
-def _or_dash(ratio: float | None) -> str:
-    return "-" if ratio is None else signed_percent(ratio)
-
-
-def _ways(established: Established) -> Table:
-    headings = ["strategy", "peak", "host", "pays", "best", "bound", "gap"]
-    if not any(row.host_bytes for row in established.rows):
-        headings.remove("host")
-    shown = table(*headings, title="Each with the best plan at its own peak")
-    largest_bytes = max(row.peak_bytes for row in established.rows)
-    for row in established.rows:
-        bound = row.lower_bound_overhead
-        texts = {
-            "strategy": row.name,
-            "peak": in_unit_of(row.peak_bytes, largest_bytes),
-            "host": in_unit_of(row.host_bytes, largest_bytes) if row.host_bytes else "-",
-            "pays": signed_percent(row.overhead),
-            "best": _or_dash(row.best_overhead),
-            "bound": "-" if bound is None else at_least_percent(bound),
-            "gap": _or_dash(row.gap),
-        }
-        shown.add_row(*cells(*(texts[heading] for heading in headings)))
-    return shown
+def _strategies(established: Established) -> Table:
+    rows = established.rows
+    size = sizes(row.peak_bytes for row in rows)
+    return table(
+        "Each with the best plan at its own peak",
+        rows,
+        ("strategy", lambda row: row.name, str),
+        ("peak", lambda row: row.peak_bytes, size),
+        ("host", lambda row: row.host_bytes or None, size if any(row.host_bytes for row in rows) else None),
+        ("pays", lambda row: row.overhead, signed_percent),
+        ("best", lambda row: row.best_overhead, signed_percent),
+        ("bound", lambda row: row.lower_bound_overhead, at_least_percent),
+        ("gap", lambda row: row.gap, signed_percent),
+    )
 
 
 def _lines(established: Established) -> list[str]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from planner.analysis.explain import ExplainedValue, Explanation, per_ms
 from planner.common.units import format_bytes, format_seconds
 from planner.report.alike import alike, result_name
-from planner.report.verdict import print_verdict
+from planner.report.style import print_parts, print_verdict
 
 
 def render(explanation: Explanation, console: Console, *, largest: int | None = None) -> None:
@@ -22,12 +22,10 @@ def render(explanation: Explanation, console: Console, *, largest: int | None = 
     shown = groups
     if largest is not None:
         shown = sorted(groups, key=lambda group: -sum(v.value.size_bytes for v in group[1]))[:largest]
-    for label, members in shown:
-        console.print()
-        console.print(_paragraph(label, members))
+    print_parts(console, *(_paragraph(label, members) for label, members in shown))
     if len(shown) < len(groups):
-        console.print()
-        console.print(Text(f"{len(groups) - len(shown)} smaller ones are left out: name a module, or pass --all"))
+        left = Text(f"{len(groups) - len(shown)} smaller ones are left out: name a module, or pass --all")
+        print_parts(console, left)
 
 
 def answer(explanation: Explanation) -> str:

@@ -6,30 +6,22 @@ from rich.table import Table
 
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import Plan
-from planner.report.style import cells, compact_count, table
+from planner.report.style import compact_count, table
 
 
 def render(plan: Plan) -> Table:
     """Show every operation of the step in base order; the last row adds them up."""
-    shown = table(
-        "operation", "module", "phase", "FLOPs", "bytes moved", "time", "runs",
-        title=f"Operations, {len(plan.operations)}", text_columns=3,
-    )  # fmt: skip
-    for row in plan.operations:
-        shown.add_row(
-            *cells(
-                row.operation, row.module, row.phase, compact_count(row.flops), format_bytes(row.moved_bytes),
-                format_seconds(row.seconds), str(row.runs),
-            )
-        )  # fmt: skip
-    shown.add_row(
-        *cells(
-            "all, each once", "", "",
-            compact_count(sum(row.flops for row in plan.operations)),
-            format_bytes(sum(row.moved_bytes for row in plan.operations)),
-            format_seconds(sum(row.seconds for row in plan.operations)),
-            str(sum(row.runs for row in plan.operations)),
-            style="bold",
-        )
-    )  # fmt: skip
-    return shown
+    everything = ("all, each once", "", ""), plan.operations
+    return table(
+        f"Operations, {len(plan.operations)}",
+        [*(((row.operation, row.module, row.phase), [row]) for row in plan.operations), everything],
+        ("operation", lambda row: row[0][0], str),
+        ("module", lambda row: row[0][1], str),
+        ("phase", lambda row: row[0][2], str),
+        ("FLOPs", lambda row: sum(one.flops for one in row[1]), compact_count),
+        ("bytes moved", lambda row: sum(one.moved_bytes for one in row[1]), format_bytes),
+        ("time", lambda row: sum(one.seconds for one in row[1]), format_seconds),
+        ("runs", lambda row: sum(one.runs for one in row[1]), str),
+        text_columns=3,
+        bold=lambda row: row is everything,
+    )

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
-from planner.plans.pipeline_types import PipelinePlan, StagePlan
-from planner.report.style import cells, in_unit_of, signed_percent, table
-from planner.report.verdict import print_verdict
+from planner.plans.pipeline_types import PipelinePlan
+from planner.report.style import (
+    at_least_percent,
+    in_unit_of,
+    print_parts,
+    print_verdict,
+    signed_percent,
+    sizes,
+    table,
+)
 
 
 def render(plan: PipelinePlan, console: Console) -> None:
     """Print the report of a pipeline's plan."""
     print_verdict(_verdict(plan), console, style="bold green")
-    console.print()
+    size = sizes(stage.baseline_peak_bytes for stage in plan.stages)
     shown = table(
-        "stage", "layers", "in flight", "saved each", "peak", "keeping all", "recompute",
-        title=f"Stages of the {plan.schedule.name} schedule, {plan.schedule.micro_batches} micro-batches",
+        f"Stages of the {plan.schedule.name} schedule, {plan.schedule.micro_batches} micro-batches",
+        [(stage, chunk) for stage in plan.stages for chunk in range(len(stage.plans))],
+        ("stage", lambda row: "" if row[1] else row[0].index, str),
+        ("layers", lambda row: _ends(row[0].layers[row[1]]), str),
+        ("in flight", lambda row: "" if row[1] else row[0].micro_batches_in_flight, str),
+        ("saved each", lambda row: row[0].saved_bytes[row[1]], size),
+        ("peak", lambda row: row[0].plans[row[1]].whole_step_peak_bytes, size),
+        ("keeping all", lambda row: row[0].plans[row[1]].baseline_peak_bytes, size),
+        ("recompute", lambda row: row[0].plans[row[1]].overhead, signed_percent),
         text_columns=2,
-    )  # fmt: skip
-    largest_bytes = max(stage.baseline_peak_bytes for stage in plan.stages)
-    for stage in plan.stages:
-        style = "bold" if stage.index == plan.binding_stage else ""
-        for chunk in range(len(stage.plans)):
-            shown.add_row(*cells(*_row(stage, chunk, largest_bytes), style=style))
-    console.print(shown)
-    console.print()
-    console.print(_explained(plan))
+        bold=lambda row: row[0].index == plan.binding_stage,
+    )
+    print_parts(console, shown, _explained(plan))
     warnings = {warning for stage in plan.stages for part in stage.plans for warning in part.warnings}
     for warning in sorted(warnings, key=lambda warning: (warning.rule, warning.cause)):
         console.print(Text.assemble((f"warning [{warning.rule}] ", "yellow"), f"{warning.cause}; {warning.fix}"))
@@ -52,9 +60,7 @@ def _verdict(plan: PipelinePlan) -> str:
     peak = in_unit_of(plan.peak_bytes, plan.budget_bytes, digits=1).split()[0]
     cost = f"{signed_percent(plan.overhead)} step time"
     if plan.overhead > 0:
-        # Rounded down: the sentence must stay true.
-        bound = math.floor(plan.lower_bound_overhead * 1000 + 1e-6) / 1000
-        cost += f" (no plan can pay less than {signed_percent(bound)})"
+        cost += f" (no plan can pay less than {at_least_percent(plan.lower_bound_overhead)})"
     binding = plan.stages[plan.binding_stage]
     count = binding.micro_batches_in_flight
     layers = [layer for stage in plan.stages for part in stage.plans for layer in part.placement if layer.block]
@@ -70,18 +76,8 @@ def _in_flight(plan: PipelinePlan, count: int) -> str:
     return f"{count} {one if count == 1 else several}"
 
 
-def _row(stage: StagePlan, chunk: int, largest_bytes: int) -> list[str]:
-    layers, part = stage.layers[chunk], stage.plans[chunk]
-    is_first = chunk == 0
-    return [
-        str(stage.index) if is_first else "",
-        _short(layers[0]) if len(layers) == 1 else f"{_short(layers[0])} to {_short(layers[-1])} ({len(layers)})",
-        str(stage.micro_batches_in_flight) if is_first else "",
-        in_unit_of(stage.saved_bytes[chunk], largest_bytes),
-        in_unit_of(part.whole_step_peak_bytes, largest_bytes),
-        in_unit_of(part.baseline_peak_bytes, largest_bytes),
-        signed_percent(part.overhead),
-    ]
+def _ends(layers: Sequence[str]) -> str:
+    return _short(layers[0]) if len(layers) == 1 else f"{_short(layers[0])} to {_short(layers[-1])} ({len(layers)})"
 
 
 def _short(layer: str) -> str:

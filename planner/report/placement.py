@@ -1,9 +1,9 @@
-"""What happens to each layer, identical ones shown as one."""
+"""What happens to each layer, and what modules that run again keep; identical ones shown as one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions
@@ -12,7 +12,7 @@ from rich.text import Text
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
 from planner.plans.plan import LayerPlacement, Plan
-from planner.report.style import in_unit_of
+from planner.report.style import in_unit_of, operator_name
 
 NUMBERS = ("saved", "freed", "again", "added", "freed/ms")
 _GAP = "  "
@@ -21,18 +21,9 @@ _LABEL_AT_LEAST, _LABEL_AT_MOST = 16, 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of the placement: a layer, or several that are alike.
+    """One row of the placement: a layer, or several that are alike, with the sums of their :data:`NUMBERS`.
 
-    Parameters
-    ----------
-    label : str
-        ``"h 0-3 (x4)"``.
-    positions : tuple of int
-        Which layers of the plan these are.
-    numbers : tuple of str
-        Saved, freed, again, added, freed for each millisecond: sums over the layers.
-    why : str
-        What is recomputed, or why nothing is.
+    ``positions`` says which layers of the plan these are, ``why`` what is recomputed, or why nothing is.
     """
 
     label: str
@@ -47,13 +38,7 @@ def render(plan: Plan) -> Placement | None:
 
 
 class Placement:
-    """The table of the layers, with a line beneath each row that says why.
-
-    Parameters
-    ----------
-    rows : sequence of Row
-        The last adds up the others.
-    """
+    """The table of the layers, with a line beneath each row that says why; the last row adds up the others."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -141,7 +126,7 @@ def _why(layers: Sequence[LayerPlacement], saved_bytes: int, freed_bytes: int) -
     """Say what is recomputed, or what keeping saves."""
     targets: Counter[str] = Counter()
     for target, count in layers[0].targets.items():
-        targets[short_name(target)] += count
+        targets[operator_name(target)] += count
     names = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in targets.most_common())
     if names:
         return names if freed_bytes > 0 else f"{names}: others need it again"
@@ -150,7 +135,16 @@ def _why(layers: Sequence[LayerPlacement], saved_bytes: int, freed_bytes: int) -
     return "nothing to keep"
 
 
-def short_name(target: str) -> str:
-    """Return an operator's own name: ``aten.mm.default`` is ``mm``."""
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
+def render_kept(plan: Plan) -> Text | None:
+    """Name the operators whose results modules that run again keep, modules that are alike in one line."""
+    if not plan.kept:
+        return None
+    named = [_named(operators) for operators in plan.kept.values()]
+    text = Text("Kept in modules that run again", style="bold")
+    for label, positions in collapse(list(plan.kept), named):
+        text.append(f"\n{label}: {named[positions[0]]}", style="not bold")
+    return text.append("\nOf an operator that a module calls more than once, #0 is the first call.", style="not bold")
+
+
+def _named(kept: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{operator_name(operator)} #{n}" for operator, numbers in kept.items() for n in numbers)

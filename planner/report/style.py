@@ -1,11 +1,18 @@
-"""How numbers and tables look in every part of the report."""
+"""How numbers, tables and whole reports look."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+Write = Callable[[Any], str]
+"""How the contents of a column are written."""
 
 _UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
 
@@ -74,17 +81,56 @@ def operator_name(target: str) -> str:
     return parts[1] if len(parts) > 1 else target
 
 
-def table(*columns: str, title: str, text_columns: int = 1) -> Table:
-    """Return an empty table whose first columns are text, aligned left, and the others numbers."""
+def sizes(column: Iterable[int | None]) -> Write:
+    """Return what writes a column of sizes, all in the unit that suits the largest."""
+    return partial(in_unit_of, largest_bytes=max((size for size in column if size is not None), default=0))
+
+
+def yes_or_no(is_so: bool) -> str:
+    """Return a truth as a word."""
+    return "yes" if is_so else "no"
+
+
+def table(
+    title: str,
+    rows: Iterable[Any],
+    *columns: tuple[str, Callable[[Any], Any], Write | None],
+    text_columns: int = 1,
+    bold: Callable[[Any], Any] = lambda row: False,
+) -> Table:
+    """Return a table whose first columns are text, aligned left, and the others numbers.
+
+    A column has a name, what it takes from a row, and how that is written. Texts are written as they are, whatever
+    rich would read as markup in them, and None as a dash. A column that nothing writes is left out.
+    """
     made = Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for position, name in enumerate(columns):
+    shown = [(name, take, write) for name, take, write in columns if write is not None]
+    for position, (name, _, _) in enumerate(shown):
         if position < text_columns:
             made.add_column(Text(name), overflow="fold", min_width=8)
         else:
             made.add_column(Text(name), justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold" if bold(row) else ""
+        made.add_row(*(_cell(take(row), write, style) for _, take, write in shown))
     return made
 
 
-def cells(*contents: str, style: str = "") -> list[Text]:
-    """Return contents as they are: names may hold what rich would read as markup."""
-    return [Text(content, style=style) for content in contents]
+def _cell(content: Any, write: Write, style: str) -> Text:
+    if isinstance(content, Text):
+        return content
+    text = "-" if content is None else content if isinstance(content, str) else write(content)
+    return Text(text, style=style)
+
+
+def print_verdict(line: str, console: Console, *, style: str) -> None:
+    """Print a verdict: on a terminal wrapped between words, elsewhere always one line for other programs."""
+    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
+
+
+def print_parts(console: Console, *parts: RenderableType | None) -> None:
+    """Print the parts that there are, each after an empty line."""
+    for part in parts:
+        if part is not None:
+            console.print()
+            console.print(part)

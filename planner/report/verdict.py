@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.text import Text
-
 from planner.common.units import format_bytes
 from planner.plans.plan import PeakLocation, Plan
 from planner.report.style import at_least_percent, in_unit_of, signed_percent
@@ -56,8 +53,3 @@ def infeasible_verdict(report: dict[str, Any]) -> str:
         f"DOES NOT FIT {format_bytes(report['budget_bytes'])} · "
         f"smallest feasible budget {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) · bound by {where}"
     )
-
-
-def print_verdict(line: str, console: Console, *, style: str) -> None:
-    """Print a verdict: on a terminal wrapped between words, elsewhere always one line for other programs."""
-    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from rich.console import Console, RenderableType
@@ -11,27 +10,28 @@ from rich.text import Text
 from planner.analysis.trade_off.accelerators import DeviceRow
 from planner.analysis.trade_off.answers import Answers
 from planner.analysis.trade_off.methods import Method
-from planner.analysis.trade_off.sizes import SizeAxis
+from planner.analysis.trade_off.outcome import Outcome
+from planner.analysis.trade_off.sizes import SizeAxis, SizeRow
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
-from planner.report import terminal_plot
-from planner.report.style import cells, in_unit_of, signed_percent, table
-from planner.report.verdict import print_verdict
+from planner.report.curve_chart import draw
+from planner.report.style import (
+    at_least_percent,
+    print_parts,
+    print_verdict,
+    signed_percent,
+    sizes,
+    table,
+    yes_or_no,
+)
 
 
 def render(answers: Answers, console: Console) -> None:
     """Print the answers."""
-    print_verdict(verdict(answers.curve), console, style="bold green")
-    for part in _parts(answers, console.width):
-        console.print()
-        console.print(part)
-
-
-def _parts(answers: Answers, width: int) -> Iterator[RenderableType]:
     curve = answers.curve
-    yield _points(curve)
-    yield terminal_plot.draw(curve, answers.methods, width=width)
-    yield from further(answers)
+    print_verdict(verdict(curve), console, style="bold green")
+    drawn = draw(curve, answers.methods, width=console.width)
+    print_parts(console, _points(curve), drawn, *further(answers))
 
 
 def further(answers: Answers) -> Iterator[RenderableType]:
@@ -66,33 +66,28 @@ def verdict(curve: TradeOffCurve) -> str:
 
 
 def _points(curve: TradeOffCurve) -> RenderableType:
-    offloads = curve.host_budget_bytes is not None
-    columns = ["budget", "peak", *(["host"] if offloads else []), "overhead", "bound"]
-    shown = table(*columns, "found by", "status", "", title="Overhead over budget")
     knee, asked = curve.knee, curve.asked
     beside = [asked] if asked is not None and asked.budget_bytes not in {p.budget_bytes for p in curve.points} else []
     points = sorted([*curve.points, *beside], key=lambda point: point.budget_bytes)
-    largest_bytes = max((point.budget_bytes for point in points), default=0)
-    for point in points:
-        marks = []
-        if knee is not None and point.budget_bytes == knee.budget_bytes:
-            marks.append("knee")
-        if asked is not None and point.budget_bytes == asked.budget_bytes:
-            marks.append("your budget")
-        shown.add_row(
-            *cells(
-                in_unit_of(point.budget_bytes, largest_bytes),
-                "-" if point.predicted_peak_bytes is None else in_unit_of(point.predicted_peak_bytes, largest_bytes),
-                *([in_unit_of(point.host_bytes, largest_bytes)] if offloads else []),
-                _percent(point.overhead),
-                _rounded_down(point.lower_bound_overhead),
-                point.solver or "-",
-                point.status,
-                ", ".join(marks),
-                style="bold" if marks else "",
-            )
-        )
-    return shown
+    size = sizes(point.budget_bytes for point in points)
+
+    def marks(point: TradeOffPoint) -> str:
+        found = (("knee", knee), ("your budget", asked))
+        return ", ".join(mark for mark, at in found if at is not None and at.budget_bytes == point.budget_bytes)
+
+    return table(
+        "Overhead over budget",
+        points,
+        ("budget", lambda point: point.budget_bytes, size),
+        ("peak", lambda point: point.predicted_peak_bytes, size),
+        ("host", lambda point: point.host_bytes, size if curve.host_budget_bytes is not None else None),
+        ("overhead", lambda point: point.overhead, signed_percent),
+        ("bound", lambda point: point.lower_bound_overhead, at_least_percent),
+        ("found by", lambda point: point.solver or None, str),
+        ("status", lambda point: point.status, str),
+        ("", marks, str),
+        bold=marks,
+    )
 
 
 def _asked(curve: TradeOffCurve, asked: TradeOffPoint) -> str:
@@ -101,38 +96,41 @@ def _asked(curve: TradeOffCurve, asked: TradeOffPoint) -> str:
     if asked.overhead is None:
         smallest = format_bytes(curve.minimum_feasible_peak_bytes)
         return f"Your budget of {budget} does not fit: the smallest feasible one is {smallest}."
-    said = f"Your budget of {budget} costs {_percent(asked.overhead)} step time"
-    if asked.overhead > 0:
-        said += f" (no plan can pay less than {_rounded_down(asked.lower_bound_overhead)})"
-    bought = curve.bought_by_one_gib
-    if bought is None or curve.asked_more is None:
+    said = f"Your budget of {budget} costs {signed_percent(asked.overhead)} step time"
+    if asked.overhead > 0 and asked.lower_bound_overhead is not None:
+        said += f" (no plan can pay less than {at_least_percent(asked.lower_bound_overhead)})"
+    more = curve.asked_more
+    if more is None or more.overhead is None:
         return f"{said}."
     if asked.overhead <= 0:
         return f"{said}: more memory buys nothing."
-    return f"{said}; 1 GiB more buys {100 * bought:.1f} points: {_percent(curve.asked_more.overhead)}."
+    bought = asked.overhead - more.overhead
+    return f"{said}; 1 GiB more buys {100 * bought:.1f} points: {signed_percent(more.overhead)}."
 
 
 def _sizes(name: str, axis: SizeAxis) -> RenderableType:
-    title = f"Other {name} at {format_bytes(axis.budget_bytes)}"
-    shown = table("size", "peak", "overhead", "bound", "step", f"{axis.unit}/s", "", title=title)
-    largest, best = axis.largest, axis.best
-    for row in axis.rows:
-        outcome = row.outcome
-        marks = [mark for mark, marked in (("largest", largest), ("fastest", best)) if row is marked]
-        needed_bytes = outcome.predicted_peak_bytes or outcome.minimum_feasible_peak_bytes
-        shown.add_row(
-            *cells(
-                str(row.size),
-                format_bytes(needed_bytes) if outcome.fits else f"needs {format_bytes(needed_bytes)}",
-                _percent(outcome.overhead),
-                _rounded_down(outcome.lower_bound_overhead),
-                "-" if outcome.step_seconds is None else format_seconds(outcome.step_seconds),
-                "-" if row.per_second is None else _rate(row.per_second),
-                ", ".join(marks),
-                style="bold" if marks else "",
-            )
-        )
-    return shown
+    found = (("largest", axis.largest), ("fastest", axis.best))
+
+    def marks(row: SizeRow) -> str:
+        return ", ".join(mark for mark, at in found if at is row)
+
+    return table(
+        f"Other {name} at {format_bytes(axis.budget_bytes)}",
+        axis.rows,
+        ("size", lambda row: row.size, str),
+        ("peak", lambda row: _needed(row.outcome), str),
+        ("overhead", lambda row: row.outcome.overhead, signed_percent),
+        ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
+        ("step", lambda row: row.outcome.step_seconds, format_seconds),
+        (f"{axis.unit}/s", lambda row: row.per_second, _rate),
+        ("", marks, str),
+        bold=marks,
+    )
+
+
+def _needed(outcome: Outcome) -> str:
+    size = format_bytes(outcome.predicted_peak_bytes or outcome.minimum_feasible_peak_bytes)
+    return size if outcome.fits else f"needs {size}"
 
 
 def _largest(axis: SizeAxis) -> str:
@@ -151,40 +149,31 @@ def _largest(axis: SizeAxis) -> str:
 
 
 def _devices(rows: tuple[DeviceRow, ...]) -> RenderableType:
-    shown = table("device", "memory", "fits", "without recompute", "overhead", "bound", "step", title="Devices")
-    for row in rows:
-        outcome = row.outcome
-        shown.add_row(
-            *cells(
-                row.device,
-                format_bytes(row.memory_bytes),
-                "yes" if outcome.fits else "no",
-                format_bytes(row.baseline_peak_bytes),
-                _percent(outcome.overhead),
-                _rounded_down(outcome.lower_bound_overhead),
-                "-" if outcome.step_seconds is None else format_seconds(outcome.step_seconds),
-            )
-        )
-    return shown
+    return table(
+        "Devices",
+        rows,
+        ("device", lambda row: row.device, str),
+        ("memory", lambda row: row.memory_bytes, format_bytes),
+        ("fits", lambda row: row.outcome.fits, yes_or_no),
+        ("without recompute", lambda row: row.baseline_peak_bytes, format_bytes),
+        ("overhead", lambda row: row.outcome.overhead, signed_percent),
+        ("bound", lambda row: row.outcome.lower_bound_overhead, at_least_percent),
+        ("step", lambda row: row.outcome.step_seconds, format_seconds),
+    )
 
 
 def _methods(methods: tuple[Method, ...]) -> RenderableType:
-    """Show each way's points."""
-    shown = table("way", "budget", "peak", "overhead", "bound", title="Solvers and other ways")
-    largest_bytes = max((point.budget_bytes for method in methods for point in method.points), default=0)
-    for method in methods:
-        for point in method.points:
-            peak = point.predicted_peak_bytes
-            shown.add_row(
-                *cells(
-                    method.name,
-                    in_unit_of(point.budget_bytes, largest_bytes),
-                    "-" if peak is None else in_unit_of(peak, largest_bytes),
-                    _percent(point.overhead),
-                    _rounded_down(point.lower_bound_overhead),
-                )
-            )
-    return shown
+    rows = [(method.name, point) for method in methods for point in method.points]
+    size = sizes(point.budget_bytes for _, point in rows)
+    return table(
+        "Solvers and other ways",
+        rows,
+        ("method", lambda row: row[0], str),
+        ("budget", lambda row: row[1].budget_bytes, size),
+        ("peak", lambda row: row[1].predicted_peak_bytes, size),
+        ("overhead", lambda row: row[1].overhead, signed_percent),
+        ("bound", lambda row: row[1].lower_bound_overhead, at_least_percent),
+    )
 
 
 def _origin(answers: Answers) -> str:
@@ -196,15 +185,6 @@ def _origin(answers: Answers) -> str:
         f"The step without recompute takes {format_seconds(curve.baseline_step_seconds)} by the {curve.cost_model} "
         f"cost model of {curve.device}; torch {curve.torch}.{left}"
     )
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else signed_percent(ratio)
-
-
-def _rounded_down(bound: float | None) -> str:
-    """Return a bound rounded down, so that it stays true."""
-    return "-" if bound is None else signed_percent(math.floor(bound * 1000 + 1e-6) / 1000)
 
 
 def _rate(per_second: float) -> str:

@@ -37,7 +37,7 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import every_nth_layer
 from planner.plans.plan import PlanOrigin
-from planner.report import curve_picture, render_what_if, terminal_plot
+from planner.report import curve_chart, render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
@@ -297,22 +297,22 @@ def test_the_report_at_80_columns() -> None:
 
 
 def test_without_plotext_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal_plot, "find_spec", lambda name: None)
-    assert "pip install checkpoint-planner[plot]" in terminal_plot.draw(fixed_curve(), (), width=80).plain
+    monkeypatch.setattr(curve_chart, "find_spec", lambda name: None)
+    assert "pip install checkpoint-planner[plot]" in curve_chart.draw(fixed_curve(), (), width=80).plain
 
 
 def test_pictures_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     for name in ("curve.png", "curve.svg"):
-        curve_picture.check(str(tmp_path / name))
-        curve_picture.write(str(tmp_path / name), fixed_curve())
+        curve_chart.check_picture(str(tmp_path / name))
+        curve_chart.write_picture(str(tmp_path / name), fixed_curve())
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert ElementTree.parse(tmp_path / "curve.svg").getroot().tag.endswith("svg")
     with pytest.raises(UsageError, match=r"ends in \.png or \.svg"):
-        curve_picture.check(str(tmp_path / "curve.pdf"))
-    monkeypatch.setattr(curve_picture, "find_spec", lambda name: None)
+        curve_chart.check_picture(str(tmp_path / "curve.pdf"))
+    monkeypatch.setattr(curve_chart, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"checkpoint-planner\[plot\]"):
-        curve_picture.check(str(tmp_path / "curve.png"))
+        curve_chart.check_picture(str(tmp_path / "curve.png"))
 
 
 # Other axes.

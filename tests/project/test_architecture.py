@@ -43,8 +43,8 @@ ONLY_IN = {
     "networkx": ("planner.transforms.chunk_region",),
     "rich": ("planner.report", "planner.commands._terminal"),
     "jinja2": ("planner.report",),
-    "matplotlib": ("planner.report.curve_picture",),
-    "plotext": ("planner.report.terminal_plot",),
+    "matplotlib": ("planner.report.curve_chart",),
+    "plotext": ("planner.report.curve_chart",),
     "transformers": ("planner.zoo.transformers",),
 }
 

@@ -12,39 +12,32 @@ from typing import Any
 import jinja2
 
 from planner.common.units import format_bytes, format_percent, format_seconds
-from planner.plans.plan import Plan
-from planner.report import origin, placement, room, style, verdict
+from planner.plans.plan import LayerPlacement, Plan
+from planner.report import alternatives, placement, trust, verdict
 from planner.report.anatomy import sorted_kinds
 from planner.report.page import charts
+from planner.report.style import operator_name, signed_percent
 
 _MOST_TENSORS = 20
 
 
 def to_html(plan: Plan) -> str:
-    """Return the page of a plan.
-
-    Parameters
-    ----------
-    plan : Plan
-        Fresh, or read from a file.
-
-    Returns
-    -------
-    str
-        The whole page. Names in it come from the model, and are escaped.
-    """
+    """Return the page of a plan; names in it come from the model, and are escaped."""
     return fill("page.html.j2", _context(plan))
 
 
 def fill(template: str, context: dict[str, Any]) -> str:
     """Write a page from a template of this package; everything that is put in is escaped, unless the template says."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-                                     lstrip_blocks=True)  # fmt: skip
-    environment.filters["bytes"] = format_bytes
-    environment.filters["seconds"] = format_seconds
-    environment.filters["percent"] = format_percent
-    environment.filters["signed"] = style.signed_percent
-    environment.filters["short"] = placement.short_name
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "bytes": format_bytes,
+        "seconds": format_seconds,
+        "percent": format_percent,
+        "signed": signed_percent,
+        "short": operator_name,
+    }
     return environment.from_string(resource(template)).render(context) + "\n"
 
 
@@ -69,9 +62,9 @@ def _context(plan: Plan) -> dict[str, Any]:
         "rows": placement.rows(plan) if plan.placement else [],
         "row_numbers": placement.NUMBERS,
         "trade_off": charts.trade_off(plan) if plan.baselines else None,
-        "budgets": list(room.budgets(plan)),
-        "notes": list(room.notes(plan)),
-        "statements": list(origin.statements(plan)),
+        "budgets": list(alternatives.budgets(plan)),
+        "notes": list(alternatives.notes(plan)),
+        "statements": list(trust.statements(plan)),
         "data": _data(plan),
     }
 
@@ -81,28 +74,23 @@ def _data(plan: Plan) -> dict[str, Any]:
     rows = placement.rows(plan) if plan.placement else []
     row_of = {position: number for number, row in enumerate(rows[:-1]) for position in row.positions}
     layers = [
-        {
-            "name": layer.module or "(model)",
-            "row": row_of[position],
-            "text": _layer_text(plan, position),
-        }
+        {"name": layer.module or "(model)", "row": row_of[position], "text": _layer_text(layer)}
         for position, layer in enumerate(plan.placement)
     ]
     lines: dict[str, Any] = {}
     if plan.details is not None:
         for name, line in (("before", plan.details.before), ("after", plan.details.after)):
             lines[name] = [
-                [p.seconds, p.size_bytes, f"{placement.short_name(p.operation)} in {p.module or 'the model'}", p.phase]
+                [p.seconds, p.size_bytes, f"{operator_name(p.operation)} in {p.module or 'the model'}", p.phase]
                 for p in line.points
             ]
         lines["end_seconds"] = max(plan.details.before.step_seconds, plan.details.after.step_seconds)
     return {"layers": layers, "lines": lines}
 
 
-def _layer_text(plan: Plan, position: int) -> str:
-    layer = plan.placement[position]
+def _layer_text(layer: LayerPlacement) -> str:
     text = f"saves {format_bytes(layer.saved_bytes)}, frees {format_bytes(layer.freed_bytes)}"
     if not layer.recomputed:
         return f"{text}; nothing of it runs again"
-    names = ", ".join(f"{placement.short_name(name)} x{count}" for name, count in layer.targets.items())
+    names = ", ".join(f"{operator_name(name)} x{count}" for name, count in layer.targets.items())
     return f"{text}; runs {layer.recomputed} operations again, {format_seconds(layer.added_seconds)}: {names}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.common.units import format_seconds
 from planner.plans.plan import LayerPlacement, Plan, StepDetails, Timeline
+from planner.report.alternatives import gap_to_bound
 from planner.report.style import in_unit_of, signed_percent
 
 WIDTH, HEIGHT = 1000, 300
@@ -54,11 +55,16 @@ def _outline(line: Timeline, end_seconds: float, top_bytes: float) -> str:
 def size_ticks(top_bytes: float) -> list[Tick]:
     """Return a few round sizes from zero up."""
     unit = next((factor for factor in (2**30, 2**20, 2**10) if top_bytes >= 2 * factor), 1)
-    sizes = [step * unit for step in steps(top_bytes / unit)]
+    sizes = [step * unit for step in _steps(top_bytes / unit)]
     return [Tick(size / top_bytes, in_unit_of(size, int(top_bytes), digits=0)) for size in sizes]
 
 
-def steps(top: float) -> range:
+def percent_ticks(top: float) -> list[Tick]:
+    """Return a few round percentages from zero up."""
+    return [Tick(promille / 1000 / top, signed_percent(promille / 1000)) for promille in _steps(1000 * top)]
+
+
+def _steps(top: float) -> range:
     """Return whole numbers from zero up to a number, seven at most, in round steps."""
     step = next(step for step in _ROUND if top <= 6 * step)
     return range(0, int(top) + 1, step)
@@ -79,24 +85,22 @@ def strip(layers: Sequence[LayerPlacement]) -> list[dict[str, float]]:
 
 
 def trade_off(plan: Plan) -> dict[str, Any]:
-    """Return the ways beside each other: peak to the right, overhead upwards, the plan the last."""
-    ways = [(row.name, row.peak_bytes, row.overhead, row) for row in plan.baselines]
-    most_bytes = 1.08 * max([plan.budget_bytes, *(peak for _, peak, _, _ in ways if peak is not None)])
-    highest = 1.15 * max([0.01, *(overhead for _, _, overhead, _ in ways if overhead is not None)])
+    """Return the methods beside each other: peak to the right, overhead upwards, the plan the last."""
+    most_bytes = 1.08 * max([plan.budget_bytes, *(row.peak_bytes or 0 for row in plan.baselines)])
+    highest = 1.15 * max([0.01, *(row.overhead or 0.0 for row in plan.baselines)])
     return {
         "points": [
             {
                 "row": row,
-                "peak": None if peak is None else in_unit_of(peak, plan.baseline_peak_bytes),
-                "x": None if peak is None else peak / most_bytes,
-                "y": None if overhead is None else overhead / highest,
-                "gap": signed_percent(row.overhead - plan.lower_bound_overhead) if row.fits and row.overhead is not None
-                else None,
+                "peak": None if row.peak_bytes is None else in_unit_of(row.peak_bytes, plan.baseline_peak_bytes),
+                "x": None if row.peak_bytes is None else row.peak_bytes / most_bytes,
+                "y": None if row.overhead is None else row.overhead / highest,
+                "gap": None if (gap := gap_to_bound(row, plan)) is None else signed_percent(gap),
             }
-            for _, peak, overhead, row in ways
+            for row in plan.baselines
         ],
         "budget": plan.budget_bytes / most_bytes,
         "bound": plan.lower_bound_overhead / highest,
         "across": size_ticks(most_bytes),
-        "up": [Tick(promille / 1000 / highest, signed_percent(promille / 1000)) for promille in steps(1000 * highest)],
-    }  # fmt: skip
+        "up": percent_ticks(highest),
+    }

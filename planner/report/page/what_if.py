@@ -9,7 +9,7 @@ from rich.console import Console
 
 from planner.analysis.trade_off.answers import Answers
 from planner.common.units import format_bytes
-from planner.report.curve_lines import lines
+from planner.report.curve_chart import lines
 from planner.report.page import charts, fill, resource
 from planner.report.style import signed_percent
 from planner.report.what_if import further, verdict
@@ -60,8 +60,5 @@ def _chart(answers: Answers) -> dict[str, Any]:
         "points": points,
         "asked": None if curve.asked is None else min(1.0, curve.asked.budget_bytes / most_bytes),
         "across": charts.size_ticks(most_bytes),
-        "up": [
-            charts.Tick(promille / 1000 / highest, signed_percent(promille / 1000))
-            for promille in charts.steps(1000 * highest)
-        ],
+        "up": charts.percent_ticks(highest),
     }

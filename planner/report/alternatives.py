@@ -1,4 +1,4 @@
-"""What another amount of memory would do, as far as the plan knows; ``what-if`` has the whole curve."""
+"""What else could be done: other methods at the plan's budget, and what other budgets would do."""
 
 from __future__ import annotations
 
@@ -10,16 +10,43 @@ from rich.text import Text
 
 import cost_models
 from cost_models.devices import device_names
-from planner.plans.plan import Plan
-from planner.report.style import cells, in_unit_of, signed_percent, table
+from planner.common.units import format_seconds
+from planner.plans.plan import BaselineRow, Plan
+from planner.report.style import signed_percent, sizes, table, yes_or_no
 
 
-def render(plan: Plan) -> Group:
+def render_baselines(plan: Plan) -> Group | None:
+    """Show the baselines: peak, whether it fits, overhead, how far above the bound, time to find it."""
+    if not plan.baselines:
+        return None
+    shown = table(
+        "Beside other ways",
+        plan.baselines,
+        ("method", lambda row: row.name, str),
+        ("peak", lambda row: row.peak_bytes, sizes(row.peak_bytes for row in plan.baselines)),
+        ("fits", lambda row: row.fits, yes_or_no),
+        ("overhead", lambda row: row.overhead, signed_percent),
+        ("gap", lambda row: gap_to_bound(row, plan), signed_percent),
+        ("found in", lambda row: row.seconds or None, format_seconds),
+        bold=lambda row: row is plan.baselines[-1],
+    )
+    return Group(shown, *(Text(f"{row.name}: {row.reason}") for row in plan.baselines if row.reason))
+
+
+def gap_to_bound(row: BaselineRow, plan: Plan) -> float | None:
+    """Return how far a row is above the proven bound; it holds within the budget: what breaks it may well pay less."""
+    return row.overhead - plan.lower_bound_overhead if row.fits and row.overhead is not None else None
+
+
+def render_budgets(plan: Plan) -> Group:
     """Show what other budgets would buy, and the accelerators that the step fits on."""
-    shown = table("budget", "size", "step time", title="With more memory, or less", text_columns=1)
-    for name, size_bytes, overhead in budgets(plan):
-        cost = "-" if overhead is None else signed_percent(overhead)
-        shown.add_row(*cells(name, in_unit_of(size_bytes, plan.budget_bytes), cost))
+    shown = table(
+        "With more memory, or less",
+        budgets(plan),
+        ("budget", lambda row: row[0], str),
+        ("size", lambda row: row[1], sizes([plan.budget_bytes])),
+        ("step time", lambda row: row[2], signed_percent),
+    )
     return Group(shown, *map(Text, notes(plan)))
 
 

@@ -1,0 +1,121 @@
+"""The curve drawn: what of it, with characters on a terminal, and as a picture file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.text import Text
+
+from planner.analysis.trade_off.methods import Method, is_strategy
+from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
+from planner.common.atomic import check_writable, write_bytes
+from planner.errors import UsageError
+
+_CURVE, _BOUND = "hd", "."
+_METHODS = "+x*#%&$@"
+_KINDS = (".png", ".svg")
+_WIDTH_AT_MOST, _HEIGHT = 100, 18
+
+_BESIDE_LEGEND, _ROWS_OF_LEGEND = 6, 2
+"""Rows that the legend cannot have, and what each of its entries takes: without room it is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve, or single points: budgets in GiB, overheads in percent.
+
+    The marker is what a terminal draws it with: one character, or plotext's code for dots of a quarter of one.
+    """
+
+    name: str
+    gibibytes: list[float]
+    percents: list[float]
+    marker: str
+    is_curve: bool = True
+
+
+def lines(curve: TradeOffCurve, methods: Sequence[Method] = ()) -> Iterator[Line]:
+    """Return what is drawn, topmost last: bound, overhead, other methods, the knee, the user's budget."""
+    yield _line("lower bound", [(point, point.lower_bound_overhead) for point in curve.points], _BOUND)
+    yield _line("overhead", [(point, point.overhead) for point in curve.points], _CURVE)
+    for place, method in enumerate(methods):
+        if method.points and method.points != curve.points:
+            is_curve = not is_strategy(method.name)
+            marker = _METHODS[place % len(_METHODS)]
+            yield _line(method.name, [(point, point.overhead) for point in method.points], marker, is_curve=is_curve)
+    for name, point, marker in (("knee", curve.knee, "K"), ("your budget", curve.asked, "B")):
+        if point is not None and point.overhead is not None:
+            yield _line(name, [(point, point.overhead)], marker, is_curve=False)
+
+
+def _line(
+    name: str, points: Sequence[tuple[TradeOffPoint, float | None]], marker: str, *, is_curve: bool = True
+) -> Line:
+    known = [(point.budget_bytes / 2**30, 100 * ratio) for point, ratio in points if ratio is not None]
+    return Line(name, [x for x, _ in known], [y for _, y in known], marker, is_curve)
+
+
+def draw(curve: TradeOffCurve, methods: tuple[Method, ...], *, width: int) -> Text:
+    """Return the curve as text, or say why there is none."""
+    shown = [line for line in lines(curve, methods) if line.gibibytes]
+    if not shown:
+        return Text("There is nothing to draw: no budget has a plan.")
+    if find_spec("plotext") is None:
+        return Text("A plot is drawn here with plotext: pip install checkpoint-planner[plot]", style="dim")
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(min(width, _WIDTH_AT_MOST), max(_HEIGHT, _BESIDE_LEGEND + _ROWS_OF_LEGEND * len(shown)))
+    for line in shown:
+        signal = figure.signal(line.gibibytes, line.percents, marker=line.marker)
+        signal.lines(line.is_curve)
+        signal.label(line.name)
+        figure.draw(signal)
+    figure.label("budget, GiB")
+    figure.label("overhead, %", "y")
+    right = max(max(line.gibibytes) for line in shown)
+    top = max(max(line.percents) for line in shown)
+    figure.legend(True, x=right, y=top, ha="right", va="top", relative=True)
+    drawn = figure.build().string(colorless=True)
+    return Text("\n".join(row.rstrip() for row in drawn.splitlines()), no_wrap=True)
+
+
+def check_picture(path: str) -> None:
+    """Refuse, by a UsageError, a picture that could not be drawn in the end."""
+    if Path(path).suffix.lower() not in _KINDS:
+        raise UsageError(f"cannot draw {path}: name a file that ends in {' or '.join(_KINDS)}")
+    check_writable(path)
+    if find_spec("matplotlib") is None:
+        raise UsageError("pictures are drawn with matplotlib: pip install checkpoint-planner[plot]")
+
+
+def write_picture(path: str, curve: TradeOffCurve, methods: tuple[Method, ...] = ()) -> None:
+    """Draw the curve into a file; its ending says of what kind."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for line in lines(curve, methods):
+        if line.is_curve:
+            axes.plot(line.gibibytes, line.percents, "-o", markersize=3, label=line.name)
+        else:
+            axes.scatter(line.gibibytes, line.percents, s=60, zorder=3, label=line.name)
+    if curve.asked is not None:
+        axes.axvline(curve.asked.budget_bytes / 2**30, color="grey", linestyle=":", linewidth=1)
+    axes.set_xlabel("memory budget of the device, GiB")
+    axes.set_ylabel("step time on top of no recompute, %")
+    axes.set_title(f"{curve.model} on {curve.device}")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    content = io.BytesIO()
+    with rc_context({"svg.hashsalt": curve.model}):
+        figure.savefig(content, format=Path(path).suffix[1:].lower(), dpi=150)
+    write_bytes(path, content.getvalue())

@@ -1,0 +1,85 @@
+"""How far to trust the report: what real steps showed, what it stands on, and what it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group
+from rich.text import Text
+
+from planner.common.units import format_seconds
+from planner.plans.plan import Plan
+from planner.report.style import signed_percent, table
+
+_SOURCES = {
+    "roofline": "a data sheet's figures, which rank choices well and predict the slowdown roughly",
+    "measured": "each different operation timed alone on this machine",
+    "recorded": "each different operation timed alone before",
+}
+
+
+def render(plan: Plan) -> Group:
+    """Say what costs, solver and versions the plan stands on."""
+    return Group(Text("How far to trust it", style="bold"), *map(Text, statements(plan)))
+
+
+def statements(plan: Plan) -> Iterator[str]:
+    """Say where the numbers come from, what is assumed, and what would prove them."""
+    source = _SOURCES.get(plan.cost_model.split()[0] if plan.cost_model else "", "")
+    yield (
+        f"The step without recompute takes {format_seconds(plan.baseline_step_seconds)} by the {plan.cost_model} cost "
+        f"model of {plan.device}" + (f": {source}." if source else ".")
+    )
+    yield (
+        f"The smallest peak known to be feasible is {plan.minimum_feasible_peak_bytes:,} bytes. Captured in "
+        f"{format_seconds(plan.capture_seconds)}{f', torch {plan.torch}' if plan.torch else ''}; solved in "
+        f"{format_seconds(plan.solve_seconds)} by {plan.solver} ({plan.status})."
+    )
+    missing = [
+        what
+        for kind, what in (("optimizer", "an optimizer (--optimizer)"), ("reserve", "a reserve (--reserve)"))
+        if kind not in plan.static_bytes
+    ]
+    if missing:
+        yield f"Not counted, since it was not asked for: {', '.join(missing)}."
+    if plan.verification is None:
+        yield "Predicted, not measured: 'verify' runs real steps and holds peak and bits against this."
+
+
+def render_measured(plan: Plan) -> Group | None:
+    """Show what was predicted beside what real steps showed, if they have been run."""
+    measured = plan.verification
+    if measured is None:
+        return None
+    peaks = [
+        ("peak with the plan, bytes", plan.peak_bytes, measured.peak_bytes),
+        ("peak without it, bytes", plan.baseline_peak_bytes, measured.baseline_peak_bytes),
+    ]
+    points = f"{(measured.overhead - plan.overhead) * 100:+.1f} points"
+    shown = table(
+        f"Measured in {measured.steps} real steps",
+        [*peaks, ("overhead", signed_percent(plan.overhead), signed_percent(measured.overhead))],
+        ("", lambda row: row[0], str),
+        ("predicted", lambda row: row[1], "{:,}".format),
+        ("measured", lambda row: row[2], "{:,}".format),
+        ("difference", lambda row: points if row[0] == "overhead" else row[2] - row[1], "{:+,} bytes".format),
+    )
+    agree = (
+        ("loss", measured.loss_equal),
+        ("gradients", measured.gradients_bitwise_equal),
+        ("buffers", measured.buffers_equal),
+    )
+    words = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in agree)
+    exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
+    if measured.rounding_error is not None:
+        exact.append(
+            ". Values are rounded on their way to the host, so no bits are promised: loss and gradients are off by up "
+            f"to {measured.rounding_error:.2g} of their length ({measured.tolerance:g} is allowed)"
+        )
+    elif measured.tolerance:
+        kept = "they stay within" if measured.agrees else "they DO NOT stay within"
+        exact.append(f". This runtime promises no bits: {kept} {measured.tolerance:g} of each other")
+    if measured.from_one_piece:
+        exact.append(f". From the step in one piece they are {measured.from_one_piece:.1g} of their length away")
+    differences = (Text(f"differs: {line}") for line in measured.differences)
+    return Group(shown, exact, *differences)
