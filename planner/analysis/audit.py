@@ -9,10 +9,9 @@ from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
-from planner.common.options import slices_of
+from planner.common.options import LEAST_BYTES, slices_of
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
-from planner.ir.host import LEAST_BYTES
 from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate

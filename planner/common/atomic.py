@@ -18,10 +18,7 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, content: bytes) -> None:
     """Write a file through a temporary one beside it, so that nobody ever sees half of it.
 
-    Raises
-    ------
-    UsageError
-        If the file cannot be written there. What was there before is untouched then.
+    A UsageError says that it cannot be written there. What was there before is untouched then.
     """
     target = Path(path)
     temporary = None
@@ -52,12 +49,9 @@ def write_bytes(path: str | Path, content: bytes) -> None:
 
 
 def check_writable(path: str | Path) -> None:
-    """Say now, before long work, that a file could not be written; what cannot be told now shows later.
+    """Say now, before long work, that a path is a directory, or in one that is missing or closed.
 
-    Raises
-    ------
-    UsageError
-        If the path is a directory, or in one that is missing or closed.
+    What cannot be told now shows later.
     """
     target = Path(path)
     try:

@@ -36,17 +36,9 @@ Read = Callable[[Any, Where], Any]
 
 
 def parse(text: str, what: str) -> Node:
-    """Parse JSON that may be hostile.
+    """Parse JSON that may be hostile; messages say what the file is to hold, for example a ``"plan"``.
 
-    Parameters
-    ----------
-    what : str
-        What the file is to hold, for messages: ``"plan"``.
-
-    Raises
-    ------
-    PlanFileError
-        If it is not JSON, is nested too deeply, repeats a key, or holds NaN or infinity.
+    A PlanFileError says that it is not JSON, is nested too deeply, repeats a key, or holds NaN or infinity.
     """
     if len(text) > _LARGEST_FILE_BYTES:
         raise PlanFileError(f"the {what} is over {_LARGEST_FILE_BYTES} bytes, which no real one is")
@@ -71,17 +63,7 @@ def load(
     error: type[UsageError],
     largest_bytes: int = _LARGEST_FILE_BYTES,
 ) -> T:
-    """Read a file's text, and what it holds.
-
-    Parameters
-    ----------
-    what : str
-        What the file is, for messages: ``"plan file"``.
-    read : callable
-        Makes it of the text.
-    error : type
-        Raised if the file cannot be read, is too large, or ``read`` refuses it.
-    """
+    """Read a file's text, and what it holds; raise ``error`` if it cannot be read, is too large, or is refused."""
     try:
         with open(path, "rb") as stream:
             content = stream.read(largest_bytes + 1)
@@ -152,11 +134,7 @@ class Node:
 
         Texts are printable, integers fit into 64 bits, numbers are finite and of sensible size, and neither is
         negative unless the field says so. Keys of an object that the dataclass does not have are passed over.
-
-        Raises
-        ------
-        PlanFileError
-            Naming the first place where the value is not that.
+        A PlanFileError names the first place where the value is not that.
         """
         wanted: Any = kind
         found: T = _reader(wanted)(self.value, self.where)
@@ -190,10 +168,14 @@ def _path(where: Where) -> str:
 
 
 def _fail(value: Any, where: Where, wanted: str) -> NoReturn:
-    kind = json.dumps(value, default=str)[:40]
+    raise PlanFileError(f"{_path(where)} must be {wanted}, not {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """Return how messages show a value that is not what it must be."""
     if isinstance(value, (dict, list)):
-        kind = "an object" if isinstance(value, dict) else "a list"
-    raise PlanFileError(f"{_path(where)} must be {wanted}, not {kind}")
+        return "an object" if isinstance(value, dict) else "a list"
+    return json.dumps(value, default=str)[:40]
 
 
 def _object(value: Any, where: Where) -> dict[str, Any]:
@@ -315,15 +297,12 @@ def _columns_of(row: Any) -> Read:
 _Part = tuple[str, list[str], Read, bool]
 """Of a field of a dataclass: its name, the keys that lead to it, what reads it, and whether it may be missing."""
 
+_MAY_BE_MISSING = frozenset({"older", "left_out"})
+
 
 def _parts(kind: Any, wrap: Callable[[Read], Read] = lambda read: read) -> list[_Part]:
     return [
-        (
-            field.name,
-            _keys(field),
-            wrap(_field_reader(field, hint)),
-            not {"older", "left_out"}.isdisjoint(field.metadata),
-        )
+        (field.name, _keys(field), wrap(_field_reader(field, hint)), not _MAY_BE_MISSING.isdisjoint(field.metadata))
         for field, hint in _fields(kind)
     ]
 

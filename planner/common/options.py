@@ -23,8 +23,6 @@ Group = TypeVar("Group")
 def picked(kind: type[Group], asked: Mapping[str, Any]) -> Group:
     """Make a group of options of the keywords that are its own.
 
-    Examples
-    --------
     >>> picked(Budget, {"budget": "60%", "solver": "ilp"}).budget
     '60%'
     """
@@ -159,13 +157,7 @@ OPTIMIZERS = (
 
 
 def check_optimizer(name: str) -> None:
-    """Refuse a name that is not known.
-
-    Raises
-    ------
-    UsageError
-        Listing the near ones, and all.
-    """
+    """Refuse a name that is not known, by a UsageError that lists the near ones, and all."""
     if name not in OPTIMIZERS:
         near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -203,7 +195,7 @@ class Training:
     data_parallel: str = "none"
     ranks: int = 1
     tensor_parallel: int = 1
-    reserve: int | float | str = 0
+    reserve: Size = 0
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)
@@ -238,24 +230,15 @@ Chunk = int | str
 
 
 def check_chunk(chunk: Chunk) -> Chunk:
-    """Return the number of slices that is asked for, 1 for none, or :data:`AUTO`.
+    """Return the number of slices that is asked for, 1 for none, or :data:`AUTO`; refuse all else.
 
-    Raises
-    ------
-    UsageError
-        If it is neither.
-
-    Examples
-    --------
     >>> check_chunk("off"), check_chunk(8), check_chunk("auto")
     (1, 8, 'auto')
     """
-    if isinstance(chunk, int) and not isinstance(chunk, bool) and 1 <= chunk < 2**31:
+    if chunk == AUTO or (isinstance(chunk, int) and not isinstance(chunk, bool) and 1 <= chunk < 2**31):
         return chunk
     if chunk == OFF:
         return 1
-    if chunk == AUTO:
-        return AUTO
     near = difflib.get_close_matches(str(chunk), (AUTO, OFF), n=1)
     hint = f": did you mean {near[0]!r}?" if near else ""
     raise UsageError(f"chunk must be 'auto', 'off' or a number of slices above zero, not {chunk!r}{hint}")

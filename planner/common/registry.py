@@ -25,21 +25,10 @@ def files(path: Iterable[str]) -> list[str]:
 
 
 def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) -> dict[str, T]:
-    """Return by name, sorted, what the public modules of a package define.
+    """Return by name, sorted, what the public modules of a package define, by its ``__name__`` and ``__path__``.
 
-    Parameters
-    ----------
-    package, path
-        Its ``__name__`` and ``__path__``.
-    attribute : str
-        What each module calls it: one, or a tuple of several.
-    kind : type
-        A class, or a protocol that can be checked.
-
-    Raises
-    ------
-    TypeError
-        If a module defines nothing of that kind, or two have one name.
+    Each module gives its ``attribute`` one object of a kind, a class or a protocol that can be checked, or a tuple of
+    several. A TypeError says that one has none, or that two have one name.
     """
     found: dict[str, T] = {}
     for file in files(path):
@@ -57,8 +46,6 @@ def defined(package: str, path: Iterable[str], attribute: str, kind: type[T]) ->
 def unknown(what: str, name: str, known: Iterable[str], near: Iterable[str] = ()) -> UsageError:
     """Return the error for a name that is not known: near ones, and all.
 
-    Examples
-    --------
     >>> print(unknown("solver", "ipl", ["auto", "ilp"]))
     there is no solver 'ipl'; did you mean 'ilp'? there are auto, ilp
     """

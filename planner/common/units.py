@@ -20,35 +20,18 @@ _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of the unplanned peak"
 
 
-def parse_size(size: int | float | str, *, whole_bytes: int | None = None) -> int:
-    """Turn a size into bytes.
+def parse_size(size: Size, *, whole_bytes: int | None = None) -> int:
+    """Turn a size (bytes, ``"8GiB"`` of 2**30, ``"8GB"`` of 10**9, ``"60%"`` of the whole) into bytes, rounded down.
 
-    Parameters
-    ----------
-    size : int, float or str
-        Bytes as a number, or text: ``"8GiB"`` (2**30), ``"8GB"`` (10**9), ``"60%"``.
-    whole_bytes : int, optional
-        What 100% is. Without it a percentage is refused.
+    A UsageError says that it cannot be read, is not above zero, or is a percentage where the whole is not known.
 
-    Returns
-    -------
-    int
-        Bytes, rounded down.
-
-    Raises
-    ------
-    UsageError
-        If the size cannot be read, or is not above zero.
-
-    Examples
-    --------
     >>> parse_size("1.5GiB"), parse_size("2 GB"), parse_size("50%", whole_bytes=1000)
     (1610612736, 2000000000, 500)
     """
     if isinstance(size, bool) or not isinstance(size, (int, float, str)):
         raise UsageError(f"a size must be a number or text, not {type(size).__name__}: {_HINT}")
     if isinstance(size, (int, float)):
-        value = int(size) if _is_finite(size) else -1
+        value = int(size) if isinstance(size, int) or math.isfinite(size) else -1
     elif len(size) > 64:
         raise UsageError(f"cannot read size {size[:16]!r}...: {_HINT}")
     elif percent := _PERCENT.fullmatch(size):
@@ -67,26 +50,18 @@ def parse_size(size: int | float | str, *, whole_bytes: int | None = None) -> in
     return value
 
 
-def is_share(size: int | float | str | None) -> bool:
+def is_share(size: Size | None) -> bool:
     """Whether a size is a percentage of something.
 
-    Examples
-    --------
     >>> is_share("60%"), is_share("8GiB")
     (True, False)
     """
     return isinstance(size, str) and _PERCENT.fullmatch(size) is not None
 
 
-def _is_finite(number: int | float) -> bool:
-    return isinstance(number, int) or math.isfinite(number)
-
-
 def format_bytes(size_bytes: int | float) -> str:
     """Return a size in the binary unit that suits it.
 
-    Examples
-    --------
     >>> format_bytes(1536), format_bytes(3 * 2**30)
     ('1.5 KiB', '3.00 GiB')
     """
@@ -102,8 +77,6 @@ def format_bytes(size_bytes: int | float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return a duration in the unit that suits it.
 
-    Examples
-    --------
     >>> format_seconds(0.0000123), format_seconds(0.0456), format_seconds(2)
     ('12 us', '45.6 ms', '2.00 s')
     """
@@ -117,8 +90,6 @@ def format_seconds(seconds: float) -> str:
 def format_percent(ratio: float) -> str:
     """Return a ratio as a percentage with one decimal.
 
-    Examples
-    --------
     >>> format_percent(0.0844)
     '8.4%'
     """

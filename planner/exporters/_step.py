@@ -12,7 +12,7 @@ from planner.errors import PlannerError
 from planner.exporters._export import Figures, Placement
 from planner.ir.checkpoints import BOOKKEEPING, Region, schedule_of
 from planner.ir.layers import find_layers
-from planner.ir.module_regions import forward_of, module_region
+from planner.ir.module_regions import forward_of, region_of
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -174,7 +174,10 @@ class ExportStep:
             return self._recorded.get(group[0])
         key = (group, placement.saved)
         if key not in self._regions:
-            self._regions[key] = module_region(self.graph, group, saved=placement.saves, to_the_end=self.to_the_end)
+            inside = forward_of(self.graph, group)
+            self._regions[key] = region_of(
+                self.graph, group[0], inside, saved=placement.saves, to_the_end=self.to_the_end
+            )
         return self._regions[key]
 
     def _rest_of(self, module: str) -> tuple[float, int]:

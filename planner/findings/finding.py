@@ -91,8 +91,6 @@ class Diagnosis:
 def collapsed(things: Sequence[str], *, shown: int = 3) -> str:
     """Name a few of many things, each once.
 
-    Examples
-    --------
     >>> collapsed(["h.0", "h.1", "h.0"]), collapsed(["a", "b", "c", "d", "e"])
     ('h.0, h.1', 'a, b, c and 2 more')
     """

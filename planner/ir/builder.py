@@ -31,13 +31,7 @@ class Keys:
 
 
 class GraphBuilder(Generic[Node]):
-    """Adds values and operations, in base order.
-
-    Parameters
-    ----------
-    alignment_bytes : int
-        What the allocator rounds sizes up to.
-    """
+    """Adds values and operations, in base order; sizes are rounded up to what the allocator aligns to."""
 
     def __init__(self, alignment_bytes: int) -> None:
         self.alignment_bytes = alignment_bytes
@@ -57,7 +51,11 @@ class GraphBuilder(Generic[Node]):
         self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None
     ) -> int:
         """Add a value, whose size is rounded up, and give its index."""
-        self.values.append(Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained))
+        value = Value(name=name, size_bytes=self.aligned(size_bytes), kind=kind, retained=retained)
+        return self._append_value(value, node)
+
+    def _append_value(self, value: Value, node: Node | None = None) -> int:
+        self.values.append(value)
         self.value_nodes.append(node)
         return len(self.values) - 1
 
@@ -100,10 +98,7 @@ class GraphBuilder(Generic[Node]):
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
         working = Value(name="loss workspace", size_bytes=loss.working_bytes)
         held = Value(name="loss", size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
-        first = len(self.values)
-        self.values += [value for value in (working, held) if value.size_bytes]
-        self.value_nodes += [None] * (len(self.values) - first)
-        return list(range(first, len(self.values)))
+        return [self._append_value(value) for value in (working, held) if value.size_bytes]
 
     def add_loss(self, reads: Iterable[int], makes: Iterable[int]) -> int:
         """Add the operation between forward and backward; what comes next is of the backward."""

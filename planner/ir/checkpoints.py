@@ -18,11 +18,11 @@ go of it, so that a schedule's ``Offload`` says all about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import TrainingGraph
 from planner.ir.schedule import Offload, Schedule
 
 HOLD, SCRATCH, STOP, KEPT = "checkpoint.hold", "checkpoint.scratch", "checkpoint.stop", "checkpoint.kept"
@@ -36,114 +36,72 @@ NOT_OF_THE_STEP = (KEPT, AWAY, BACK, UNPACK)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepable:
-    """An operation of a region whose outputs its checkpoint can keep, so that it does not run again.
-
-    Parameters
-    ----------
-    index : int
-        The operation.
-    stand_in : int
-        What runs again in its place.
-    operator : str
-        Its target.
-    occurrence : int
-        How often the region has called that operator before.
-    is_random : bool
-        Whether it draws random numbers: of such operations a checkpoint keeps all or none.
-    """
+    """An operation of a region whose outputs its checkpoint can keep, so that it does not run again."""
 
     index: int
     stand_in: int
+    """What runs again in its place."""
     operator: str
+    """Its target."""
     occurrence: int
+    """How often the region has called that operator before."""
     is_random: bool = False
+    """Of operations that draw random numbers a checkpoint keeps all or none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """A value that a module's call sends to the host's memory; nothing outside that call saves it.
-
-    Parameters
-    ----------
-    numbers : tuple of int
-        Which of the tensors it is that the call saves; of those that its checkpoint is given, for a checkpoint.
-    leaves : int
-        Operation of the base order before which it is let go on the device.
-    returns : int
-        Operation of the base order before which it is there again.
-    """
+    """A value that a module's call sends to the host's memory; nothing outside that call saves it."""
 
     value: int
     numbers: tuple[int, ...]
+    """Which of the tensors it is that the call saves; of those that its checkpoint is given, for a checkpoint."""
     leaves: int
+    """Operation of the base order before which it is let go on the device."""
     returns: int
+    """Operation of the base order before which it is there again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sends:
-    """What a module's call could send to the host's memory.
-
-    Parameters
-    ----------
-    saved, given : tuple of Sent
-        Of what it saves where it is not checkpointed; of what its checkpoint is given.
-    away, back : int
-        Its operations of these names.
-    ended : int
-        Operation of the base order before which the call has ended.
-    begins : int
-        Operation of the backward before which the first is read of what the call saved.
-    """
+    """What a module's call could send to the host's memory."""
 
     saved: tuple[Sent, ...]
+    """Of what it saves where it is not checkpointed."""
     given: tuple[Sent, ...]
+    """Of what its checkpoint is given."""
     away: int
     back: int
+    """Its operations of these names."""
     ended: int
+    """Operation of the base order before which the call has ended."""
     begins: int
+    """Operation of the backward before which the first is read of what the call saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A module's call that can be checkpointed.
-
-    Parameters
-    ----------
-    module : str
-        Path of the module.
-    hold : int, optional
-        Its operation of that name; None if it holds nothing but what its second run reads.
-    recompute : tuple of int
-        What is run again: ``scratch``, the operations of the region up to the last one that saves
-        anything, and ``stop``.
-    recompute_before : int
-        Operation of the backward right before which that happens.
-    release_at : int
-        Operation of the backward before which its inputs are let go.
-    keepable : tuple of Keepable
-        Operations of it that need not run again.
-    kept : tuple of Keepable
-        Those that do not: their stand-ins are in ``recompute``.
-    sends : Sends, optional
-        What it could send to the host's memory, if anything may go there.
-    sent : tuple of Sent
-        What it does send.
-    leaves_with, returns_with : str
-        The modules at the end of whose calls that leaves, and with the first of whose saved tensors it returns; the
-        module itself, if nothing is said.
-    """
+    """A module's call that can be checkpointed."""
 
     module: str
     hold: int | None
+    """Its operation of that name; None if it holds nothing but what its second run reads."""
     recompute: tuple[int, ...]
+    """What is run again: ``scratch``, its operations up to the last one that saves anything, and ``stop``."""
     recompute_before: int
+    """Operation of the backward right before which that happens."""
     release_at: int
+    """Operation of the backward before which its inputs are let go."""
     keepable: tuple[Keepable, ...] = ()
     kept: tuple[Keepable, ...] = ()
+    """Operations of it that need not run again, and those that do not: their stand-ins are in ``recompute``."""
     sends: Sends | None = None
     sent: tuple[Sent, ...] = ()
+    """What it could send to the host's memory, if anything may go there, and what it does send."""
     leaves_with: str = ""
     returns_with: str = ""
+    """The modules at the end of whose calls that leaves, and with the first of whose saved tensors it returns; the
+    module itself, if nothing is said."""
 
 
 def schedule_of(graph: TrainingGraph, regions: Iterable[Region]) -> Schedule:
@@ -180,32 +138,3 @@ def begins_of(graph: TrainingGraph, regions: Iterable[Region]) -> list[int]:
         if region.hold is not None:
             more[region.release_at] += 1
     return [index + before for index, before in enumerate(accumulate(more[:-1], initial=0))]
-
-
-def seconds_of(region: Region, costs: Sequence[OperationCost]) -> float:
-    """Return what one recompute of a region takes."""
-    return sum(costs[index].seconds for index in region.recompute)
-
-
-def sent_bytes(region: Region, graph: TrainingGraph) -> int:
-    """Return what a region sends to the host's memory."""
-    return sum(graph.values[sent.value].size_bytes for sent in region.sent)
-
-
-def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
-    """Return the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
-    of_module: dict[str, list[int]] = {}
-    for number, region in enumerate(regions):
-        of_module.setdefault(region.module, []).append(number)
-    around = {module: [path for path in _paths_around(module) if path in of_module] for module in of_module}
-    holding = {path for paths in around.values() for path in paths}
-    return [
-        tuple(number for path in (module, *around[module]) for number in of_module[path])
-        for module in of_module
-        if module not in holding
-    ]
-
-
-def _paths_around(module: str) -> list[str]:
-    parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts))]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from planner.ir.graph import Phase, TrainingGraph
 
 
 def turning_point(graph: TrainingGraph) -> int:
     """Return the first operation after the forward."""
-    for index, operation in enumerate(graph.operations):
-        if operation.phase is not Phase.FORWARD:
-            return index
-    return len(graph.operations)
+    after = (index for index, operation in enumerate(graph.operations) if operation.phase is not Phase.FORWARD)
+    return next(after, len(graph.operations))
 
 
 def last_forward_readers(graph: TrainingGraph, turn: int) -> list[int]:
@@ -20,18 +20,13 @@ def last_forward_readers(graph: TrainingGraph, turn: int) -> list[int]:
 
 def crossing_bytes(graph: TrainingGraph, turn: int) -> list[int]:
     """For each operation of the forward, the bytes made up to it that the rest of the forward reads."""
-    change = [0] * (turn + 1)
+    change = [0] * turn
     for u, last in enumerate(last_forward_readers(graph, turn)):
         maker = graph.producer[u]
         if maker < last:
             change[maker] += graph.values[u].size_bytes
             change[last] -= graph.values[u].size_bytes
-    crossing = []
-    total = 0
-    for index in range(turn):
-        total += change[index]
-        crossing.append(total)
-    return crossing
+    return list(accumulate(change))
 
 
 def narrow_places(crossing: list[int]) -> list[int]:
@@ -59,18 +54,9 @@ def chain_places(graph: TrainingGraph, *, minor_share: float = 0.0) -> list[int]
     """Return the operations after which the forward can be cut into the stages of a chain.
 
     One value crosses such a place, and no other chosen one. Values that live through half of the
-    forward do not count: masks, position tables, outermost skip connections. A graph without such
-    places is cut at its narrow ones.
-
-    Parameters
-    ----------
-    minor_share : float
-        Values up to this share of the largest at a place do not count there either, so that a chain
-        gets finer, and keeps what it passes over.
-
-    Notes
-    -----
-    O(values + crossing values at all places).
+    forward do not count: masks, position tables, outermost skip connections. Nor do those up to a minor
+    share of the largest at a place: the chain is finer then, and keeps what it passes over. A graph
+    without such places is cut at its narrow ones. O(values + crossing values at all places).
     """
     turn = turning_point(graph)
     begins: list[list[int]] = [[] for _ in range(turn)]

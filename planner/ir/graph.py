@@ -14,20 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from cost_models.base import OperationCost
+from cost_models.base import OperationCost as OperationCost
 from planner.errors import UsageError
-
-__all__ = [
-    "LOSS_KEY",
-    "LOSS_KEY_BEFORE",
-    "LOSS_NAME",
-    "LOSS_TARGET",
-    "Operation",
-    "OperationCost",
-    "Phase",
-    "TrainingGraph",
-    "Value",
-]
 
 LOSS_NAME = "loss"
 LOSS_TARGET = "the loss and what runs outside the captured graph"
@@ -194,15 +182,13 @@ class TrainingGraph:
             for value in operation.inputs:
                 if not readers[value] or readers[value][-1] != index:
                     readers[value].append(index)
-        return tuple(tuple(r) for r in readers)
+        return tuple(map(tuple, readers))
 
     @cached_property
     def loss_index(self) -> int:
         """Index of the operation between forward and backward; the number of operations if none."""
-        for index, operation in enumerate(self.operations):
-            if operation.phase is Phase.LOSS:
-                return index
-        return len(self.operations)
+        losses = (index for index, operation in enumerate(self.operations) if operation.phase is Phase.LOSS)
+        return next(losses, len(self.operations))
 
     @property
     def total_static_bytes(self) -> int:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import cost_models
 from cost_models.devices import DeviceSpec
-from planner.common.options import LEAST_BYTES as LEAST_BYTES
-from planner.common.units import parse_size
+from planner.common.options import LEAST_BYTES
+from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.ir.graph import Phase, TrainingGraph, Value
 from planner.ir.schedule import host_bytes
@@ -67,38 +67,21 @@ def graph_for(graph: TrainingGraph, host: Host | None) -> TrainingGraph:
     """Return a graph as plans may carry it out: where copies are rounded, what decides by numbers runs once."""
     if host is None or not host.lossy or not any(operation.decides for operation in graph.operations):
         return graph
-    return replace(
-        graph,
-        operations=tuple(
-            replace(operation, recomputable=False) if operation.decides else operation for operation in graph.operations
-        ),
-    )
+    once = (replace(each, recomputable=False) if each.decides else each for each in graph.operations)
+    return replace(graph, operations=tuple(once))
 
 
 def host_of(
     spec: DeviceSpec,
-    budget: int | float | str | None = None,
+    budget: Size | None = None,
     *,
-    at_least: int | float | str = LEAST_BYTES,
+    at_least: Size = LEAST_BYTES,
     lossy: bool = False,
 ) -> Host:
-    """Return the host memory of a device, by default half of what this machine has.
+    """Return the host memory of a device; a budget of ``"60%"`` is of what this machine has, by default half of it.
 
-    Parameters
-    ----------
-    spec : DeviceSpec
-        Its link is taken to reach the same share of its peak as its own memory does.
-    budget : int, float or str, optional
-        What offloaded values may take; ``"60%"`` is of this machine's memory.
-    at_least : int, float or str
-        Values below this size stay on the device.
-    lossy : bool
-        Whether values of float32 are rounded to bfloat16 on their way.
-
-    Raises
-    ------
-    UsageError
-        If nothing is known of the device's link to the host, or the budget cannot be read.
+    The link is taken to reach the same share of its peak as the device's own memory does. Where nothing is known of
+    it, or the budget cannot be read, a UsageError says so.
     """
     if spec.host_link_bytes_per_second <= 0:
         raise UsageError(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from planner.common.json_reader import load, shown
 from planner.errors import UsageError
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
 
 _MOST_OPERATIONS = 1_000_000
 _LARGEST = 2**53
-_LARGEST_FILE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,25 +120,19 @@ class _Reader:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
+        self.data: Any = load(path, "instance", self.parsed, UsageError)
+        if not isinstance(self.data, dict):
+            self.fail("not an instance: it must be an object")
+
+    def parsed(self, text: str) -> Any:
         try:
-            with open(path, "rb") as stream:
-                content = stream.read(_LARGEST_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:
-            self.fail(getattr(error, "strerror", None) or str(error))
-        if len(content) > _LARGEST_FILE_BYTES:
-            self.fail(f"it is over {_LARGEST_FILE_BYTES} bytes")
-        try:
-            self.data: Any = json.loads(content.decode("utf-8"))
+            return json.loads(text)
         except json.JSONDecodeError as error:
             self.fail(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
-        except UnicodeDecodeError:
-            self.fail("not JSON: it is not UTF-8 text")
         except RecursionError:
             self.fail("not an instance: it is nested too deeply")
         except ValueError:  # an integer of thousands of digits, which Python will not convert
             self.fail("not an instance: it holds a number of absurd length")
-        if not isinstance(self.data, dict):
-            self.fail("not an instance: it must be an object")
 
     def fail(self, what: str) -> NoReturn:
         raise UsageError(f"cannot read instance {self.path}: {what}") from None
@@ -164,20 +158,14 @@ class _Reader:
 
     def integer(self, where: str, value: Any, least: int, most: int = _LARGEST) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            self.fail(f"{where} must be an integer from {least} to {most}, not {_shown(value)}")
+            self.fail(f"{where} must be an integer from {least} to {most}, not {shown(value)}")
         return value
 
     def number(self, where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
-            self.fail(f"{where} must be a number from 0 to {_LARGEST}, not {_shown(value)}")
+            self.fail(f"{where} must be a number from 0 to {_LARGEST}, not {shown(value)}")
         return float(value)
 
     def optional(self, key: str) -> float | None:
         value = self.data.get(key)
         return None if value is None else self.number(key, value)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    return json.dumps(value)[:40]

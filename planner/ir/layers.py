@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, groupby, takewhile
 
 from planner.ir.checkpoints import BOOKKEEPING
 from planner.ir.graph import Phase, TrainingGraph
@@ -26,33 +26,20 @@ from planner.ir.graph import Phase, TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers of a graph.
-
-    Parameters
-    ----------
-    of : tuple of str
-        For each operation, the path of its layer; ``""`` for what the model does outside its modules.
-    blocks : tuple of str
-        Paths of the layers that are blocks, in forward order.
-    """
+    """The layers of a graph."""
 
     of: tuple[str, ...]
+    """For each operation, the path of its layer; ``""`` for what the model does outside its modules."""
     blocks: tuple[str, ...]
+    """Paths of the layers that are blocks, in forward order."""
 
 
 def find_layers(graph: TrainingGraph) -> Layers:
-    """Say which layer each operation belongs to.
+    """Say which layer each operation belongs to. O(operations x depth of the module tree).
 
-    Returns
-    -------
-    Layers
-        A module outside all blocks is named by as much of its path as sets it apart from the
-        rows of blocks: ``bert.embeddings.word_embeddings`` belongs to ``bert.embeddings`` where
-        the blocks are ``bert.encoder.layer.0`` and so on.
-
-    Notes
-    -----
-    O(operations x depth of the module tree).
+    A module outside all blocks is named by as much of its path as sets it apart from the
+    rows of blocks: ``bert.embeddings.word_embeddings`` belongs to ``bert.embeddings`` where
+    the blocks are ``bert.encoder.layer.0`` and so on.
     """
     run = (op for op in graph.operations if op.phase is Phase.FORWARD and op.target not in BOOKKEEPING)
     forward = Counter(op.module for op in run)
@@ -66,17 +53,8 @@ def find_layers(graph: TrainingGraph) -> Layers:
 
 
 def find_blocks(forward: Mapping[str, int], kinds: Mapping[str, str]) -> tuple[str, ...]:
-    """Give the paths of the blocks among the modules of a forward, in its order.
+    """Give the paths of the blocks among modules, by how many operations each runs itself, in the forward's order.
 
-    Parameters
-    ----------
-    forward : mapping of str to int
-        How many operations each module runs itself, by its path and in the order of the first.
-    kinds : mapping of str to str
-        As :class:`~planner.graph.TrainingGraph` has them.
-
-    Examples
-    --------
     >>> find_blocks({"wte": 1, "h.0.attn": 4, "h.0": 1, "h.1.attn": 4, "h.1": 1, "head": 1}, {})
     ('h.0', 'h.1')
     """
@@ -93,29 +71,26 @@ def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[i
     return {block: tuple(operations) for block, operations in inside.items()}
 
 
-def _prefixes(module: str) -> list[str]:
-    """Return the prefixes of a path, shortest first."""
-    parts = module.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)] if module else []
+def path_prefixes(module: str) -> list[str]:
+    """Return the prefixes of a path, shortest first, the path itself last."""
+    return list(accumulate(module.split("."), "{}.{}".format)) if module else []
 
 
 def layer_among(module: str, layers: Collection[str]) -> str:
     """Return the innermost of some layers that a module is in or is, ``""`` if it is in none.
 
-    Examples
-    --------
     >>> layer_among("h.1.mlp.0", {"h.1", "h.10"}), layer_among("wte", {"h.1"})
     ('h.1', '')
     """
-    return next((prefix for prefix in reversed(_prefixes(module)) if prefix in layers), "")
+    return next((prefix for prefix in reversed(path_prefixes(module)) if prefix in layers), "")
 
 
 class _Numbered:
     """The numbered modules of a forward that have parts; where there are none, those named by a mere number."""
 
     def __init__(self, forward: Mapping[str, int], kinds: Mapping[str, str]) -> None:
-        holders = {prefix for module in forward for prefix in _prefixes(module)[:-1]}
-        leaves = {prefix for module in forward for prefix in _prefixes(module)}
+        holders = {prefix for module in forward for prefix in path_prefixes(module)[:-1]}
+        leaves = {prefix for module in forward for prefix in path_prefixes(module)}
         numbered = [path for path in kinds if path[-1:].isdigit()]
         rows = Counter(_row(path) for path in numbered)
         alike = Counter((_row(path), kinds[path]) for path in numbered)
@@ -137,7 +112,7 @@ class _Numbered:
 
     def prefixes(self, module: str) -> list[str]:
         """Return the numbered modules that a module is in or is, outermost first."""
-        return [prefix for prefix in _prefixes(module) if prefix in self._numbered]
+        return [prefix for prefix in path_prefixes(module) if prefix in self._numbered]
 
     def block(self, module: str) -> str:
         """Return the block that a module is in, ``""`` if it is in none."""
@@ -156,31 +131,17 @@ def _spine(names: Iterable[str], blocks: Iterable[str]) -> set[str]:
         split = [name.split(".") for name in names if name]
         common = takewhile(lambda column: len(set(column)) == 1, zip(*split, strict=False))
         ends = [".".join(column[0] for column in common)] if len(split) > 1 else []
-    return {prefix for end in ends for prefix in _prefixes(end)}
+    return {prefix for end in ends for prefix in path_prefixes(end)}
 
 
 def _beside(module: str, spine: set[str]) -> str:
     """Return the part of a path that leaves the spine."""
-    return next((prefix for prefix in _prefixes(module) if prefix not in spine), module)
+    return next((prefix for prefix in path_prefixes(module) if prefix not in spine), module)
 
 
 def collapse(names: Sequence[str], signatures: Sequence[object]) -> list[tuple[str, list[int]]]:
-    """Group identical layers of one row of blocks.
+    """Group the layers of one row of blocks whose signatures are equal: labels, and the positions each stands for.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Layer paths.
-    signatures : sequence of object
-        What must be equal for two layers to be shown as one.
-
-    Returns
-    -------
-    list of (str, list of int)
-        A label and the positions of the layers it stands for, in order of the first.
-
-    Examples
-    --------
     >>> collapse(["wte", "h.0", "h.1", "h.2", "h.3"], ["e", "a", "a", "b", "a"])
     [('wte', [0]), ('h 0-1,3 (x3)', [1, 2, 4]), ('h.2', [3])]
     """
@@ -203,18 +164,8 @@ def _label(names: list[str]) -> str:
 def number_ranges(numbers: list[int]) -> str:
     """Write rising numbers as ranges.
 
-    Examples
-    --------
     >>> number_ranges([0, 1, 2, 3, 5])
     '0-3,5'
     """
-    shown: list[str] = []
-    start = previous = numbers[0]
-    for number in [*numbers[1:], None]:
-        if number is not None and number == previous + 1:
-            previous = number
-            continue
-        shown.append(f"{start}-{previous}" if previous > start else f"{start}")
-        if number is not None:
-            start = previous = number
-    return ",".join(shown)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

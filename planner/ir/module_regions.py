@@ -7,7 +7,7 @@ first needs any of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 from planner.ir.checkpoints import Region
 from planner.ir.graph import Operation, Phase, TrainingGraph
@@ -26,32 +26,6 @@ def forward_of(graph: TrainingGraph, modules: Iterable[str]) -> tuple[int, ...]:
     )
 
 
-def module_region(
-    graph: TrainingGraph, modules: Sequence[str], *, saved: Saved | None = None, to_the_end: bool = False
-) -> Region | None:
-    """Return what checkpointing a module, or several in a row as one, does.
-
-    Parameters
-    ----------
-    modules : sequence of str
-        Paths.
-    saved : callable, optional
-        What is kept inside.
-    to_the_end : bool
-        Whether all of it runs again, and not only what the backward needs.
-
-    Returns
-    -------
-    Region or None
-        ``None`` if nothing would run again.
-
-    Notes
-    -----
-    O(operations + values).
-    """
-    return region_of(graph, modules[0], forward_of(graph, modules), saved=saved, to_the_end=to_the_end)
-
-
 def region_of(
     graph: TrainingGraph,
     module: str,
@@ -60,7 +34,10 @@ def region_of(
     saved: Saved | None = None,
     to_the_end: bool = False,
 ) -> Region | None:
-    """Return what checkpointing some operations of the forward does; see :func:`module_region`."""
+    """Return what checkpointing some operations of the forward does; None if nothing would run again.
+
+    Where it goes on to the end, all of them run again and not only what the backward needs. O(operations + values).
+    """
     operations, values, readers = graph.operations, graph.values, graph.readers
     inside = set(inside)
     held = {
@@ -80,29 +57,20 @@ def region_of(
                 needs[value] = late
     if not needs:
         return None
-    again = _needed(graph, inside, held, needs)
+    again = _makers(graph, inside, held, list(needs))
     if to_the_end:
-        again |= {i for i in inside if operations[i].recomputable and not _only_held(operations[i], held)}
+        again |= {i for i in inside if operations[i].recomputable and not held.issuperset(operations[i].outputs)}
     before = min(needs.values())
     return Region(module=module, hold=None, recompute=tuple(sorted(again)), recompute_before=before, release_at=before)
 
 
-def _needed(graph: TrainingGraph, inside: Collection[int], held: Collection[int], needs: Iterable[int]) -> set[int]:
+def _makers(graph: TrainingGraph, inside: Collection[int], held: Collection[int], needed: list[int]) -> set[int]:
     """Return the operations that make what is needed, from the boundary on."""
     again: set[int] = set()
-    pending = list(needs)
-    while pending:
-        producer = graph.producer[pending.pop()]
-        if producer in again:
-            continue
-        again.add(producer)
-        pending.extend(
-            value
-            for value in graph.operations[producer].inputs
-            if value not in held and graph.producer[value] in inside
-        )
+    while needed:
+        maker = graph.producer[needed.pop()]
+        if maker not in again:
+            again.add(maker)
+            inputs = graph.operations[maker].inputs
+            needed += (value for value in inputs if value not in held and graph.producer[value] in inside)
     return again
-
-
-def _only_held(operation: Operation, held: Collection[int]) -> bool:
-    return all(value in held for value in operation.outputs)

@@ -85,11 +85,13 @@ class Schedule:
             order.append(index)
         return cls(tuple(order))
 
+    def first_runs(self) -> dict[int, int]:
+        """Return the position at which each operation first runs."""
+        return {index: position for position, index in reversed(tuple(enumerate(self.order)))}
+
     def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
         """Return the values that are fetched at each position, in the order in which they are read.
 
-        Notes
-        -----
         O(offloads), and O(runs) more for each value that returns together with others.
         """
         together: dict[int, list[int]] = {}
@@ -133,28 +135,19 @@ class Schedule:
 
 
 def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]]) -> Schedule:
-    """Carry out drops: each dropped value is made again right before the first run that reads it.
+    """Carry out drops: each dropped value is made again right before the first run that reads it. O(runs x inputs).
 
     Parameters
     ----------
     dropped : mapping of int to collection of int
         For a step of the base order, the values that are no longer held once the step has begun
         (values made or read by that very operation may be named; they go when it has run).
-
-    Returns
-    -------
-    Schedule
-        Missing values are recomputed at first need, their own missing inputs first. A retained
-        value is never dropped. A copy made by recomputation stays until dropped again or unused.
+        A retained value is never dropped. A copy made by recomputation stays until dropped again or unused.
 
     Raises
     ------
     ScheduleError
         If a value must be made again by an operation that is not recomputable.
-
-    Notes
-    -----
-    O(runs x inputs).
     """
     operations, values, producer = graph.operations, graph.values, graph.producer
     held = [False] * len(values)

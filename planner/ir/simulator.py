@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from planner.errors import ScheduleError
 from planner.ir.graph import OperationCost, TrainingGraph
@@ -24,41 +26,13 @@ from planner.ir.host import Host
 from planner.ir.schedule import Schedule, piece_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferTimes:
-    """When everything happens, in seconds from the begin of the step.
-
-    Parameters
-    ----------
-    starts : tuple of float
-        When each run of the order begins.
-    sent : dict of int to float
-        When each offloaded value is through to the host.
-    stall_seconds : float
-        Time that computing waits.
-    transfer_seconds : float
-        Time of all transfers.
-    """
-
-    starts: tuple[float, ...]
-    sent: dict[int, float]
-    stall_seconds: float
-    transfer_seconds: float
-
-
-def transfer_times(
+def _transfers(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None
-) -> TransferTimes:
-    """Follow computing, sending and fetching through a step.
+) -> tuple[float, float]:
+    """Follow computing, sending and fetching: the seconds that computing waits, and those of all transfers.
 
-    Raises
-    ------
-    ScheduleError
-        If there is no host, or a value is fetched that no run reads before it is made or fetched again.
-
-    Notes
-    -----
-    O(runs x inputs).
+    A ScheduleError says that there is no host, or that a value is fetched which no run reads before it is made or
+    fetched again. O(runs x inputs).
     """
     if host is None:
         raise ScheduleError("the schedule offloads values, and there is no host to take them")
@@ -70,8 +44,8 @@ def transfer_times(
     returning = schedule.returning(graph)
 
     now = sending_until = fetching_until = stall_seconds = transfer_seconds = 0.0
-    starts: list[float] = []
     sent: dict[int, float] = {}
+    """When each offloaded value is through to the host."""
     arrives: dict[int, float] = {}
 
     def wait(until: float) -> None:
@@ -92,7 +66,6 @@ def transfer_times(
         for value in operations[index].inputs:
             if value in arrives:
                 wait(arrives.pop(value))
-        starts.append(now)
         now += costs[index].seconds
         for value in operations[index].outputs:
             if value in arrives:
@@ -103,9 +76,7 @@ def transfer_times(
                 sent[value] = sending_until
     if arrives:
         raise ScheduleError(f"{values[next(iter(arrives))].name} is fetched and not read")
-    return TransferTimes(
-        starts=tuple(starts), sent=sent, stall_seconds=stall_seconds, transfer_seconds=transfer_seconds
-    )
+    return stall_seconds, transfer_seconds
 
 
 _AWAY = -2
@@ -168,15 +139,8 @@ class FetchedCopy(Copy):
 def lifetimes(graph: TrainingGraph, schedule: Schedule) -> list[Copy]:
     """Return every copy of every value that a schedule makes, with its lifetime in positions.
 
-    Raises
-    ------
-    ScheduleError
-        If an operation reads a value that has not been made or is away, if one never runs, or if one
-        that is not recomputable runs twice.
-
-    Notes
-    -----
-    O(runs x (inputs + outputs)).
+    A ScheduleError says that an operation reads a value that has not been made or is away, that one never runs, or
+    that one which is not recomputable runs twice. O(runs x (inputs + outputs)).
     """
     order, operations, values = schedule.order, graph.operations, graph.values
     end = len(order) - 1
@@ -288,22 +252,17 @@ def simulate(
         change[first[index]] += operations[index].state_bytes
         change[position + 1] -= operations[index].state_bytes
 
-    timeline: list[int] = []
-    live = 0
-    for position, workspace_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
-        live += change[position]
-        timeline.append(live + workspace_bytes)
+    timeline = tuple(map(add, accumulate(change), workspaces(graph, costs, schedule, copies)))
     peak = max(timeline, default=0)
     stall_seconds = transfer_seconds = 0.0
     if schedule.offloads:
-        times = transfer_times(graph, costs, schedule, host)
-        stall_seconds, transfer_seconds = times.stall_seconds, times.transfer_seconds
+        stall_seconds, transfer_seconds = _transfers(graph, costs, schedule, host)
     return Evaluation(
         peak_bytes=peak,
         peak_position=timeline.index(peak) if timeline else 0,
         seconds=seconds + stall_seconds,
         recompute_seconds=recompute_seconds,
-        timeline_bytes=tuple(timeline),
+        timeline_bytes=timeline,
         stall_seconds=stall_seconds,
         transfer_seconds=transfer_seconds,
         host_bytes=sum(offload.host_bytes(values[offload.value]) for offload in schedule.offloads),

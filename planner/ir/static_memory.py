@@ -18,43 +18,27 @@ TENSOR_PARALLEL = "tensor parallel"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossMemory:
-    """What a loss outside the captured graph takes, beside the outputs and their gradients.
-
-    Parameters
-    ----------
-    working_bytes : int
-        Most at a time from its first operation until the outputs have their gradients, without ``held_bytes``.
-    held_bytes : int
-        Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from.
-    is_known : bool
-        Whether there is one. Where none is known somebody may hold the gradients of the outputs to the end.
-    """
+    """What a loss outside the captured graph takes, beside the outputs and their gradients."""
 
     working_bytes: int = 0
+    """Most at a time from its first operation until the outputs have their gradients, without ``held_bytes``."""
     held_bytes: int = 0
+    """Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from."""
     is_known: bool = False
+    """Where none is known somebody may hold the gradients of the outputs to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticMemory:
-    """What is resident beside the model, and what the optimizer's own step needs.
-
-    Parameters
-    ----------
-    static_bytes : mapping of str to int
-        Resident through forward and backward, by kind: ``"optimizer"``, ``"gradients"``, ``"reserve"``, ...
-    optimizer_step_bytes : int
-        Temporaries of the optimizer's step, which comes after the backward and can be a second peak.
-    gradient_shards : int
-        Over how many ranks each gradient is spread once it is complete.
-    tensor_bytes : tuple of int
-        Size of each resident tensor, those of the model included, for simulating an allocator.
-    has_caching_allocator : bool
-        Whether the device's memory is handed out by CUDA's caching allocator.
-    """
+    """What is resident beside the model, and what the optimizer's own step needs."""
 
     static_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Resident through forward and backward, by kind: ``"optimizer"``, ``"gradients"``, ``"reserve"``, ..."""
     optimizer_step_bytes: int = 0
+    """Temporaries of the optimizer's step, which comes after the backward and can be a second peak."""
     gradient_shards: int = 1
+    """Over how many ranks each gradient is spread once it is complete."""
     tensor_bytes: tuple[int, ...] = ()
+    """Size of each resident tensor, those of the model included, for simulating an allocator."""
     has_caching_allocator: bool = False
+    """Whether the device's memory is handed out as CUDA does."""

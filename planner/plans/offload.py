@@ -153,9 +153,7 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
     if offloading is None or not offloading.values:
         return schedule
     index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
-    first: dict[int, int] = {}
-    for position, index in enumerate(schedule.order):
-        first.setdefault(index, position)
+    first = schedule.first_runs()
 
     def position_of(place: Place) -> int:
         position = first[index_of[place.before]] - place.runs

@@ -31,7 +31,7 @@ from planner.capture.memory import measure_peak
 from planner.errors import PlanMismatchError, UsageError
 from planner.exporters._export import Export, Label
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.module_regions import module_region
+from planner.ir.module_regions import forward_of, region_of
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import checkpointed_blocks
@@ -59,7 +59,7 @@ def eager(study: Study) -> Study:
         for module in (f"{op.module}." for op in study.graph.operations if ".h." in op.module)
         for end in [*re.finditer(r"\.", module)][2:4]
     )
-    regions = (module_region(study.graph, [module]) for module in modules)
+    regions = (region_of(study.graph, module, forward_of(study.graph, [module])) for module in modules)
     return Study(
         graph=study.graph, costs=study.costs, static_memory=study.static_memory,
         origin=dataclasses.replace(study.origin, runtime="modules"), regions=tuple(r for r in regions if r),

@@ -24,13 +24,13 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
 from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
-from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of
+from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossMemory
 from planner.plans.module_choices import modules_of
-from planner.solving.modules.ilp import Chooser
+from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
 from planner.solving.modules.variants import cheapest, variants_of
 
@@ -201,7 +201,7 @@ def test_the_choice_is_the_best_of_all() -> None:
             simulate(
                 problem.graph, problem.costs, schedule_of(problem.graph, [variants[r] for r in chosen])
             ).peak_bytes,
-            sum(seconds_of(variants[r], problem.costs) for r in chosen),
+            sum(problem.costs[index].seconds for r in chosen for index in variants[r].recompute),
         )
         for chosen in choices(variants)
     }

@@ -16,7 +16,8 @@ from dataclasses import replace
 
 from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
-from planner.ir.checkpoints import Region, rivals, schedule_of, seconds_of, sent_bytes
+from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.layers import path_prefixes
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
@@ -55,8 +56,9 @@ class Chooser:
         self.regions = regions
         self.clock = clock
         self._needs = Needs(problem.graph, problem.costs, regions)
-        self._seconds = [seconds_of(region, problem.costs) for region in regions]
-        self._sent_bytes = [sent_bytes(region, problem.graph) for region in regions]
+        self._seconds = [sum(problem.costs[index].seconds for index in region.recompute) for region in regions]
+        values = problem.graph.values
+        self._sent_bytes = [sum(values[sent.value].size_bytes for sent in region.sent) for region in regions]
         self._sent_seconds = [problem.host.seconds(size) if problem.host else 0.0 for size in self._sent_bytes]
         self._moments: dict[int, Need] = {}
         """By operation of the base order; that of a region's recompute by minus its number, less one."""
@@ -281,3 +283,17 @@ class Chooser:
             if freed_by is not None:
                 model.at_least(1.0, (column, 1.0), *((maker, 1.0) for maker in freed_by))
         return columns[group]
+
+
+def rivals(regions: Sequence[Region]) -> list[tuple[int, ...]]:
+    """Return the sets of regions of which one at most can be checkpointed: a module, in any way, and what holds it."""
+    of_module: dict[str, list[int]] = {}
+    for number, region in enumerate(regions):
+        of_module.setdefault(region.module, []).append(number)
+    around = {module: [path for path in ("", *path_prefixes(module)[:-1]) if path in of_module] for module in of_module}
+    holding = {path for paths in around.values() for path in paths}
+    return [
+        tuple(number for path in (module, *around[module]) for number in of_module[path])
+        for module in of_module
+        if module not in holding
+    ]
