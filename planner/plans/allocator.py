@@ -33,33 +33,6 @@ LARGE_SEGMENT_BYTES = 20 * 2**20  # segment for requests between those two (larg
 ROUND_LARGE_BYTES = 2 * 2**20  # a segment of its own size is rounded up to this (kRoundLarge)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
-    """What a step takes of the device, with everything that is resident.
-
-    Parameters
-    ----------
-    allocated_bytes : int
-        Peak of what is asked for, each request rounded up to 512 bytes.
-    block_bytes : int
-        Peak of the blocks handed out, what ``torch.cuda.max_memory_allocated`` reads: a large
-        block may be up to 1 MiB larger than what was asked for.
-    reserved_bytes : int
-        Peak of the segments, what ``torch.cuda.max_memory_reserved`` reads.
-    fragmentation_bytes : int
-        What of it was not asked for when that peak was first reached.
-    fits : bool
-        Whether the segments kept the limit throughout. If not, the other figures are those of a
-        device that has what is missing; the real allocator raises.
-    """
-
-    allocated_bytes: int
-    block_bytes: int
-    reserved_bytes: int
-    fragmentation_bytes: int
-    fits: bool
-
-
 @dataclass(slots=True, eq=False)
 class _Pool:
     """The free blocks of one pool as ``(size, address)``, sorted: the first that is large enough fits best."""
@@ -85,47 +58,27 @@ class _Block:
 
 
 class Allocator:
-    """The caching allocator of one device and stream.
+    """The caching allocator of one device and stream, which may take as much of the device as it wants.
 
-    Attributes
-    ----------
-    limit_bytes : int, optional
-        Most bytes that the segments may have together; without it there is no limit.
-    allocated_bytes, block_bytes, reserved_bytes : int
-        What is asked for, the blocks that hold it, and the segments that hold those: now.
-    peak_allocated_bytes, peak_block_bytes, peak_reserved_bytes : int
-        The same, at most so far.
-    allocated_at_peak_reserved_bytes : int
-        What was asked for when ``peak_reserved_bytes`` was first reached.
-    fits : bool
-        Whether the limit was kept so far. A segment that breaks it is made all the same.
+    It counts what is asked for, each request rounded up to 512 bytes (``allocated_bytes``); the blocks handed out, what
+    ``torch.cuda.memory_allocated`` reads (``block_bytes``: a large block may be up to 1 MiB larger than what was asked
+    for); and the segments, what ``torch.cuda.memory_reserved`` reads (``reserved_bytes``, which never falls).
 
-    Notes
-    -----
     Addresses grow with each segment, so among free blocks of one size the oldest segment's comes
-    first, then the lowest. A call takes O(log n) comparisons among n free blocks, or O(n) to release them.
+    first, then the lowest. A call takes O(log n) comparisons among n free blocks.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.block_bytes = self.peak_block_bytes = 0
-        self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.allocated_at_peak_reserved_bytes = 0
-        self.fits = True
+        self.reserved_bytes = 0
         self._small = _Pool(least_split_bytes=MIN_BLOCK_BYTES)
         # What is left of a large block must be above 1 MiB, and sizes are multiples of 512 bytes.
         self._large = _Pool(least_split_bytes=SMALL_REQUEST_BYTES + MIN_BLOCK_BYTES)
         self._blocks: dict[int, _Block] = {}
-        self._next_address = 0
 
     def allocate(self, size_bytes: int) -> int:
-        """Hand out a block.
-
-        Returns
-        -------
-        int
-            Handle to free it with; handles of freed blocks are used again.
+        """Hand out a block; the handle returned frees it, and handles of freed blocks are used again.
 
         Raises
         ------
@@ -148,9 +101,6 @@ class Allocator:
         self.block_bytes += block.size_bytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         self.peak_block_bytes = max(self.peak_block_bytes, self.block_bytes)
-        if self.reserved_bytes > self.peak_reserved_bytes:
-            self.peak_reserved_bytes = self.reserved_bytes
-            self.allocated_at_peak_reserved_bytes = self.allocated_bytes
         return block.address
 
     def free(self, handle: int) -> None:
@@ -177,27 +127,10 @@ class Allocator:
         insort(block.pool.free, (block.size_bytes, block.address))
 
     def _make_segment(self, pool: _Pool, size_bytes: int) -> _Block:
-        if self.limit_bytes is not None and self.reserved_bytes + size_bytes > self.limit_bytes:
-            self._release_free_segments()
-            self.fits &= self.reserved_bytes + size_bytes <= self.limit_bytes
-        block = _Block(pool, self._next_address, size_bytes)
+        block = _Block(pool, self.reserved_bytes, size_bytes)
         self._blocks[block.address] = block
-        self._next_address += size_bytes
         self.reserved_bytes += size_bytes
         return block
-
-    def _release_free_segments(self) -> None:
-        """Return back all segments of both pools that are one free block."""
-        for pool in (self._small, self._large):
-            kept = []
-            for size_bytes, address in pool.free:
-                block = self._blocks[address]
-                if block.before is None and block.after is None:
-                    del self._blocks[address]
-                    self.reserved_bytes -= size_bytes
-                else:
-                    kept.append((size_bytes, address))
-            pool.free = kept
 
     def _split(self, block: _Block, size_bytes: int) -> None:
         """Cut a block down to a size and put the rest, the upper part, among the free ones."""
@@ -228,19 +161,13 @@ def simulate_reserved(
     schedule: Schedule,
     *,
     resident_bytes: Sequence[int] = (),
-    limit_bytes: int | None = None,
-) -> Reserved:
-    """Run a schedule against the allocator, twice in a row, as training does.
+) -> Allocator:
+    """Run a schedule against a new allocator, twice in a row, as training does, and return that.
 
-    Parameters
-    ----------
-    costs : sequence of OperationCost
-        One for each operation.
-    resident_bytes : sequence of int
-        Size of each tensor that is there before the step and stays: parameters, buffers, optimizer
-        state, inputs. In the order of their making.
-    limit_bytes : int, optional
-        Most bytes that the segments may have together: the device's, less what others take of it.
+    What is resident before the step and stays (parameters, buffers, optimizer state, inputs) is given as the size of
+    each tensor in the order of their making. Retained values go before the next step begins, as with
+    ``zero_grad(set_to_none=True)``. What the optimizer allocates in its own step is left out, and so is random state:
+    it is kept on the host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
 
     Raises
     ------
@@ -248,12 +175,6 @@ def simulate_reserved(
         If the schedule cannot be run.
     UsageError
         If a resident tensor has a negative size.
-
-    Notes
-    -----
-    Retained values go before the next step begins, as with ``zero_grad(set_to_none=True)``. What
-    the optimizer allocates in its own step is left out, and so is random state: it is kept on the
-    host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
     """
     born: list[list[int]] = [[] for _ in schedule.order]
     died: list[list[int]] = [[] for _ in schedule.order]
@@ -264,7 +185,7 @@ def simulate_reserved(
             born[copy.born].append(number)
             died[copy.died].append(number)
 
-    allocator = Allocator(limit_bytes=limit_bytes)
+    allocator = Allocator()
     for resident in filter(None, resident_bytes):
         allocator.allocate(resident)
     handles = [-1] * len(copies)
@@ -276,13 +197,7 @@ def simulate_reserved(
                 allocator.free(allocator.allocate(workspace_bytes))
             for number in died[position]:
                 allocator.free(handles[number])
-    return Reserved(
-        allocated_bytes=allocator.peak_allocated_bytes,
-        block_bytes=allocator.peak_block_bytes,
-        reserved_bytes=allocator.peak_reserved_bytes,
-        fragmentation_bytes=allocator.peak_reserved_bytes - allocator.allocated_at_peak_reserved_bytes,
-        fits=allocator.fits,
-    )
+    return allocator
 
 
 def _segment_bytes(rounded_bytes: int) -> int:
@@ -315,7 +230,7 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
     if not static_memory.has_caching_allocator:
         return None
     found = simulate_reserved(problem.graph, problem.costs, schedule, resident_bytes=static_memory.tensor_bytes)
-    return ReservedMemory(allocated_bytes=found.block_bytes, reserved_bytes=found.reserved_bytes)
+    return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
 
 
 def reserve_warnings(problem: Problem, reserved: ReservedMemory | None) -> Iterator[Finding]:

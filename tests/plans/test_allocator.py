@@ -19,7 +19,7 @@ from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans import allocator as rules
-from planner.plans.allocator import Allocator, Reserved, simulate_reserved
+from planner.plans.allocator import Allocator, simulate_reserved
 from tests import example_graphs, oracle
 
 KIB, MIB = 2**10, 2**20
@@ -30,9 +30,13 @@ def figures(allocator: Allocator) -> tuple[int, int, int]:
     return allocator.allocated_bytes, allocator.block_bytes, allocator.reserved_bytes
 
 
-def after(*sizes: int, limit_bytes: int | None = None) -> Allocator:
+def peaks(allocator: Allocator) -> tuple[int, int, int]:
+    return allocator.peak_allocated_bytes, allocator.peak_block_bytes, allocator.reserved_bytes
+
+
+def after(*sizes: int) -> Allocator:
     """Allocate sizes one by one in a new allocator."""
-    allocator = Allocator(limit_bytes=limit_bytes)
+    allocator = Allocator()
     for size in sizes:
         allocator.allocate(size)
     return allocator
@@ -160,51 +164,12 @@ def test_what_was_freed_is_used_again_without_growth() -> None:
 
 
 def test_peaks_outlast_what_made_them() -> None:
-    allocator = Allocator(limit_bytes=30 * MIB)
+    allocator = Allocator()
     allocator.allocate(KIB)
     allocator.free(allocator.allocate(25 * MIB))
-    allocator.allocate(27 * MIB)
-    assert figures(allocator) == (27 * MIB + KIB, 28 * MIB + KIB, 30 * MIB)
-    allocator = Allocator(limit_bytes=40 * MIB)
-    allocator.free(allocator.allocate(30 * MIB))
-    allocator.allocate(12 * MIB - 512)  # splits the free segment
-    assert allocator.peak_allocated_bytes == allocator.peak_block_bytes == 30 * MIB
-    assert allocator.allocated_at_peak_reserved_bytes == allocator.peak_reserved_bytes == 30 * MIB
-
-
-def test_free_segments_of_both_pools_are_released_when_the_limit_would_be_broken() -> None:
-    allocator = Allocator(limit_bytes=42 * MIB)
-    small, large = allocator.allocate(KIB), allocator.allocate(3 * MIB)
-    used, spare = allocator.allocate(4 * MIB), allocator.allocate(16 * MIB)
-    assert allocator.reserved_bytes == 38 * MIB
-    allocator.free(small)
-    allocator.free(large)  # its segment is in use all the same
-    allocator.free(spare)
-    allocator.allocate(22 * MIB)
-    assert figures(allocator) == (26 * MIB, 26 * MIB, 42 * MIB)
-    assert (allocator.peak_reserved_bytes, allocator.fits) == (42 * MIB, True)
-    allocator.free(used)
-    allocator.allocate(18 * MIB)  # what was kept is still whole
-    assert figures(allocator) == (40 * MIB, 40 * MIB, 42 * MIB)
-    assert allocator.fits
-
-
-def test_nothing_is_released_below_the_limit() -> None:
-    allocator = Allocator(limit_bytes=64 * MIB)
-    allocator.free(allocator.allocate(30 * MIB))
-    allocator.allocate(34 * MIB)
-    assert (allocator.reserved_bytes, allocator.fits) == (64 * MIB, True)
-
-
-def test_what_does_not_fit_is_said_and_counted_all_the_same() -> None:
-    allocator = after(10 * MIB, limit_bytes=31 * MIB)
-    assert allocator.fits
-    handle = allocator.allocate(22 * MIB)
-    assert not allocator.fits
-    assert figures(allocator) == (32 * MIB, 32 * MIB, 32 * MIB)
-    allocator.free(handle)
-    allocator.allocate(20 * MIB)
-    assert not allocator.fits
+    allocator.allocate(3 * MIB)
+    assert figures(allocator) == (3 * MIB + KIB, 3 * MIB + KIB, 28 * MIB)
+    assert allocator.peak_allocated_bytes == 25 * MIB + KIB and allocator.peak_block_bytes == 26 * MIB + KIB
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -246,10 +211,8 @@ def test_the_sizes_are_those_of_the_torch_that_is_installed() -> None:
 class Plain:
     """The same rules a second time: segments are lists of [owner, size] that are looked through from the start."""
 
-    limit_bytes: int | None
     segments: list[list[list[int]]] = field(default_factory=list)
     requested: dict[int, int] = field(default_factory=dict)
-    fits: bool = True
 
     def allocate(self, owner: int, size: int) -> None:
         size = (size + 511) // 512 * 512
@@ -261,9 +224,6 @@ class Plain:
             _, _, segment, piece = min(fitting, key=lambda found: found[:2])
         else:
             needed = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
-            if self.limit_bytes is not None and self.reserved + needed > self.limit_bytes:
-                self.segments = [segment for segment in self.segments if any(piece[0] for piece in segment)]
-                self.fits = self.fits and self.reserved + needed <= self.limit_bytes
             piece = [0, needed]
             segment = [piece]
             self.segments.append(segment)
@@ -314,14 +274,13 @@ def random_size(rng: random.Random) -> int:
     )
 
 
-@given(seeds, st.one_of(st.none(), st.integers(20, 300)))
+@given(seeds)
 @settings(max_examples=120, deadline=None)
-def test_all_rules_together_give_what_a_plain_search_gives(seed: int, limit_mebibytes: int | None) -> None:
+def test_all_rules_together_give_what_a_plain_search_gives(seed: int) -> None:
     rng = random.Random(seed)
-    limit_bytes = None if limit_mebibytes is None else limit_mebibytes * MIB
-    allocator, plain = Allocator(limit_bytes=limit_bytes), Plain(limit_bytes)
+    allocator, plain = Allocator(), Plain()
     handles: dict[int, int] = {}
-    peaks = (0, 0, 0)
+    highest = (0, 0, 0)
     for owner in range(1, 80):
         if handles and rng.random() < 0.45:
             gone = rng.choice(list(handles))
@@ -334,11 +293,8 @@ def test_all_rules_together_give_what_a_plain_search_gives(seed: int, limit_mebi
         now = figures(allocator)
         assert now == plain.figures
         assert now[0] <= now[1] <= now[2]
-        assert allocator.fits == plain.fits
-        if plain.fits and limit_bytes is not None:
-            assert now[2] <= limit_bytes
-        peaks = tuple(map(max, peaks, now))  # type: ignore[assignment]
-    assert peaks == (allocator.peak_allocated_bytes, allocator.peak_block_bytes, allocator.peak_reserved_bytes)
+        highest = tuple(map(max, highest, now))  # type: ignore[assignment]
+    assert highest == peaks(allocator)
 
 
 def step(*sizes: int, reads: Sequence[Sequence[int]], retained: Sequence[int] = ()) -> TrainingGraph:
@@ -364,37 +320,24 @@ def test_a_step_by_hand() -> None:
         graph, costs_of(0, 0, 0, 0), Schedule.keep_all(graph), resident_bytes=[3 * MIB, 0, KIB]
     )
     # Segments of 20 and 2 MiB for what is resident; the first 12 go into the 20, and 14 get their own.
-    assert reserved == Reserved(
-        allocated_bytes=29 * MIB + KIB,
-        block_bytes=29 * MIB + KIB,
-        reserved_bytes=36 * MIB,
-        fragmentation_bytes=7 * MIB - KIB,
-        fits=True,
-    )
-
-
-def test_fragmentation_is_that_of_the_moment_at_which_the_segments_peak_first() -> None:
-    graph = step(20 * MIB, KIB, reads=[(), ()])
-    reserved = simulate_reserved(graph, costs_of(0, 0), Schedule.keep_all(graph))
-    assert (reserved.allocated_bytes, reserved.reserved_bytes) == (20 * MIB, 22 * MIB)
-    assert reserved.fragmentation_bytes == 22 * MIB - KIB
+    assert peaks(reserved) == (29 * MIB + KIB, 29 * MIB + KIB, 36 * MIB)
 
 
 def test_the_workspace_is_there_beside_the_outputs_and_gone_before_the_next_run() -> None:
     graph = step(12 * MIB, 12 * MIB, reads=[(), (0,)])
     reserved = simulate_reserved(graph, costs_of(0, 16 * MIB), Schedule.keep_all(graph))
-    assert (reserved.allocated_bytes, reserved.reserved_bytes) == (40 * MIB, 40 * MIB)
+    assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (40 * MIB, 40 * MIB)
     # The second operation's output takes the block that the first one's workspace had.
     reserved = simulate_reserved(graph, costs_of(12 * MIB, 12 * MIB), Schedule.keep_all(graph))
-    assert (reserved.allocated_bytes, reserved.reserved_bytes) == (36 * MIB, 36 * MIB)
+    assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (36 * MIB, 36 * MIB)
 
 
 def test_a_retained_value_that_is_made_again_is_there_twice_for_a_moment() -> None:
     graph = step(12 * MIB, 14 * MIB, reads=[(), (0,)], retained=[0])
     once = simulate_reserved(graph, costs_of(0, 0), Schedule((0, 1)))
     again = simulate_reserved(graph, costs_of(0, 0), Schedule((0, 0, 1)))
-    assert (once.allocated_bytes, once.reserved_bytes) == (26 * MIB, 26 * MIB)
-    assert (again.allocated_bytes, again.reserved_bytes) == (26 * MIB, 38 * MIB)
+    assert (once.peak_allocated_bytes, once.reserved_bytes) == (26 * MIB, 26 * MIB)
+    assert (again.peak_allocated_bytes, again.reserved_bytes) == (26 * MIB, 38 * MIB)
 
 
 def test_random_state_takes_nothing_of_the_device() -> None:
@@ -407,7 +350,7 @@ def test_random_state_takes_nothing_of_the_device() -> None:
 def test_retained_values_go_before_the_next_step() -> None:
     graph = step(12 * MIB, 14 * MIB, reads=[(), (0,)], retained=[0, 1])
     reserved = simulate_reserved(graph, costs_of(0, 0), Schedule.keep_all(graph))
-    assert (reserved.allocated_bytes, reserved.reserved_bytes) == (26 * MIB, 26 * MIB)
+    assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (26 * MIB, 26 * MIB)
 
 
 def test_the_second_step_may_need_more_than_the_first() -> None:
@@ -415,20 +358,7 @@ def test_the_second_step_may_need_more_than_the_first() -> None:
     # Second step: now 14 fit best into the 20, the 20 into the 24, and 6 and 4 are left for the 10.
     graph = step(24 * MIB, 14 * MIB, 20 * MIB, 10 * MIB, reads=[(), (), (), (1, 2)])
     reserved = simulate_reserved(graph, costs_of(0, 0, 0, 0), Schedule.keep_all(graph))
-    assert (reserved.allocated_bytes, reserved.reserved_bytes) == (44 * MIB, 54 * MIB)
-    assert reserved.fragmentation_bytes == 10 * MIB
-
-
-def test_a_limit_releases_what_is_free_and_else_says_that_it_does_not_fit() -> None:
-    # Under a limit, 12 are released for the 16 in the first step. In the second, 12 and 14 lie in
-    # the segments of 14 and 16, so 14 are released, and a second 16 is made.
-    graph = step(12 * MIB, 14 * MIB, 16 * MIB, reads=[(), (0,), (1,)])
-    costs, schedule = costs_of(0, 0, 0), Schedule.keep_all(graph)
-    assert simulate_reserved(graph, costs, schedule).reserved_bytes == 42 * MIB
-    tight = simulate_reserved(graph, costs, schedule, limit_bytes=32 * MIB)
-    assert (tight.reserved_bytes, tight.allocated_bytes, tight.fits) == (32 * MIB, 30 * MIB, True)
-    beyond = simulate_reserved(graph, costs, schedule, limit_bytes=32 * MIB - 1)
-    assert beyond == replace(tight, fits=False)
+    assert (reserved.peak_allocated_bytes, reserved.reserved_bytes) == (44 * MIB, 54 * MIB)
 
 
 def test_what_is_wrong_is_refused() -> None:
@@ -471,23 +401,9 @@ def random_step(seed: int, count: int) -> tuple[TrainingGraph, tuple[OperationCo
 def test_what_is_asked_for_is_what_the_simulator_counts(seed: int, count: int, resident: list[int]) -> None:
     graph, costs, schedule = random_step(seed, count)
     found = simulate_reserved(graph, costs, schedule, resident_bytes=resident)
-    assert found.allocated_bytes - sum(resident) == simulate(graph, costs, schedule).peak_bytes
-    assert found.allocated_bytes <= found.block_bytes <= found.reserved_bytes
-    assert 0 <= found.fragmentation_bytes <= found.reserved_bytes
-    assert found.reserved_bytes - found.fragmentation_bytes <= found.allocated_bytes
-    assert found.fits
-    assert simulate_reserved(graph, costs, schedule, resident_bytes=resident) == found
-
-
-@given(seeds)
-@settings(max_examples=60, deadline=None)
-def test_a_step_fits_in_what_it_reserves_and_in_no_less_than_it_asks_for(seed: int) -> None:
-    graph, costs, schedule = random_step(seed, 8)
-    free = simulate_reserved(graph, costs, schedule)
-    assert simulate_reserved(graph, costs, schedule, limit_bytes=free.reserved_bytes) == free
-    less = simulate_reserved(graph, costs, schedule, limit_bytes=free.allocated_bytes - 1)
-    assert less.fits == (free.allocated_bytes == 0)
-    assert less.allocated_bytes == free.allocated_bytes
+    assert found.peak_allocated_bytes - sum(resident) == simulate(graph, costs, schedule).peak_bytes
+    assert found.peak_allocated_bytes <= found.peak_block_bytes <= found.reserved_bytes
+    assert peaks(simulate_reserved(graph, costs, schedule, resident_bytes=resident)) == peaks(found)
 
 
 def test_a_long_step_takes_a_moment() -> None:
