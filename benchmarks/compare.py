@@ -34,7 +34,7 @@ from planner.capture.memory import keep_freed_memory
 from planner.capture.torch_internals import installed_call
 from planner.commands._terminal import Bar, counting
 from planner.errors import PlannerError, UsageError
-from planner.plans.planning import NoPlanFitsError
+from planner.plans.plan import NoPlanFitsError
 from planner.zoo import ZooModel
 
 MODELS = (

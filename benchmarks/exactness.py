@@ -19,7 +19,7 @@ from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import api, zoo
 from planner.errors import PlannerError
-from planner.plans.planning import NoPlanFitsError, Plan
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.zoo import ZooModel
 
 SIZES: dict[str, dict[str, Any]] = {

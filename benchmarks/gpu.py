@@ -27,7 +27,7 @@ from benchmarks.common import Result, mebibytes, percent
 from planner import api, zoo
 from planner.capture import fake_mode
 from planner.errors import UsageError
-from planner.plans.planning import NoPlanFitsError
+from planner.plans.plan import NoPlanFitsError
 
 ALLOCATED_GOAL, RESERVED_GOAL, OVERHEAD_GOAL = 0.005, 0.03, 0.03
 

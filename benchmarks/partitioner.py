@@ -36,7 +36,8 @@ from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.measure.costing import operation_costs
-from planner.plans.planning import NoPlanFitsError, make_plan
+from planner.plans.plan import NoPlanFitsError
+from planner.plans.planning import make_plan
 from planner.session.min_cut import Partition, partition, read_schedule
 from planner.session.step import Options, attention_for, lower_step
 

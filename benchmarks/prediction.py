@@ -34,7 +34,7 @@ from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import keep_freed_memory
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
-from planner.plans.planning import NoPlanFitsError, Plan
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.session.step import Options, lower_step
 from planner.zoo import ZooModel

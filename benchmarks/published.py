@@ -16,7 +16,7 @@ from benchmarks.common import Result, percent
 from planner import api, zoo
 from planner.capture import fake_mode
 from planner.common.atomic import check_writable, write_text
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 
 PAGE = common.ROOT / "docs" / "published-figures.md"
 

@@ -44,7 +44,7 @@ from planner.errors import (
     RuntimeUnsupportedError,
     UsageError,
 )
-from planner.plans.planning import NoPlanFitsError, Plan
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.zoo import ZooModel
 
 RUNTIMES = [name for name in runtimes.names() if name != "auto"]

@@ -15,7 +15,7 @@ from planner.errors import CaptureError, PlannerError, UsageError
 
 if TYPE_CHECKING:
     from planner.ir.problem import Progress
-    from planner.plans.planning import Plan
+    from planner.plans.plan import Plan
 
 
 def check(args: argparse.Namespace) -> None:
@@ -47,7 +47,7 @@ def report_plan(
     show_tree: bool = False,
 ) -> int:
     """Make or read the plan, run real steps, write what else is asked for, and show all that."""
-    from planner.plans.planning import NoPlanFitsError
+    from planner.plans.plan import NoPlanFitsError
 
     try:
         with quiet(args.debug), reporting(args.debug) as progress, timings.collected() as seconds:
@@ -78,7 +78,7 @@ def _make(args: argparse.Namespace, progress: Progress, *, verify: bool, plan_fi
     """Load the model, make or read the plan, and verify it where that is asked for."""
     from planner import api
     from planner.capture.memory import keep_freed_memory
-    from planner.plans.planning import Plan
+    from planner.plans.plan import Plan
 
     saved = Plan.load(plan_file) if plan_file else None
     progress("building the model")

@@ -20,7 +20,7 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import install_call, installed_call, uninstall_call
 from planner.common.options import TOLERANCE, Budget, slices_of
 from planner.ir.static_memory import LossMemory
-from planner.plans.planning import Plan, Verification
+from planner.plans.plan import Plan, Verification
 from planner.runtimes import Running
 from planner.session.step import options_of
 

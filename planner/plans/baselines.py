@@ -10,7 +10,7 @@ from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import TrainingGraph
-from planner.ir.layers import Layers, find_layers, forward_of_blocks
+from planner.ir.layers import find_layers, forward_of_blocks
 from planner.ir.module_regions import region_of
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
@@ -23,88 +23,51 @@ _SECONDS_EACH = 2.0
 """For a simple solver; counted as work, so that the same report comes out every time."""
 
 
-def every_nth_layer(graph: TrainingGraph, n: int, layers: Layers | None = None) -> Schedule | None:
-    """Return the schedule of ``torch.utils.checkpoint`` around every n-th block.
-
-    Parameters
-    ----------
-    n : int
-        1 wraps every block, 2 the first, the third, and so on.
-    layers : Layers, optional
-        ``find_layers(graph)``, if it is at hand.
-
-    Returns
-    -------
-    Schedule or None
-        ``None`` if the model has no blocks.
-    """
-    layers = layers or find_layers(graph)
-    return checkpointed_blocks(graph, layers.blocks[::n], layers) if layers.blocks else None
+def every_nth_layer(graph: TrainingGraph, n: int) -> Schedule | None:
+    """Return the schedule of ``torch.utils.checkpoint`` around the first block and every n-th after it, if any."""
+    blocks = find_layers(graph).blocks
+    return checkpointed_blocks(graph, blocks[::n]) if blocks else None
 
 
-def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str], layers: Layers | None = None) -> Schedule:
-    """Return the schedule of ``torch.utils.checkpoint`` around each of these blocks.
-
-    Parameters
-    ----------
-    blocks : iterable of str
-        Paths of blocks, as :func:`planner.ir.layers.find_layers` names them.
-    layers : Layers, optional
-        ``find_layers(graph)``, if it is at hand.
-
-    Notes
-    -----
-    O(operations + values).
-    """
-    layers = layers or find_layers(graph)
-    inside = forward_of_blocks(graph, layers)
+def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str]) -> Schedule:
+    """Return the schedule of ``torch.utils.checkpoint`` around each of these blocks, which are paths."""
+    inside = forward_of_blocks(graph, find_layers(graph))
     regions = (region_of(graph, block, inside[block]) for block in blocks)
     return schedule_of(graph, [region for region in regions if region is not None])
 
 
-def baseline_rows(problem: Problem, solution: Solution, layers: Layers | None = None) -> tuple[BaselineRow, ...]:
-    """Set a solution beside the usual ways.
-
-    Parameters
-    ----------
-    solution : Solution
-        Shown in the last row, as ``"this plan"``.
-    layers : Layers, optional
-        ``find_layers(problem.graph)``, if it is at hand.
-
-    Returns
-    -------
-    tuple of BaselineRow
-        No recompute, every layer, every second layer, sqrt(L), the chain's dynamic programme, the solution; without
-        those two solvers where modules are chosen.
-        One that does not exist is there with the reason.
-    """
-    layers = layers or find_layers(problem.graph)
-    if problem.regions is not None:
-        return (*_module_rows(problem, layers), _row(problem, "this plan", solution.schedule, solution.solve_seconds))
-    return (
-        _row(problem, "none", Schedule.keep_all(problem.graph), 0.0),
-        _layer_row(problem, "every layer", 1, layers),
-        _layer_row(problem, "every second layer", 2, layers),
-        _solver_row(problem, "sqrt(L)", "sqrt"),
-        _solver_row(problem, "chain DP", "chain-dp"),
-        _row(problem, "this plan", solution.schedule, solution.solve_seconds),
-    )
-
-
-def regions_of_blocks(problem: Problem, layers: Layers | None = None) -> tuple[Region, ...]:
+def regions_of_blocks(problem: Problem) -> tuple[Region, ...]:
     """Return those regions of a problem that are repeated blocks."""
-    blocks = set((layers or find_layers(problem.graph)).blocks)
+    blocks = set(find_layers(problem.graph).blocks)
     return tuple(region for region in problem.regions or () if region.module in blocks)
 
 
-def _module_rows(problem: Problem, layers: Layers) -> Iterator[BaselineRow]:
-    blocks = regions_of_blocks(problem, layers)
-    for name, regions in (("none", ()), ("every layer", blocks), ("every second layer", blocks[::2])):
-        if regions or name == "none":
-            yield _row(problem, name, schedule_of(problem.graph, regions), 0.0)
-        else:
-            yield BaselineRow(name=name, reason=NO_BLOCKS)
+def baseline_rows(problem: Problem, solution: Solution) -> Iterator[BaselineRow]:
+    """Set a solution, the last row, beside no recompute, every layer, every second layer, and two simple solvers.
+
+    Where modules are chosen, those solvers are left out. What does not exist is there with the reason.
+    """
+    yield _row(problem, "none", Schedule.keep_all(problem.graph), 0.0)
+    yield _layer_row(problem, "every layer", 1)
+    yield _layer_row(problem, "every second layer", 2)
+    if problem.regions is None:
+        yield _solver_row(problem, "sqrt(L)", "sqrt")
+        yield _solver_row(problem, "chain DP", "chain-dp")
+    yield _row(problem, "this plan", solution.schedule, solution.solve_seconds)
+
+
+def _layer_row(problem: Problem, name: str, n: int) -> BaselineRow:
+    started = time.perf_counter()
+    if problem.regions is None:
+        schedule = every_nth_layer(problem.graph, n)
+        missing = "the model has no repeated blocks"
+    else:
+        blocks = regions_of_blocks(problem)
+        schedule = schedule_of(problem.graph, blocks[::n]) if blocks else None
+        missing = NO_BLOCKS
+    if schedule is None:
+        return BaselineRow(name=name, reason=missing)
+    return _row(problem, name, schedule, time.perf_counter() - started)
 
 
 def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> BaselineRow:
@@ -116,14 +79,6 @@ def _row(problem: Problem, name: str, schedule: Schedule, seconds: float) -> Bas
         seconds=seconds,
         fits=found.peak_bytes <= problem.budget_bytes + problem.graph.total_static_bytes,
     )
-
-
-def _layer_row(problem: Problem, name: str, n: int, layers: Layers) -> BaselineRow:
-    started = time.perf_counter()
-    schedule = every_nth_layer(problem.graph, n, layers)
-    if schedule is None:
-        return BaselineRow(name=name, reason="the model has no repeated blocks")
-    return _row(problem, name, schedule, time.perf_counter() - started)
 
 
 def _solver_row(problem: Problem, name: str, solver: str) -> BaselineRow:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
 
 from planner.common import timings
 from planner.common.limits import SolveLimits
@@ -28,87 +28,21 @@ from planner.plans.baselines import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
-from planner.plans.plan import (
-    BaselineRow,
-    LayerPlacement,
-    NoPlanFitsError,
-    OperationRow,
-    PeakLocation,
-    Plan,
-    PlanOrigin,
-    Verification,
-)
+from planner.plans.plan import BaselineRow, NoPlanFitsError, OperationRow, Plan, PlanOrigin, StepDetails
 from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import one_more_gib, step_details
-from planner.plans.values import value_table
+from planner.plans.values import ValueTable, value_table
 from planner.solvers import solved
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import solution_cache
 from planner.solving.peak_bounds import lowest_peak
-
-
-def infeasible_report(
-    problem: Problem,
-    *,
-    minimum_feasible_peak_bytes: int,
-    proven_minimum_peak_bytes: int,
-    where: PeakLocation,
-    origin: PlanOrigin,
-) -> dict[str, Any]:
-    """Return the report on a budget that no plan keeps.
-
-    Parameters
-    ----------
-    minimum_feasible_peak_bytes : int
-        Smallest peak on the whole device for which a plan is known.
-    proven_minimum_peak_bytes : int
-        No plan at all has a lower one.
-    where : PeakLocation
-        The operation at which the smallest peak stands.
-    """
-    static_bytes = problem.graph.total_static_bytes
-    return {
-        "schema": SCHEMA,
-        "model": problem.graph.name,
-        "torch": origin.torch_version,
-        "status": "infeasible",
-        "budget_bytes": problem.budget_bytes + static_bytes,
-        "activation_budget_bytes": problem.budget_bytes,
-        "static_bytes": dict(problem.graph.static_bytes),
-        "baseline": {
-            "peak_bytes": problem.baseline.peak_bytes + static_bytes,
-            "step_seconds": problem.baseline.seconds,
-        },
-        "minimum_feasible_peak_bytes": minimum_feasible_peak_bytes,
-        "proven_minimum_peak_bytes": proven_minimum_peak_bytes,
-        "peak_at": asdict(where),
-        "capture_seconds": origin.capture_seconds,
-        "cost_model": origin.cost_model,
-        "device": origin.device,
-    }
-
-
-def infeasible_message(report: dict[str, Any]) -> str:
-    """Say what does not fit and what would; whether that is proven or only all that was found shows in the verb."""
-    budget, smallest_bytes = format_bytes(report["budget_bytes"]), report["minimum_feasible_peak_bytes"]
-    smallest = f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
-    if report["budget_bytes"] < report["proven_minimum_peak_bytes"]:
-        return f"no plan fits {budget}: the smallest feasible budget is {smallest}"
-    return f"no plan was found that fits {budget}: the smallest budget known to be feasible is {smallest}"
-
 
 GAP = "gap-to-bound"
 _WORTH_MORE_SEARCH = 0.02
 
 
 def plan_warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> tuple[Finding, ...]:
-    """Look for what limits a plan.
-
-    Parameters
-    ----------
-    evaluation : Evaluation
-        Simulation of the solution's schedule.
-    """
+    """Look for what limits a plan, of which this is the simulation."""
     rounded = tuple(_rounded(problem, solution))
     if evaluation.added_seconds <= 0:
         return rounded
@@ -142,21 +76,6 @@ def _unproven(problem: Problem, evaluation: Evaluation, solution: Solution) -> I
         )
 
 
-__all__ = [
-    "BaselineRow",
-    "LayerPlacement",
-    "NoPlanFitsError",
-    "OperationRow",
-    "PeakLocation",
-    "Plan",
-    "PlanOrigin",
-    "Verification",
-    "make_plan",
-    "make_problem",
-    "plan_from_solution",
-]
-
-
 def make_plan(
     problem: Problem,
     search: Search | None = None,
@@ -166,12 +85,7 @@ def make_plan(
 ) -> Plan:
     """Find the cheapest plan for a problem.
 
-    Parameters
-    ----------
-    origin : PlanOrigin, optional
-        What the graph and its costs come from.
-    static_memory : StaticMemory, optional
-        The optimizer's step, which must fit too, and how the device hands out memory.
+    The optimizer's step, which ``static_memory`` tells of, must fit too.
 
     Raises
     ------
@@ -218,13 +132,7 @@ def make_problem(
     host: Host | None = None,
     regions: tuple[Region, ...] | None = None,
 ) -> Problem:
-    """Return the problem that a budget poses: what is resident is subtracted here, and only here.
-
-    Raises
-    ------
-    UsageError
-        If not exactly one budget is given, or it cannot be read.
-    """
+    """Return the problem that a budget poses: what is resident is subtracted here, and only here."""
     budget.check()
     unbounded = Problem(graph=graph, costs=tuple(costs), budget_bytes=0)
     step_bytes, static_bytes = unbounded.baseline.peak_bytes, graph.total_static_bytes
@@ -238,6 +146,16 @@ def make_problem(
     return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """What a plan is set beside: the lowest peak known for the step, other methods, and the step itself in detail."""
+
+    lowest_peak_bytes: int
+    baselines: tuple[BaselineRow, ...] = ()
+    details: StepDetails | None = None
+    values: ValueTable | None = None
+
+
 def plan_from_solution(
     problem: Problem,
     solution: Solution,
@@ -247,17 +165,10 @@ def plan_from_solution(
     compare: bool = True,
     limits: SolveLimits | None = None,
 ) -> Plan:
-    """Write out a solution as a plan.
+    """Write out a solution as a plan; its claim is held against the simulator once more.
 
-    Parameters
-    ----------
-    solution : Solution
-        Its claim is held against the simulator once more.
-    compare : bool
-        Whether to find the baselines, the smallest feasible peak (without it the plan's own peak stands for that)
-        and the details of the step and of its values.
-    limits : SolveLimits, optional
-        For the choice of regions with the lowest peak.
+    Without ``compare`` there are no baselines and no details of the step and its values, and the plan's own peak stands
+    for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
 
     Raises
     ------
@@ -266,27 +177,15 @@ def plan_from_solution(
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
     graph, costs, schedule = problem.graph, problem.costs, solution.schedule
+    static_bytes = graph.total_static_bytes
     with timings.stage("simulation"):
         evaluation = confirm(problem, solution)
-    static_bytes = graph.total_static_bytes
-    layers = find_layers(graph)
-    anatomy = anatomy_of_peak(graph, costs, schedule, evaluation)
-    minimum_peak_bytes = evaluation.peak_bytes
-    reserved = reserved_by_cuda(problem, schedule, static_memory)
-    details = None
-    baselines: tuple[BaselineRow, ...] = ()
+    beside = _Comparison(lowest_peak_bytes=evaluation.peak_bytes)
     if compare:
         with timings.stage("baselines"):
-            if problem.regions is None:
-                more = one_more_gib(problem, schedule, evaluation.added_seconds)
-                lowest_bytes = lowest_peak(problem).found_peak_bytes
-            else:
-                more = None
-                lowest = lowest_choice(problem, (limits or SolveLimits()).clock())
-                lowest_bytes = problem.evaluate(lowest).peak_bytes
-            details = step_details(problem, schedule, evaluation, more)
-            minimum_peak_bytes = min(minimum_peak_bytes, lowest_bytes)
-            baselines = tuple(baseline_rows(problem, solution, layers))
+            beside = _compared(problem, solution, evaluation, limits or SolveLimits())
+    optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
+    reserved = reserved_by_cuda(problem, schedule, static_memory)
     plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),
@@ -299,9 +198,9 @@ def plan_from_solution(
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
-        minimum_feasible_peak_bytes=max(minimum_peak_bytes + static_bytes, optimizer_peak_bytes(graph, static_memory)),
+        minimum_feasible_peak_bytes=max(beside.lowest_peak_bytes + static_bytes, optimizer_bytes),
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
-        optimizer_peak_bytes=optimizer_peak_bytes(graph, static_memory),
+        optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
@@ -310,24 +209,43 @@ def plan_from_solution(
         device=origin.device,
         torch=origin.torch_version,
         runtime=origin.runtime,
-        anatomy=anatomy,
-        placement=placement(graph, costs, schedule, layers),
-        baselines=baselines,
-        recomputations={
-            graph.operations[index].key: tuple(graph.operations[again].key for again in before)
-            for index, before in schedule.recomputations().items()
-        },
+        anatomy=anatomy_of_peak(graph, costs, schedule, evaluation),
+        placement=placement(graph, costs, schedule, find_layers(graph)),
+        baselines=beside.baselines,
+        recomputations=_by_key(graph, schedule),
         warnings=(
             *plan_warnings(problem, evaluation, solution),
             *reserve_warnings(problem, reserved),
             *origin.warnings,
         ),
-        details=details,
-        values=value_table(problem, schedule) if compare and problem.regions is None else None,
+        details=beside.details,
+        values=beside.values,
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def _compared(problem: Problem, solution: Solution, evaluation: Evaluation, limits: SolveLimits) -> _Comparison:
+    schedule = solution.schedule
+    if problem.regions is None:
+        more = one_more_gib(problem, schedule, evaluation.added_seconds)
+        lowest_bytes = lowest_peak(problem).found_peak_bytes
+        values = value_table(problem, schedule)
+    else:
+        more = values = None
+        lowest_bytes = problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes
+    return _Comparison(
+        lowest_peak_bytes=min(evaluation.peak_bytes, lowest_bytes),
+        baselines=tuple(baseline_rows(problem, solution)),
+        details=step_details(problem, schedule, evaluation, more),
+        values=values,
+    )
+
+
+def _by_key(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    keys = [operation.key for operation in graph.operations]
+    return {keys[index]: tuple(keys[again] for again in before) for index, before in schedule.recomputations().items()}
 
 
 def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBudgetError:
@@ -351,27 +269,48 @@ def _nothing_left(problem: Problem) -> InfeasibleBudgetError:
 
 
 def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin) -> NoPlanFitsError:
-    """Say in whole-device bytes which budget would do and what stands in the way of a smaller one."""
+    """Say in whole-device bytes which budget would do, and what stands in the way of a smaller one.
+
+    Whether that is proven, or only all that was found, shows in the verb.
+    """
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
     floor = lowest_peak(problem)
-    smallest_bytes = error.minimum_feasible_peak_bytes
-    proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0)
+    budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
+    proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
-    report = infeasible_report(
-        problem,
-        minimum_feasible_peak_bytes=smallest_bytes,
-        proven_minimum_peak_bytes=proven_bytes + static_bytes,
-        where=where,
-        origin=origin,
-    )
-    message = f"{infeasible_message(report)}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error)}"
+    budget, smallest = format_bytes(budget_bytes), f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
+    if budget_bytes < proven_bytes:
+        found = f"no plan fits {budget}: the smallest feasible budget is {smallest}"
+    else:
+        found = f"no plan was found that fits {budget}: the smallest budget known to be feasible is {smallest}"
+    message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error)}"
+    report = {
+        "schema": SCHEMA,
+        "model": graph.name,
+        "torch": origin.torch_version,
+        "status": "infeasible",
+        "budget_bytes": budget_bytes,
+        "activation_budget_bytes": problem.budget_bytes,
+        "static_bytes": dict(graph.static_bytes),
+        "baseline": {
+            "peak_bytes": problem.baseline.peak_bytes + static_bytes,
+            "step_seconds": problem.baseline.seconds,
+        },
+        "minimum_feasible_peak_bytes": smallest_bytes,
+        "proven_minimum_peak_bytes": proven_bytes,
+        "peak_at": asdict(where),
+        "capture_seconds": origin.capture_seconds,
+        "cost_model": origin.cost_model,
+        "device": origin.device,
+        "message": message,
+    }
     return NoPlanFitsError(
         message,
         minimum_feasible_peak_bytes=smallest_bytes,
         operation=where.operation,
-        is_proven=proven_bytes > problem.budget_bytes,
+        is_proven=budget_bytes < proven_bytes,
         lower_bound_seconds=error.lower_bound_seconds,
-        report={**report, "message": message},
+        report=report,
     )
 
 
@@ -398,10 +337,7 @@ def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: Infeasib
 
 
 def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow, ...]:
-    graph = problem.graph
-    runs = [0] * len(graph.operations)
-    for index in schedule.order:
-        runs[index] += 1
+    graph, runs = problem.graph, Counter(schedule.order)
     return tuple(
         OperationRow(
             operation=op.target,
@@ -412,7 +348,7 @@ def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow,
             seconds=cost.seconds,
             workspace_bytes=cost.workspace_bytes,
             output_bytes=sum(graph.values[value].size_bytes for value in op.outputs),
-            runs=count,
+            runs=runs[index],
         )
-        for op, cost, count in zip(graph.operations, problem.costs, runs, strict=True)
+        for index, (op, cost) in enumerate(zip(graph.operations, problem.costs, strict=True))
     )

@@ -17,7 +17,7 @@ from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, d
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.torch_internals import Compiler, aot_backend, call_implementation, without_dynamic_marks
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward

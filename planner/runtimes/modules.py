@@ -20,7 +20,7 @@ from planner.capture.torch_internals import call_implementation, install_call, i
 from planner.errors import PlanMismatchError
 from planner.plans.module_choices import modules_of
 from planner.plans.offload import OffloadedModule
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments

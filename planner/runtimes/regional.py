@@ -32,7 +32,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.devices import device_spec
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
 from planner.runtimes._gradients import Reach, reach_of, watch_backward

@@ -13,7 +13,7 @@ from torch import nn
 
 from planner.capture.parallel import has_several_ranks
 from planner.errors import PlanMismatchError, PlannerError
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from planner.session.step import LoweredStep, Options, fingerprint_of, plan_lowered
 
 

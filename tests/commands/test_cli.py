@@ -21,7 +21,7 @@ import cli
 import planner
 from planner.commands import _asked
 from planner.errors import CaptureError
-from planner.plans.planning import Plan, Verification
+from planner.plans.plan import Plan, Verification
 from tests.example_graphs import transformer
 from tests.planned import make_plan
 

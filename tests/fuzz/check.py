@@ -18,7 +18,7 @@ from planner.capture.memory import measure_peak
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.ir.simulator import lifetimes, simulate
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from tests.fuzz import source
 
 BUDGETS = 2

@@ -12,8 +12,7 @@ import pytest
 from planner.errors import PlanFileError, UsageError
 from planner.ir.host import Host
 from planner.plans import memory_viz
-from planner.plans.plan import AliveTensors
-from planner.plans.planning import Plan
+from planner.plans.plan import AliveTensors, Plan
 from planner.plans.timeline import MOST_POINTS
 from tests.example_graphs import transformer
 from tests.planned import make_plan

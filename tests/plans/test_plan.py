@@ -29,8 +29,8 @@ from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
 from planner.plans.baselines import every_nth_layer
 from planner.plans.liveness import anatomy_of_peak, placement
-from planner.plans.plan import PlanOrigin
-from planner.plans.planning import NoPlanFitsError, Plan, Verification, plan_from_solution
+from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin, Verification
+from planner.plans.planning import plan_from_solution
 from tests.example_graphs import Builder, transformer
 from tests.planned import make_plan, make_problem
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from tests.report.test_report import example_plan
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{7*7}}"

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import planner
 from planner import errors
 from planner.capture.memory import measure_peak, record
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 
 WIDTH, ROWS, DEPTH, RANKS = 64, 384, 4, 2
 

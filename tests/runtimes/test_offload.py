@@ -32,7 +32,7 @@ from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import Copy, FetchedCopy, lifetimes, simulate
 from planner.plans.device_file import load, save
 from planner.plans.offload import offloading_of, with_offloads
-from planner.plans.planning import NoPlanFitsError
+from planner.plans.plan import NoPlanFitsError
 from planner.report import render
 from planner.rewrite import host_copies
 from planner.solvers.mixed import ENOUGH

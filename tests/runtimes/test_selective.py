@@ -22,7 +22,7 @@ from planner.exporters import carries_exactly
 from planner.ir.checkpoints import Keepable, Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.plans.module_choices import modules_of
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from planner.report import render
 from planner.runtimes._contexts import contexts
 from planner.solving.modules.variants import keeping, variant_named, variants_of

@@ -19,7 +19,7 @@ import cli
 from planner.common.limits import SolveLimits
 from planner.ir.host import Host
 from planner.ir.problem import Problem
-from planner.plans.planning import Plan
+from planner.plans.plan import Plan
 from planner.solving import solution_cache
 from planner.solving.solution_cache import FROM_CACHE
 from tests.example_graphs import transformer

@@ -8,7 +8,7 @@ from typing import Any
 from planner.analysis.study import Study
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Progress
-from planner.plans.planning import NoPlanFitsError
+from planner.plans.plan import NoPlanFitsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
