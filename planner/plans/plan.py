@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from planner.errors import InfeasibleBudgetError, PlanMismatchError
+from planner.common import json_reader
+from planner.common.atomic import write_text
+from planner.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
 from planner.ir.schedule import Schedule
@@ -24,16 +26,8 @@ from planner.plans.values import ValueTable
 class PeakLocation:
     """Where in the step the peak stands.
 
-    Parameters
-    ----------
-    operation : str
-        The operator, for example ``"aten.mm.default"``.
-    module : str
-        Path of the module that it comes from, ``""`` for the model itself.
-    source : str
-        ``file:line`` of the user's code, ``""`` if unknown.
-    phase : str
-        ``"forward"``, ``"loss"`` or ``"backward"``; ``"recompute"`` for a run after the first.
+    An operator, as ``"aten.mm.default"``; the path of its module, ``""`` for the model itself; ``file:line`` of the
+    user's code, ``""`` if unknown; the phase, ``"recompute"`` for a run after the first.
     """
 
     operation: str
@@ -89,22 +83,10 @@ class LayerPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineRow:
-    """One way to spend memory or time, beside the plan.
+    """A method that people use without a planner, beside the plan.
 
-    Parameters
-    ----------
-    name : str
-        ``"none"``, ``"every layer"``, ...
-    peak_bytes : int, optional
-        Simulated peak, ``None`` if there is no such schedule.
-    overhead : float, optional
-        Recompute time over step time without recompute.
-    seconds : float
-        Time to find it.
-    fits : bool
-        Whether the peak keeps the budget.
-    reason : str
-        Why there is no such schedule.
+    If there is no such schedule, the simulated peak and the overhead are None, and there is a reason. ``seconds`` is
+    the time to find it.
     """
 
     name: str
@@ -119,12 +101,8 @@ class BaselineRow:
 class ReservedMemory:
     """What CUDA's caching allocator is predicted to report.
 
-    Parameters
-    ----------
-    allocated_bytes : int
-        Peak of ``torch.cuda.memory_allocated``: blocks are counted whole, so it is a little above the tensors.
-    reserved_bytes : int
-        Peak of ``torch.cuda.memory_reserved``: segments, with the holes in them.
+    Peaks of ``torch.cuda.memory_allocated``, which counts blocks whole and so is a little above the tensors, and of
+    ``torch.cuda.memory_reserved``: segments, with the holes in them.
     """
 
     allocated_bytes: int
@@ -197,14 +175,9 @@ class OperationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOrigin:
-    """Where the graph and the costs of a plan come from; it says so in the report.
+    """Where the graph and the costs of a plan come from, with warnings on the costs; the report says so.
 
-    Parameters
-    ----------
-    fingerprint : dict of str to str or int
-        What the plan is made for: model class, shapes, dtypes, versions, hash of the graph.
-    warnings : tuple of Finding
-        On the costs.
+    The fingerprint is what the plan is made for: model class, shapes, dtypes, versions, hash of the graph.
     """
 
     fingerprint: Mapping[str, str | int] = field(default_factory=dict)
@@ -218,16 +191,9 @@ class PlanOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelinePoint:
-    """The highest of a few consecutive runs of operations; mostly of one.
+    """The highest of a few consecutive runs of operations, mostly of one: when the first of them begins, and what runs.
 
-    Parameters
-    ----------
-    seconds : float
-        When the first of them begins.
-    size_bytes : int
-        What the whole device holds during the highest.
-    operation, module, phase : str
-        What runs then; the phase is ``"recompute"`` for a run after the first.
+    ``size_bytes`` is what the whole device holds then; the phase is ``"recompute"`` for a run after the first.
     """
 
     seconds: float
@@ -239,16 +205,9 @@ class TimelinePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What the device holds over the step.
+    """What the device holds over the step: when that ends, when its backward begins, and points in order of time.
 
-    Parameters
-    ----------
-    step_seconds : float
-        When the step ends.
-    backward_seconds : float
-        When the backward begins.
-    points : tuple of TimelinePoint
-        In the order of time. The highest is the peak, exactly.
+    The highest point is the peak, exactly.
     """
 
     step_seconds: float
@@ -263,16 +222,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliveTensors:
-    """Tensors of one make that are there at the peak.
+    """Tensors of one make that are there at the peak: how many, and how much they hold together.
 
-    Parameters
-    ----------
-    count, size_bytes : int
-        How many, and how much they hold together.
-    kind : str
-        As the anatomy of the peak calls them; ``""`` for all that are too small for a row of their own.
-    operation, module, source : str
-        What made them. Modules that differ only in numbers are one: ``"transformer.h.0-11.attn"``.
+    Kinds are those of the anatomy of the peak, ``""`` for all that are too small for a row of their own. Modules that
+    differ only in numbers are one: ``"transformer.h.0-11.attn"``.
     """
 
     count: int
@@ -285,15 +238,7 @@ class AliveTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreMemory:
-    """What a larger budget would buy.
-
-    Parameters
-    ----------
-    budget_bytes : int
-        For the whole device.
-    overhead : float
-        Of the cheapest plan that was found for it in little time.
-    """
+    """A larger budget for the whole device, and the overhead of the cheapest plan found for it in little time."""
 
     budget_bytes: int
     overhead: float
@@ -301,15 +246,7 @@ class MoreMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Memory that the planned step takes and gives back.
-
-    Parameters
-    ----------
-    born, died : int
-        Positions of the first and the last run during which it is there.
-    kind, operation, module, source : str
-        What it is, and what made it.
-    """
+    """Memory that the planned step takes and gives back, there from one position in the order of runs to another."""
 
     size_bytes: int
     born: int
@@ -322,20 +259,9 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDetails:
-    """The step over time, and what fills its peak.
+    """The step over time, without recompute and as planned, and what it has made that is there at the peak.
 
-    Parameters
-    ----------
-    before, after : Timeline
-        Without recompute, and as planned.
-    alive : tuple of AliveTensors
-        What the step has made that is there at the peak, the largest first.
-    one_more_gib : MoreMemory, optional
-        What a budget larger by a GiB would buy.
-    modules : tuple of LayerPlacement
-        What happens to every module. Not part of a plan file, nor of comparisons.
-    allocations : tuple of Allocation
-        All memory of the planned step. Not part of a plan file, nor of comparisons.
+    What happens to every module, and all memory of the planned step, is not part of a plan file, nor of comparisons.
     """
 
     before: Timeline = field(metadata={"at": "timeline.before"})
@@ -344,9 +270,6 @@ class StepDetails:
     one_more_gib: MoreMemory | None = None
     modules: tuple[LayerPlacement, ...] = field(default=(), compare=False, repr=False)
     allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
-
-
-__all__ = ["NoPlanFitsError", "Plan", "Verification"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,13 +429,7 @@ class Plan:
         return with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
 
     def report(self, operations: bool = False) -> dict[str, Any]:
-        """Return the report as plain data, with the JSON keys of schema 1.
-
-        Parameters
-        ----------
-        operations : bool
-            Add FLOPs, bytes and seconds of every operation.
-        """
+        """Return the report as plain data, with the JSON keys of schema 1; if asked for with every operation."""
         return plan_file.report(self, operations=operations)
 
     def to_json(self) -> str:
@@ -538,12 +455,18 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan file, whole or not at all."""
-        plan_file.save(self, path)
+        write_text(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file."""
-        return plan_file.load(path, cls)
+        """Read a plan file.
+
+        Raises
+        ------
+        PlanFileError
+            If it cannot be read, is damaged, of another schema, or not a plan.
+        """
+        return json_reader.load(path, "plan file", cls.from_json, PlanFileError)
 
 
 class NoPlanFitsError(InfeasibleBudgetError):

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.common import json_reader
-from planner.common.atomic import write_text
 from planner.common.json_reader import parse, to_data
 from planner.errors import PlanFileError
 
@@ -23,88 +20,41 @@ SCHEMA = 1
 """Version of the JSON that reports and plan files share."""
 
 
+_OF_THE_FILE = ("fingerprint", "decisions", "values")
+"""Keys that a plan file has beside those of a report."""
+
+
 def report(plan: Plan, *, operations: bool = False) -> dict[str, Any]:
     """Return a plan's report as plain data; every key of it stays in later schemas."""
-    data: dict[str, Any] = {
-        "schema": SCHEMA,
-        "model": plan.model,
-        "torch": plan.torch,
-        "status": plan.status,
-        "budget_bytes": plan.budget_bytes,
-        "activation_budget_bytes": plan.activation_budget_bytes,
-        "static_bytes": dict(plan.static_bytes),
-        "baseline": {"peak_bytes": plan.baseline_peak_bytes, "step_seconds": plan.baseline_step_seconds},
-        "predicted": {
-            "peak_bytes": plan.peak_bytes,
-            "peak_at": to_data(plan.peak_at),
-            "overhead": plan.overhead,
-            "recompute_seconds": plan.recompute_seconds,
-            "anatomy_bytes": dict(plan.anatomy),
-        },
-        # A key of schema 1, whatever it is called: the bound is on recompute and waiting together.
-        "lower_bound": {"overhead": plan.lower_bound_overhead, "recompute_seconds": plan.lower_bound_seconds},
-        "optimizer_step": {"temporary_bytes": plan.optimizer_step_bytes, "peak_bytes": plan.optimizer_peak_bytes},
-        "minimum_feasible_peak_bytes": plan.minimum_feasible_peak_bytes,
-        "runtime": plan.runtime,
-        "solver": {"name": plan.solver, "seconds": plan.solve_seconds},
-        "capture_seconds": plan.capture_seconds,
-        "cost_model": plan.cost_model,
-        "device": plan.device,
-        "placement": to_data(plan.placement),
-        "baselines": to_data(plan.baselines),
-        "warnings": to_data(plan.warnings),
-    }
-    if plan.kept:
-        data["kept"] = to_data(plan.kept)
-    if plan.offloading is not None:
-        data["offload"] = to_data(plan.offloading)
-        if not plan.offloading.modules:
-            del data["offload"]["least_bytes"]  # of no meaning without modules
-    if plan.reserved is not None:
-        data["predicted"]["cuda_allocator"] = to_data(plan.reserved)
-    if plan.details is not None:
-        data["details"] = to_data(plan.details)
-    if plan.verification is not None:
-        data["measured"] = to_data(plan.verification)
+    data = _data(plan)
+    for key in _OF_THE_FILE:
+        data.pop(key, None)
     if operations:
         data["operations"] = to_data(plan.operations)
     return data
 
 
+def _data(plan: Plan) -> dict[str, Any]:
+    """Return all that a plan file has, what can be worked out from it included."""
+    data: dict[str, Any] = {"schema": SCHEMA, **to_data(plan)}
+    data["activation_budget_bytes"] = plan.activation_budget_bytes
+    data["predicted"]["overhead"] = plan.overhead
+    # Beside a key of schema 1 that says recompute, whatever it is called: the bound is on recompute and waiting.
+    data["lower_bound"]["overhead"] = plan.lower_bound_overhead
+    if plan.offloading is not None and not plan.offloading.modules:
+        del data["offload"]["least_bytes"]  # of no meaning without modules
+    return data
+
+
 def to_json(plan: Plan) -> str:
-    """Return the text of a plan file."""
-    data = report(plan)
-    data["fingerprint"] = dict(plan.fingerprint)
-    data["decisions"] = to_data(plan.recomputations)
-    if plan.values is not None:
-        data["values"] = to_data(plan.values)
+    """Return the text of a plan file, its decisions last."""
+    data = _data(plan)
+    data |= {key: data.pop(key) for key in _OF_THE_FILE if key in data}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
-def save(plan: Plan, path: str | Path) -> None:
-    """Write a plan file, whole or not at all."""
-    write_text(path, to_json(plan))
-
-
-def load(path: str | Path, kind: type[Plan]) -> Plan:
-    """Read a plan file as that type.
-
-    Raises
-    ------
-    PlanFileError
-        If it cannot be read, is damaged, of another schema, or not a plan.
-    """
-    return json_reader.load(path, "plan file", kind.from_json, PlanFileError)
-
-
 def from_json(text: str, kind: type[Plan]) -> Plan:
-    """Read the text of a plan file as that type.
-
-    Raises
-    ------
-    PlanFileError
-        If it is damaged, of another schema, or not a plan.
-    """
+    """Read the text of a plan file as that type."""
     root = parse(text, "plan")
     schema = root["schema"].read(int)
     if schema != SCHEMA:
