@@ -12,18 +12,9 @@ from planner.ir.simulator import Evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """A schedule, and what it comes to.
+    """A schedule, who it is from, and what it comes to, with the peak on the whole device.
 
-    Parameters
-    ----------
-    name : str
-        Who it is from.
-    peak_bytes : int
-        On the whole device.
-    added_seconds, step_seconds : float
-        Recompute time, and time of waiting for transfers; and the step without them.
-    host_bytes : int
-        What it offloads to the host's memory.
+    It adds the time of recompute, and of waiting for transfers, to that of the step.
     """
 
     name: str
@@ -47,16 +38,9 @@ def evaluate(
     evaluation: Evaluation | None = None,
     optimizer_peak_bytes: int = 0,
 ) -> Evaluated:
-    """Say what a schedule comes to.
+    """Say what a schedule comes to, by its simulation if that is at hand; the problem's budget decides nothing.
 
-    Parameters
-    ----------
-    problem : Problem
-        Its budget decides nothing.
-    evaluation : Evaluation, optional
-        Its simulation, if it is at hand.
-    optimizer_peak_bytes : int
-        What the device holds during the optimizer's own step, if that counts too.
+    What the device holds during the optimizer's own step may count too.
     """
     found = evaluation or problem.evaluate(schedule)
     return Evaluated(

@@ -29,17 +29,10 @@ _MOST_ROWS = 40
 
 
 def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> Iterator[Allocation]:
-    """Return all that a schedule allocates, as the simulator counts it.
+    """Return all that a schedule allocates, as the simulator counts it, in O(runs x (inputs + outputs)).
 
-    Yields
-    ------
-    Allocation
-        Each copy of a value, ``workspace`` for the run that needs it, and ``random state`` from the first to
-        the last run of what is recomputed. Kinds of copies are those of :func:`planner.plans.liveness.anatomy_of_peak`.
-
-    Notes
-    -----
-    O(runs x (inputs + outputs)).
+    That is each copy of a value, of a kind that :func:`anatomy_of_peak` has; ``workspace`` for the run that needs it;
+    and ``random state`` from the first to the last run of what is recomputed.
     """
     backward_position = backward_begins(graph, schedule)
     made: set[int] = set()
@@ -64,17 +57,17 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
     for position, size_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
         if size_bytes:
             yield _allocation(graph, schedule.order[position], WORKSPACE, size_bytes, position, position)
-    for index, (first, last) in _first_and_last(schedule).items():
-        if (size_bytes := graph.operations[index].state_bytes) and first < last:
-            yield _allocation(graph, index, RANDOM_STATE, size_bytes, first, last)
+    last = {index: position for position, index in enumerate(schedule.order)}
+    for index, first in sorted(schedule.first_runs().items()):
+        if (size_bytes := graph.operations[index].state_bytes) and first < last[index]:
+            yield _allocation(graph, index, RANDOM_STATE, size_bytes, first, last[index])
 
 
 def backward_begins(graph: TrainingGraph, schedule: Schedule) -> int:
     """Return the position where the backward begins, its recomputations included; past the end if there is none."""
-    for position, index in enumerate(schedule.order):
-        if graph.operations[index].phase is Phase.BACKWARD:
-            return position
-    return len(schedule.order)
+    order = schedule.order
+    positions = (at for at, index in enumerate(order) if graph.operations[index].phase is Phase.BACKWARD)
+    return next(positions, len(order))
 
 
 def tensors_at(allocations: Iterable[Allocation], position: int) -> tuple[AliveTensors, ...]:
@@ -115,13 +108,6 @@ def _allocation(graph: TrainingGraph, index: int, kind: str, size_bytes: int, bo
     )
 
 
-def _first_and_last(schedule: Schedule) -> dict[int, tuple[int, int]]:
-    runs: dict[int, tuple[int, int]] = {}
-    for position, index in enumerate(schedule.order):
-        runs[index] = (runs[index][0] if index in runs else position, position)
-    return runs
-
-
 def _joined(modules: list[str]) -> str:
     """Write paths that differ only in numbers as one.
 
@@ -141,16 +127,12 @@ def _joined(modules: list[str]) -> str:
 def anatomy_of_peak(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, evaluation: Evaluation
 ) -> dict[str, int]:
-    """Say what is alive at the peak, by kind.
+    """Say what is alive at the peak, by kind; it adds up to the peak on the whole device exactly.
 
-    Returns
-    -------
-    dict of str to int
-        Adds up to the peak on the whole device exactly. Kinds: those of ``graph.static_bytes``;
-        ``gradients``, ``outputs``, ``tangents``, ``autocast weight copies`` and ``other micro-batches``;
-        ``saved activations`` (the forward's copies that the backward waits for), ``forward temporaries`` (its
-        others), ``recomputed values``, ``fetched values``, ``gradient temporaries``, ``workspace`` and
-        ``random state``.
+    Kinds are those of ``graph.static_bytes``; ``gradients``, ``outputs``, ``tangents``, ``autocast weight copies`` and
+    ``other micro-batches``; ``saved activations`` (the forward's copies that the backward waits for), ``forward
+    temporaries`` (its others), ``recomputed values``, ``fetched values``, ``gradient temporaries``, ``workspace`` and
+    ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
     for made in allocations_of(graph, costs, schedule):
@@ -201,13 +183,10 @@ def saved_bytes_by_layer(graph: TrainingGraph, layers: Layers, schedule: Schedul
 def placement(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, layers: Layers
 ) -> tuple[LayerPlacement, ...]:
-    """Say for each layer what is saved, what is freed, and what that adds to the step.
+    """Say for each layer, in forward order, what is saved, what is freed, and what that adds to the step.
 
-    Returns
-    -------
-    tuple of LayerPlacement
-        In forward order. Freed bytes are those that the step without recompute saves and this
-        schedule does not; they are negative where a boundary is held only to recompute from it.
+    Freed bytes are those that the step without recompute saves and this schedule does not; they are negative where a
+    boundary is held only to recompute from it.
     """
     before = saved_bytes_by_layer(graph, layers, Schedule.keep_all(graph))
     after = saved_bytes_by_layer(graph, layers, schedule)
@@ -220,12 +199,11 @@ def placement(
     for index, operation in enumerate(graph.operations):
         if operation.phase is Phase.FORWARD:
             forward_seconds[layers.of[index]] += costs[index].seconds
-    ran: set[int] = set()
-    for index in schedule.order:
-        if index in ran and graph.operations[index].target not in BOOKKEEPING:
+    first = schedule.first_runs()
+    for position, index in enumerate(schedule.order):
+        if position > first[index] and graph.operations[index].target not in BOOKKEEPING:
             targets[layers.of[index]][graph.operations[index].target] += 1
             seconds[layers.of[index]] += costs[index].seconds
-        ran.add(index)
     blocks = set(layers.blocks)
     return tuple(
         LayerPlacement(

@@ -25,34 +25,19 @@ _PROTOCOL = 4
 
 
 def save(plan: Plan, path: str | Path) -> None:
-    """Write the predicted allocations of a plan as a memory snapshot.
-
-    Parameters
-    ----------
-    plan : Plan
-        Just made: a plan file does not hold every allocation.
-    path : str or Path
-        Drop the file on https://pytorch.org/memory_viz.
-
-    Raises
-    ------
-    UsageError
-        If the plan does not know its allocations, or the file cannot be written.
-    """
+    """Write the predicted allocations of a plan, just made, as a file to drop on https://pytorch.org/memory_viz."""
     write_bytes(path, pickle.dumps(snapshot(plan), protocol=_PROTOCOL))
 
 
 def snapshot(plan: Plan) -> dict[str, Any]:
     """Return the predicted allocations of a plan as a memory snapshot.
 
+    What is resident is not in the trace but in the blocks of the end. So is what the step leaves behind.
+
     Raises
     ------
     UsageError
-        If the plan does not know its allocations.
-
-    Notes
-    -----
-    What is resident is not in the trace but in the blocks of the end. So is what the step leaves behind.
+        If the plan does not know its allocations, as one from a file.
     """
     if plan.details is None or not plan.details.allocations:
         raise UsageError(

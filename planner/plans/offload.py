@@ -21,22 +21,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedValue:
-    """A value that waits in the host's memory.
+    """A value that waits in the host's memory, which an operation of this key makes as one of its outputs.
 
-    Parameters
-    ----------
-    operation : str
-        Key of the operation that makes it.
-    output : int
-        Which of its outputs it is.
-    size_bytes : int
-        Of the device.
-    leaves : Place
-        Right before this run it is freed on the device.
-    returns : tuple of Place
-        Right before each of these runs it is taken there again.
-    lossy : bool
-        Whether it is rounded to bfloat16 there, and takes half.
+    Right before one run it is freed on the device, right before each of others it is taken there again. A lossy one is
+    rounded to bfloat16 on the host, and takes half.
     """
 
     operation: str
@@ -51,18 +39,9 @@ class OffloadedValue:
 class OffloadedModule:
     """A module that sends what it saves, under the runtime ``"modules"``.
 
-    Parameters
-    ----------
-    module : str
-        Its path.
-    tensors : tuple of int
-        Which of the tensors that its call saves, in order; if the plan checkpoints the module, which of those that are
-        its arguments.
-    leaves_with : str
-        Path of the module at the end of whose call they leave the device.
-    returns_with : str
-        Path of the module with the first of whose tensors the backward has them fetched; its own are fetched one by
-        one, each when it is first read.
+    ``tensors`` counts those that its call saves; if the plan checkpoints the module, those that are its arguments.
+    They leave the device at the end of the call of module ``leaves_with``, and the backward fetches them with the first
+    tensor of ``returns_with``; the module's own are fetched one by one, each when it is first read.
     """
 
     module: str
@@ -73,22 +52,11 @@ class OffloadedModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offloading:
-    """What a plan offloads, and what that takes.
+    """What a plan offloads, what that takes of the host's memory, and what it may take.
 
-    Parameters
-    ----------
-    host_bytes, host_budget_bytes : int
-        What they take of the host's memory, and what they may.
-    bytes_per_second : float
-        Rate of the link to the host, each way, that times stand on.
-    transfer_seconds, stall_seconds : float
-        Time of all transfers, and what of it does not hide behind computing.
-    lossy : bool
-        Whether values may be rounded on their way.
-    modules : tuple of OffloadedModule
-        Under the runtime ``"modules"``, which modules send the values.
-    least_bytes : int
-        Under that runtime, size below which values stay; 0 if no module sends any.
+    Times stand on a rate of the link each way: that of all transfers, and the stall that does not hide behind
+    computing. ``lossy`` says whether values may be rounded on their way. Under the runtime ``"modules"`` there are the
+    modules that send the values, and the size below which values stay, 0 if no module sends any.
     """
 
     values: tuple[OffloadedValue, ...]
@@ -170,14 +138,8 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
                     f"the plan rounds output {value.output} of {value.operation}, and in {graph.name or 'this model'} "
                     "that must stay exact; make a new plan for this model and these shapes"
                 )
-            offloads.append(
-                Offload(
-                    made,
-                    position_of(value.leaves),
-                    tuple(map(position_of, value.returns)),
-                    value.lossy,
-                )
-            )
+            returns = tuple(map(position_of, value.returns))
+            offloads.append(Offload(made, position_of(value.leaves), returns, value.lossy))
         except (KeyError, IndexError) as error:
             raise PlanMismatchError(
                 f"the plan offloads output {value.output} of {value.operation}, and {graph.name or 'this model'} lacks "
@@ -190,13 +152,7 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
 def _places(graph: TrainingGraph, schedule: Schedule) -> list[Place]:
     """Return each position as a place."""
     places: list[Place] = []
-    ran: set[int] = set()
-    begin = 0
-    for position, index in enumerate(schedule.order):
-        if index in ran:
-            continue
-        ran.add(index)
+    for index, position in sorted(schedule.first_runs().items()):
         key = graph.operations[index].key
-        places += [Place(before=key, runs=position - early) for early in range(begin, position + 1)]
-        begin = position + 1
+        places += [Place(before=key, runs=position - early) for early in range(len(places), position + 1)]
     return places

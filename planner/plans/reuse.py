@@ -73,19 +73,6 @@ def take_over(
 
     One that recomputes what the budget leaves room for is not, unless it is of this very graph and asked for: its
     budget may have been kept by compiled code, which can need more than the graph.
-
-    Parameters
-    ----------
-    problem : Problem
-        Of that step.
-    origin : PlanOrigin
-        Of that step.
-    around : StaticMemory
-        What is resident around that step.
-    compare : bool
-        Whether to simulate the baselines for the report.
-    asked_for : bool
-        Whether it is this plan that is wanted.
     """
     graph = problem.graph
     try:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
+from planner.ir.graph import Phase
 from planner.ir.layers import Layers
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.plans.liveness import RANDOM_STATE, WORKSPACE, allocations_of, placement, tensors_at
-from planner.plans.plan import MoreMemory, StepDetails
-from planner.plans.timeline import timeline_of
+from planner.plans.plan import MoreMemory, StepDetails, Timeline, TimelinePoint
 from planner.solvers import solve
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 from planner.solving.transfer_windows import widened, without_unneeded
+
+MOST_POINTS = 240
+"""Of a timeline; in longer steps neighbouring runs share a point, which is as high as the highest of them."""
 
 _GIB = 2**30
 
@@ -27,22 +31,14 @@ _SECONDS_FOR_MORE, _SECONDS_FOR_MORE_WITH_OFFLOAD = 0.5, 2.0
 def step_details(
     problem: Problem, schedule: Schedule, evaluation: Evaluation, more: MoreMemory | None = None
 ) -> StepDetails:
-    """Return the step over time and what fills its peak.
-
-    Parameters
-    ----------
-    evaluation : Evaluation
-        Its simulation.
-    more : MoreMemory, optional
-        What a larger budget would buy.
-    """
+    """Return the step over time, what fills its peak, and what a larger budget would buy."""
     graph, costs = problem.graph, problem.costs
     allocations = tuple(allocations_of(graph, costs, schedule))
     tensors = [made for made in allocations if made.kind not in (WORKSPACE, RANDOM_STATE)]
     of_modules = Layers(of=tuple(operation.module for operation in graph.operations), blocks=())
     return StepDetails(
-        before=timeline_of(graph, costs, Schedule.keep_all(graph), problem.baseline),
-        after=timeline_of(graph, costs, schedule, evaluation),
+        before=_timeline(problem, Schedule.keep_all(graph), problem.baseline),
+        after=_timeline(problem, schedule, evaluation),
         alive=tensors_at(tensors, evaluation.peak_position),
         one_more_gib=more,
         modules=placement(graph, costs, schedule, of_modules),
@@ -53,12 +49,7 @@ def step_details(
 def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
     """Say what a budget larger by a GiB would buy; nothing where nothing is added to the step now.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        The plan, which keeps the larger budget too.
-    overhead_seconds : float
-        What it pays for recompute and for waiting, which no larger budget can make more.
+    The schedule keeps the larger budget too, so that its overhead bounds what that pays.
     """
     if overhead_seconds <= 0 or problem.baseline.seconds <= 0:
         return None
@@ -73,6 +64,30 @@ def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) 
         budget_bytes=larger.budget_bytes + problem.graph.total_static_bytes,
         overhead=seconds / problem.baseline.seconds,
     )
+
+
+def _timeline(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Timeline:
+    """Return what the whole device holds over the step, in O(runs)."""
+    graph, order, sizes = problem.graph, schedule.order, evaluation.timeline_bytes
+    begins = [0.0, *accumulate(problem.costs[index].seconds for index in order)]
+    first_runs = schedule.first_runs()
+    together = max(1, -(-len(order) // MOST_POINTS))
+    points = []
+    for first in range(0, len(order), together):
+        highest = max(range(first, min(first + together, len(order))), key=sizes.__getitem__)
+        operation = graph.operations[order[highest]]
+        points.append(
+            TimelinePoint(
+                seconds=begins[first],
+                size_bytes=sizes[highest] + graph.total_static_bytes,
+                operation=operation.target,
+                module=operation.module,
+                phase="recompute" if highest > first_runs[order[highest]] else operation.phase.value,
+            )
+        )
+    turn = (at for at, index in enumerate(order) if graph.operations[index].phase is not Phase.FORWARD)
+    backward_seconds = begins[next(turn, len(order))]
+    return Timeline(step_seconds=begins[-1], backward_seconds=backward_seconds, points=tuple(points))
 
 
 def _found_seconds(problem: Problem, schedule: Schedule) -> float:

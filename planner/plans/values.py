@@ -6,7 +6,6 @@ A plan file keeps this table, so that a plan can be explained, and compared with
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from planner.ir.graph import Phase
@@ -20,45 +19,20 @@ class ValueRow:
 
     Steps are operations of the base order, counted from 0; what is run again counts to the step before which it is.
     A value lies *idle* between the last run of the forward that touches it and the first run of the backward that
-    does; one that is dropped, until it is made again.
+    does, from step ``idle_from`` to ``idle_to``; one that is dropped, until it is made again. ``excess_bytes`` is how
+    far the step without recompute is above the budget at most in these steps, ``busiest_bytes`` the most that the
+    device holds by the plan meanwhile; 0 if it is never above, or the value never idle.
 
-    Parameters
-    ----------
-    operation : str
-        Key of the operation that makes it.
-    output : int
-        Which of that operation's results it is.
-    kept : bool
-        Whether its first copy is held into the backward.
-    needed : bool
-        Whether the backward itself reads it; if not, only what is run again does, or the caller.
-    retained : bool
-        Whether it is held to the end of the step whatever a plan says.
-    repeatable : bool
-        Whether its operation can run again.
-    runs : int
-        How often the plan runs that operation.
-    seconds : float
-        Time of one such run.
-    again_runs : int
-        If it is kept, how many runs dropping it would add: those that make it where it is first needed, from what the
-        plan holds there, without what the plan runs again anyway. If not, how many runs it costs: those of its
-        operation, and of what runs again for that operation alone.
-    again_seconds : float, optional
-        Time of these runs; None if it could not be made again.
-    made_from : tuple of int
-        Rows of what its operation reads, as far as they are in the table.
-    idle_from, idle_to : int
-        The steps between which it lies idle.
-    excess_bytes : int
-        How far the step without recompute is above the budget at most in these steps; 0 if it is not.
-    busiest_bytes : int
-        Most that the device holds by the plan while the value lies idle; 0 if it never does.
-    spans_baseline_peak, spans_peak : bool
-        Whether it lies idle at the peak of the step without recompute, and at the plan's.
-    offloaded : bool
-        Whether it waits in the host's memory; ``again_runs`` and ``again_seconds`` are then what making it again
-        instead would add.
+    The value is result ``output`` of the operation with this key, which the plan runs so often, for so many seconds
+    each time. It is ``kept`` if its first copy is held into the backward; ``needed`` if the backward itself reads it,
+    and not only what is run again, or the caller; ``retained`` if it is held to the end of the step whatever a plan
+    says; ``offloaded`` if it waits in the host's memory. ``made_from`` are rows of what its operation reads, as far as
+    they are in the table.
+
+    ``again_runs`` and ``again_seconds``: if it is kept, or offloaded, the runs that dropping it would add, which make
+    it where it is first needed, from what the plan holds there, without what the plan runs again anyway. If not, what
+    it costs: the added runs of its operation, and of what runs again for that operation alone. None if it could not
+    be made again.
     """
 
     operation: str
@@ -94,15 +68,7 @@ class ValueRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueTable:
-    """The values of a step in the order in which they are made.
-
-    Parameters
-    ----------
-    steps : int
-        Operations of the step.
-    baseline_peak_step, peak_step : int
-        Where the peak stands without recompute, and with the plan.
-    """
+    """The values of a step in the order in which they are made, and where its peak stands without the plan and with."""
 
     steps: int
     baseline_peak_step: int
@@ -113,8 +79,6 @@ class ValueTable:
 def value_table(problem: Problem, schedule: Schedule) -> ValueTable | None:
     """Say what a schedule does with each value; None if the step runs nothing.
 
-    Notes
-    -----
     O(values x runs) at worst: what is held while a value lies idle is looked through for each.
     """
     return _Table(problem, schedule).table() if schedule.order else None
@@ -163,8 +127,8 @@ class _Table:
                 self.step_of[position] = self.step_of[position + 1]
 
     def table(self) -> ValueTable:
-        """Return the table."""
-        shown = [value for value in self._in_forward_order() if self._belongs(value)]
+        forward = (operation for operation in self.graph.operations if operation.phase is Phase.FORWARD)
+        shown = [value for operation in forward for value in operation.outputs if self._belongs(value)]
         row_of = {value: row for row, value in enumerate(shown)}
         return ValueTable(
             steps=len(self.graph.operations),
@@ -172,11 +136,6 @@ class _Table:
             peak_step=self.step_of[self.evaluation.peak_position],
             rows=tuple(self._row(value, row_of) for value in shown),
         )
-
-    def _in_forward_order(self) -> Iterator[int]:
-        for operation in self.graph.operations:
-            if operation.phase is Phase.FORWARD:
-                yield from operation.outputs
 
     def _belongs(self, value: int) -> bool:
         return (

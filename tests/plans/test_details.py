@@ -13,7 +13,7 @@ from planner.errors import PlanFileError, UsageError
 from planner.ir.host import Host
 from planner.plans import memory_viz
 from planner.plans.plan import AliveTensors, Plan
-from planner.plans.timeline import MOST_POINTS
+from planner.plans.step_details import MOST_POINTS
 from tests.example_graphs import transformer
 from tests.planned import make_plan
 from tests.report.test_report import example_plan
