@@ -42,8 +42,10 @@ from planner.solving.modules.offload import (
 from planner.solving.modules.peaks import Needs
 from planner.solving.modules.transfer_windows import moved, widened
 from planner.solving.modules.variants import keeping
+from tests.models import SEQUENCES as X
+from tests.models import Transformer
 from tests.runtimes.test_modules import Branching, Convolutions, Stack, check_needs, choices, rows
-from tests.runtimes.test_selective import Transformer, X, gradients
+from tests.runtimes.test_selective import gradients
 
 OPTIONS: Any = {"runtime": "modules", "offload": True, "offload_at_least": 1024, "time_limit_seconds": 1.5}
 

@@ -27,47 +27,10 @@ from planner.report import render
 from planner.runtimes._contexts import contexts
 from planner.solving.modules.variants import keeping, variant_named, variants_of
 from tests.example_graphs import Builder
+from tests.models import SEQUENCES as X
+from tests.models import Transformer
 
-WIDTH, ROWS, HEADS = 64, 32, 4
-X = torch.randn(4, ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-
-
-class Attention(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.project, self.out, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        query, key, value = (part.view(shape).transpose(1, 2) for part in self.project(x).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)))
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.first, self.attention, self.second = nn.LayerNorm(WIDTH), Attention(dropout), nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.first(x))
-        return x + self.mlp(self.second(x))
-
-
-class Transformer(nn.Module):
-    def __init__(self, depth: int = 3, *, dropout: float = 0.1, cast: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
-        self.cast = cast
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
-            for block in self.blocks:
-                x = block(x)
-            return x.float().square().mean()
+WIDTH = 64
 
 
 def plan_of(model: nn.Module, budget: str, x: torch.Tensor = X) -> Plan:

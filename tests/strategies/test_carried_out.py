@@ -15,7 +15,8 @@ import planner
 from planner import strategies
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.module_choices import modules_of
-from tests.runtimes.test_selective import Transformer, X
+from tests.models import SEQUENCES as X
+from tests.models import Transformer
 from tests.strategies.test_strategies import FACTORY
 from tests.tiers import tiered
 

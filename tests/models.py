@@ -1,0 +1,120 @@
+"""Toy models that tests of several rooms share: what is special about a model stands with the test that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH = 32
+
+
+def rows(count: int = 256, width: int = WIDTH) -> torch.Tensor:
+    """Return the same rows of random numbers whenever so many are asked for."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(count))
+
+
+def mean_square(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def perceptron(
+    width: int = WIDTH, *, hidden: int | None = None, dropout: float = 0.0, middle: nn.Module | None = None
+) -> nn.Sequential:
+    """Return norm, linear, GELU or what is given for the ``middle``, dropout if there is any, and linear."""
+    hidden = hidden or 4 * width
+    between = [middle or nn.GELU(), *([nn.Dropout(dropout)] if dropout else [])]
+    return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), *between, nn.Linear(hidden, width))
+
+
+class Stack(nn.Module):
+    """Blocks, each of which adds to what it is given, and the mean square as a loss, inside or outside."""
+
+    def __init__(self, depth: int = 3, block: Callable[[], nn.Module] = perceptron, *, has_loss: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.has_loss = has_loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return mean_square(x) if self.has_loss else x
+
+
+class Convolutions(nn.Module):
+    """BatchNorm, with and without a fixed momentum, and activations in place."""
+
+    def __init__(self, depth: int = 4, channels: int = 16, *, channels_last: bool = False) -> None:
+        super().__init__()
+        self.channels = channels
+        self.order = torch.channels_last if channels_last else torch.preserve_format
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(
+                    nn.Conv2d(channels, channels, 3, padding=1),
+                    nn.BatchNorm2d(channels, momentum=None if number % 2 else 0.1),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(channels, channels, 3, padding=1),
+                    nn.BatchNorm2d(channels),
+                )
+                for number in range(depth)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(self.blocks(x.to(memory_format=self.order)))
+
+
+def images(count: int = 4, channels: int = 16, size: int = 24) -> torch.Tensor:
+    return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(count))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one projection for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.project, self.out, self.dropout = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (p.unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in self.project(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.dropout(self.out(attended.transpose(1, 2).reshape(x.shape)))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.first, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.second = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.mlp(self.second(x))
+
+
+class Transformer(nn.Module):
+    """Blocks with dropout on a sequence of vectors; autocast inside if asked; gives its loss."""
+
+    def __init__(
+        self, depth: int = 3, *, width: int = 64, heads: int = 4, dropout: float = 0.1, cast: bool = False
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads, dropout) for _ in range(depth))
+        self.cast = cast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
+            for block in self.blocks:
+                x = block(x)
+            return mean_square(x.float())
+
+
+SEQUENCES = torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0))
+"""What a ``Transformer`` is given."""
