@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.torch_internals import InputMutationAOTOutput, OpOverload, TangentAOTInput, is_mutable
+from planner.capture.torch_internals import FakeTensor, InputMutationAOTOutput, OpOverload, TangentAOTInput, is_mutable
 
 aten = torch.ops.aten
 
@@ -54,6 +54,11 @@ class JointGraph:
     outside_bytes: tuple[int, ...] = ()
 
     @property
+    def placeholders(self) -> list[fx.Node]:
+        """What the forward is given, parameters and buffers included, in the order of ``inputs``."""
+        return [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+
+    @property
     def outputs(self) -> tuple[list[Any], list[Any]]:
         """Forward and backward outputs: nodes, or None where there is no gradient."""
         flat = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -81,6 +86,17 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd traced a node for the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """Return the fake mode that a graph was captured in."""
+    given = (tensor for node in graph.find_nodes(op="placeholder") for tensor in tensors_of(node))
+    return next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return draws(node.target, node.args, node.kwargs)
@@ -105,10 +121,15 @@ def is_attention(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _ATTENTION_DROPOUT_ARGUMENT
 
 
+def parameter_nodes(joint: JointGraph) -> set[fx.Node]:
+    """Return the placeholders of parameters."""
+    given = zip(joint.placeholders, joint.inputs, strict=False)
+    return {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
+
+
 def weight_copies(joint: JointGraph) -> set[fx.Node]:
     """Return the nodes that cast a parameter to another type, as autocast does with weights."""
-    placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-    parameters = {n for n, tensor in zip(placeholders, joint.inputs, strict=False) if isinstance(tensor, nn.Parameter)}
+    parameters = parameter_nodes(joint)
     casts = joint.graph.find_nodes(op="call_function", target=aten._to_copy.default)
     return {node for node in casts if node.args[0] in parameters}
 
@@ -144,9 +165,8 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
     roots = [n for n in forward_outputs if isinstance(n, fx.Node)]
     for node in nodes:
         # Writes and random draws stay where eager has them, whoever reads the result.
-        tag = node.meta.get("partitioner_tag")
-        drawn = is_random(node) and tag == "is_forward"
-        if node.op == "call_function" and (drawn or (mutates(node) and tag != "is_backward")):
+        drawn = is_random(node) and node.meta.get("partitioner_tag") == "is_forward"
+        if node.op == "call_function" and (drawn or (mutates(node) and not is_backward(node))):
             roots.append(node)
     needed = set(ancestors(roots, nodes))
     for node in nodes:

@@ -284,11 +284,10 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _add_gradient_copies(self, gradients: list[Any]) -> None:
         """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
-        nodes = [n for n in self.joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
         seen: set[int] = set()
         reads: list[int] = []
         copies: list[int] = []
-        for node, gradient in zip(nodes, gradients, strict=False):
+        for node, gradient in zip(self.joint.placeholders, gradients, strict=False):
             if not isinstance(gradient, fx.Node) or not self.storage_of[gradient]:
                 continue
             (of,), (tensor,) = tensors_of(node), tensors_of(gradient)

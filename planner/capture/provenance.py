@@ -11,6 +11,7 @@ from torch import fx, nn
 
 import cost_models
 import planner
+from planner.capture.joint import is_backward
 
 _SOURCE_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
@@ -41,7 +42,7 @@ class Places:
         self._of_sequence: dict[int, Place] = {}
         for node, place in self._own.items():
             number = node.meta.get("seq_nr")
-            if number is not None and place.module and node.meta.get("partitioner_tag") != "is_backward":
+            if number is not None and place.module and not is_backward(node):
                 self._of_sequence[number] = place
 
     def __getitem__(self, node: fx.Node) -> Place:

@@ -11,7 +11,6 @@ from torch import fx, nn
 
 from cost_models.measured import Profile
 from planner.capture.inputs import Inputs, LossFunction
-from planner.capture.joint import is_tangent
 from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
@@ -179,8 +178,9 @@ def _surroundings(
 
 def _resident_reads(lowered: LoweredGraph) -> list[frozenset[int]]:
     """Return for each operation which of the step's inputs it reads, directly or through views."""
-    placeholders = [node for node in lowered.joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
-    looks_at: dict[fx.Node, frozenset[int]] = {node: frozenset({at}) for at, node in enumerate(placeholders)}
+    looks_at: dict[fx.Node, frozenset[int]] = {
+        node: frozenset({at}) for at, node in enumerate(lowered.joint.placeholders)
+    }
 
     def read(node: fx.Node) -> frozenset[int]:
         return frozenset[int]().union(*(looks_at.get(source, frozenset()) for source in node.all_input_nodes))

@@ -27,7 +27,7 @@ from planner.session.step import (
     study_lowered,
 )
 from planner.transforms.chunk_region import ChunkRegion, find_region
-from planner.transforms.chunk_rewrite import in_slices
+from planner.transforms.chunk_rewrite import in_chunks
 
 Candidate = tuple[LoweredStep, Study]
 """A step, in one piece or in slices, lowered and costed."""
@@ -164,7 +164,7 @@ def _seconds(plan: Plan) -> float:
 def _sliced(model: nn.Module, whole: LoweredStep, region: ChunkRegion, slices: int, options: Options) -> LoweredStep:
     """Lower a step with a region of it in slices."""
     joint = whole.lowered.joint
-    step = lower_step(model, in_slices(joint, region, slices), options)
+    step = lower_step(model, in_chunks(joint, region, slices), options)
     return replace(
         step,
         facts={**step.facts, SLICES: slices},

@@ -38,23 +38,11 @@ class Chosen:
         return f"{self.strategy.name}-{number}" if number else self.strategy.name
 
     def step_of(self, step: StrategyStep) -> StrategyStep:
-        """Return the step as the strategy has it.
-
-        Raises
-        ------
-        UsageError
-            If the step lacks what the strategy is about.
-        """
+        """Return the step as the strategy has it; raises UsageError if it lacks what the strategy is about."""
         return self.strategy.step(step, self._number(step)) if self.strategy.step else step
 
     def schedule(self, step: StrategyStep) -> Schedule:
-        """Carry it out on a step as it has it.
-
-        Raises
-        ------
-        UsageError
-            If the step lacks what the strategy is about.
-        """
+        """Carry it out on a step as it has it; raises UsageError if that lacks what the strategy is about."""
         return self.strategy.schedule(step, self._number(step))
 
     def number_among(self, blocks: int) -> int:
@@ -93,15 +81,8 @@ def find(name: str) -> Chosen | None:
 
 
 def get(name: str) -> Chosen:
-    """Return a strategy by its name.
-
-    Raises
-    ------
-    UsageError
-        If there is none of that name.
-    """
-    chosen = find(name)
-    if chosen is not None:
+    """Return a strategy by its name, or raise UsageError."""
+    if chosen := find(name):
         return chosen
     raise unknown("strategy", name, names(), near=ALIASES)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from planner.errors import UsageError
-from planner.ir.checkpoints import Region, schedule_of
+from planner.ir.checkpoints import schedule_of
 from planner.ir.graph import Operation, OperationCost, Value
 from planner.ir.schedule import Schedule
 from planner.strategies._step import StrategyStep
+
+DEVICES = 8
+"""Size of the group that values are divided over, where none is named: that of one server."""
 
 GATHER = "gather of shares"
 """Target of the operation that makes a value from its shares; its inputs are the one that this device holds."""
@@ -18,8 +21,10 @@ GATHER = "gather of shares"
 def divided(step: StrategyStep, values: Collection[int], devices: int) -> StrategyStep:
     """Let each of some values be made from a share that is held beside it.
 
-    Gathering takes no time here: what links devices is not known.
+    Gathering takes no time here: what links devices is not known. Raises UsageError for a single device.
     """
+    if devices < 2:
+        raise UsageError("a value is divided over two devices at least")
     chosen = set(values)
     made: list[Value] = list(step.graph.values)
     operations: list[Operation] = []
@@ -46,23 +51,17 @@ def divided(step: StrategyStep, values: Collection[int], devices: int) -> Strate
     return replace(step, graph=graph, costs=costs)
 
 
-def gathered(step: StrategyStep, regions: Collection[Region]) -> Schedule:
-    """Run regions again from values that are gathered first."""
-    gathers: Mapping[int, int] = {
+def every_block_gathered(step: StrategyStep, _: int) -> Schedule:
+    """Run every block again, after its inputs have been gathered."""
+    gathers = {
         operation.outputs[0]: index
         for index, operation in enumerate(step.graph.operations)
         if operation.target == GATHER
     }
     found = []
-    for region in regions:
+    for region in step.regions(step.blocks, whole=True):
         made = {value for index in region.recompute for value in step.graph.operations[index].outputs}
         read = {value for index in region.recompute for value in step.graph.operations[index].inputs} - made
         first = tuple(gathers[value] for value in sorted(read & gathers.keys()))
         found.append(replace(region, recompute=(*first, *region.recompute)))
     return schedule_of(step.graph, found)
-
-
-def check_divides(devices: int) -> None:
-    """Refuse to divide over a single device."""
-    if devices < 2:
-        raise UsageError("a value is divided over two devices at least")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.cut_points import turning_point
@@ -18,19 +19,8 @@ def offloaded(
 ) -> Schedule:
     """Let values be away from their last use in the forward to their first in the backward.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        Of the step, without offloads.
-    values : iterable of int
-        What nobody reads in the backward stays.
-    returns : mapping of int to int, optional
-        For a value, an earlier position to return at.
-
-    Raises
-    ------
-    UsageError
-        If there is no host.
+    What nobody reads in the backward stays. ``returns`` holds earlier positions to return at. Raises UsageError if
+    there is no host.
     """
     if step.host is None:
         raise step.cannot("has no host's memory to offload to: nothing is known of the device's link to it")
@@ -61,16 +51,9 @@ def inputs_offloaded(
     keeps_last: bool = False,
     ahead: bool = False,
 ) -> Schedule:
-    """Run regions again from inputs that wait on the host.
+    """Run regions again from inputs that wait on the host: all, or those at least so large, but for the last region.
 
-    Parameters
-    ----------
-    at_least_bytes : int
-        Smaller inputs stay.
-    keeps_last : bool
-        Whether those of the last region stay.
-    ahead : bool
-        Whether the inputs of one region come back while the backward of the region after it runs.
+    With ``ahead`` the inputs of one region come back while the backward of the region after it runs.
     """
     schedule = schedule_of(step.graph, regions)
     entering = step.entering(regions)[: len(regions) - 1 if keeps_last else None]
@@ -78,7 +61,7 @@ def inputs_offloaded(
     moved = [[value for value in values if sizes[value].size_bytes >= at_least_bytes] for values in entering]
     begins = [_begin(schedule, region) for region in regions]
     returns = {value: begins[place + 1] for place, values in enumerate(moved[: len(regions) - 1]) for value in values}
-    return offloaded(step, schedule, [value for values in moved for value in values], returns if ahead else None)
+    return offloaded(step, schedule, chain.from_iterable(moved), returns if ahead else None)
 
 
 def _begin(schedule: Schedule, region: Region) -> int:

@@ -6,8 +6,6 @@ import re
 
 from planner.ir.graph import Operation
 
-_UNBATCHED = {"mm", "addmm", "_scaled_mm", "linear"}
-_BATCHED = {"bmm", "baddbmm"}
 _ACTIVATION = {
     "elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh",
 }  # fmt: skip
@@ -22,17 +20,17 @@ def operator(operation: Operation) -> str:
 
 def is_linear(operation: Operation) -> bool:
     """Whether it is a matrix product without batch dimensions, as of a linear layer."""
-    return operator(operation) in _UNBATCHED
+    return operator(operation) in {"mm", "addmm", "_scaled_mm", "linear"}
 
 
 def is_batched_product(operation: Operation) -> bool:
     """Whether it is a matrix product for each entry of a batch, as in attention that is not fused."""
-    return operator(operation) in _BATCHED
+    return operator(operation) in {"bmm", "baddbmm"}
 
 
-def is_convolution(operation: Operation) -> bool:
-    """Whether it is a convolution."""
-    return "convolution" in operator(operation)
+def is_product(operation: Operation) -> bool:
+    """Whether it is a matrix product or a convolution."""
+    return is_linear(operation) or is_batched_product(operation) or "convolution" in operator(operation)
 
 
 def is_fused_attention(operation: Operation) -> bool:
@@ -40,19 +38,14 @@ def is_fused_attention(operation: Operation) -> bool:
     return "scaled_dot_product" in operator(operation) or "flex_attention" in operation.target
 
 
-def is_attention(operation: Operation) -> bool:
-    """Whether it is a fused attention kernel, or the softmax of one that is not."""
-    return is_fused_attention(operation) or is_softmax(operation)
-
-
-def is_product(operation: Operation) -> bool:
-    """Whether it is a matrix product or a convolution."""
-    return is_linear(operation) or is_batched_product(operation) or is_convolution(operation)
+def is_product_or_attention(operation: Operation) -> bool:
+    """Whether it is what selective checkpointing usually keeps."""
+    return is_product(operation) or is_fused_attention(operation)
 
 
 def is_softmax(operation: Operation) -> bool:
     """Whether it is a softmax, not its logarithm."""
-    return operator(operation) in ("_softmax", "_safe_softmax", "softmax")
+    return operator(operation) in {"_softmax", "_safe_softmax", "softmax"}
 
 
 def is_batch_norm(operation: Operation) -> bool:

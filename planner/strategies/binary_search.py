@@ -8,6 +8,8 @@ that would have done, and finds a larger one, or none.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.strategies._step import Strategy, StrategyStep
@@ -15,25 +17,13 @@ from planner.strategies.megatron import first_blocks
 
 
 def search(step: StrategyStep, budget_bytes: int) -> int | None:
-    """Return the number of blocks that halving comes to; None if it comes to none that keeps the budget.
+    """Return the number of blocks that halving comes to; None if it comes to none that keeps the device's budget.
 
-    Parameters
-    ----------
-    budget_bytes : int
-        For the whole device.
-
-    Notes
-    -----
     O(log(blocks) x runs).
     """
-    low, high = 0, len(step.blocks) + 1
-    while low < high:
-        middle = (low + high) // 2
-        if peak_bytes(step, middle) <= budget_bytes:
-            high = middle
-        else:
-            low = middle + 1
-    return low if low <= len(step.blocks) else None
+    counts = range(len(step.blocks) + 1)
+    found = bisect_left(counts, True, key=lambda count: peak_bytes(step, count) <= budget_bytes)
+    return found if found in counts else None
 
 
 def peak_bytes(step: StrategyStep, count: int) -> int:

@@ -14,35 +14,23 @@ checkpointing of DeepSpeed's configuration.
 
 from __future__ import annotations
 
-from planner.ir.schedule import Schedule
-from planner.strategies._divided import check_divides, divided, gathered
+from itertools import chain
+
+from planner.strategies._divided import DEVICES, divided, every_block_gathered
 from planner.strategies._offloads import inputs_offloaded
 from planner.strategies._step import Strategy, StrategyStep
 
-DEVICES = 8
-"""Size of the group that values are divided over, where none is named: that of one server."""
-
-
-def _cpu_checkpointing(step: StrategyStep, number: int) -> Schedule:
-    return inputs_offloaded(step, step.regions(step.blocks, whole=True))
-
 
 def _partitioned(step: StrategyStep, number: int) -> StrategyStep:
-    check_divides(number)
     entering = step.entering(step.regions(step.blocks, whole=True))
-    return divided(step, [value for values in entering for value in values], number)
-
-
-def every_block_gathered(step: StrategyStep, number: int) -> Schedule:
-    """Run every block again, after its inputs have been gathered."""
-    return gathered(step, step.regions(step.blocks, whole=True))
+    return divided(step, [*chain.from_iterable(entering)], number)
 
 
 STRATEGIES = (
     Strategy(
         name="deepspeed-cpu-checkpointing",
         summary="DeepSpeed: every block runs again, its inputs wait on the host (cpu_checkpointing)",
-        schedule=_cpu_checkpointing,
+        schedule=lambda step, _: inputs_offloaded(step, step.regions(step.blocks, whole=True)),
     ),
     Strategy(
         name="deepspeed-partition-activations",

@@ -15,22 +15,23 @@ matrix products and convolutions, ``dots_with_no_batch_dims_saveable`` matrix pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain
 
 from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.strategies._offloads import hiding, offloaded
-from planner.strategies._operators import is_fused_attention, is_linear, is_product
+from planner.strategies._operators import is_linear, is_product_or_attention
 from planner.strategies._step import Strategy, StrategyStep
 
 
 def _policy(saveable: Callable[[Operation], bool]) -> Callable[[StrategyStep, int], Schedule]:
-    def schedule(step: StrategyStep, number: int) -> Schedule:
-        kept = {value for operation in step.graph.operations if saveable(operation) for value in operation.outputs}
-        return _keeping(step, kept)
+    return lambda step, _: _keeping(step, _made(step, saveable))
 
-    return schedule
+
+def _made(step: StrategyStep, by: Callable[[Operation], bool]) -> set[int]:
+    return {value for operation in step.graph.operations if by(operation) for value in operation.outputs}
 
 
 def _keeping(step: StrategyStep, kept: Collection[int]) -> Schedule:
@@ -47,18 +48,8 @@ def _keeping(step: StrategyStep, kept: Collection[int]) -> Schedule:
     return recompute_lazily(graph, {turn: dropped})
 
 
-def _offload_products(step: StrategyStep, number: int) -> Schedule:
-    made = [value for operation in step.graph.operations if is_linear(operation) for value in operation.outputs]
-    return _offloading(step, made)
-
-
-def _offload_inputs(step: StrategyStep, number: int) -> Schedule:
-    entering = step.entering(step.regions(step.blocks))
-    return _offloading(step, [value for values in entering for value in values])
-
-
-def _offloading(step: StrategyStep, values: Collection[int]) -> Schedule:
-    moved = [value for value in values if step.is_saved_freely(value)]
+def _offloading(step: StrategyStep, values: Iterable[int]) -> Schedule:
+    moved = set(filter(step.is_saved_freely, values))
     return hiding(step, offloaded(step, _keeping(step, moved), moved))
 
 
@@ -71,7 +62,7 @@ STRATEGIES = (
     Strategy(
         name="jax-dots-saveable",
         summary="jax.checkpoint around the whole step, dots_saveable: products are kept",
-        schedule=_policy(lambda operation: is_product(operation) or is_fused_attention(operation)),
+        schedule=_policy(is_product_or_attention),
     ),
     Strategy(
         name="jax-dots-with-no-batch-dims-saveable",
@@ -81,11 +72,11 @@ STRATEGIES = (
     Strategy(
         name="jax-offload-dot-with-no-batch-dims",
         summary="jax.checkpoint around the whole step: products without batch dimensions wait on the host",
-        schedule=_offload_products,
+        schedule=lambda step, _: _offloading(step, _made(step, is_linear)),
     ),
     Strategy(
         name="jax-save-and-offload-only-these-names",
         summary="jax.checkpoint around the whole step: what enters a block waits on the host",
-        schedule=_offload_inputs,
+        schedule=lambda step, _: _offloading(step, chain.from_iterable(step.entering(step.regions(step.blocks)))),
     ),
 )

@@ -24,23 +24,18 @@ from collections.abc import Callable
 from planner.ir.cut_points import turning_point
 from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule, recompute_lazily
-from planner.strategies._divided import check_divides, divided
+from planner.strategies._divided import DEVICES, divided, every_block_gathered
 from planner.strategies._operators import (
     is_activation,
-    is_attention,
     is_batched_product,
     is_fused_attention,
     is_layer_norm,
     is_product,
+    is_product_or_attention,
     is_softmax,
 )
 from planner.strategies._step import Strategy, StrategyStep
-from planner.strategies.deepspeed import DEVICES, every_block_gathered
 from planner.strategies.pytorch import in_groups
-
-
-def _uniform(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(in_groups(step.blocks, number), whole=True)
 
 
 def first_blocks(step: StrategyStep, count: int) -> Schedule:
@@ -48,7 +43,7 @@ def first_blocks(step: StrategyStep, count: int) -> Schedule:
     return step.checkpointed(step.blocks[:count], whole=True)
 
 
-def _core_attention(step: StrategyStep, number: int) -> Schedule:
+def _core_attention(step: StrategyStep, _: int) -> Schedule:
     operations = step.graph.operations
     regions: list[set[int]] = []
     for block in step.blocks:
@@ -95,12 +90,12 @@ def _up_to_products(
     return found
 
 
-def _output_discarding(step: StrategyStep, number: int) -> Schedule:
+def _output_discarding(step: StrategyStep, _: int) -> Schedule:
     graph = step.graph
     discarded = [
         value
         for block in step.blocks
-        for index in (*_norms(step, block), *_activations(step, block))
+        for index in _norms_and_activations(step, block)
         if graph.operations[index].recomputable
         for value in graph.operations[index].outputs
     ]
@@ -109,50 +104,41 @@ def _output_discarding(step: StrategyStep, number: int) -> Schedule:
     return recompute_lazily(graph, {turning_point(graph): discarded})
 
 
-def _norms(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
-    return [index for index in block if is_layer_norm(step.graph.operations[index])]
-
-
-def _activations(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
-    """Return the activation functions, each with the rest of its module if that does little else: a gate, its parts."""
+def _norms_and_activations(step: StrategyStep, block: tuple[int, ...]) -> list[int]:
+    """Return both, an activation with the rest of its module if that does little else: a gate, its parts."""
     operations = [step.graph.operations[index] for index in block]
     modules = {operation.module for operation in operations if is_activation(operation)}
-    modules -= {operation.module for operation in operations if is_product(operation) or is_attention(operation)}
+    modules -= {
+        operation.module for operation in operations if is_product_or_attention(operation) or is_softmax(operation)
+    }
     modules.discard(step.layers.of[block[0]])
     return [
         index
         for index, operation in zip(block, operations, strict=True)
-        if is_activation(operation) or operation.module in modules
+        if is_layer_norm(operation) or is_activation(operation) or operation.module in modules
     ]
 
 
 def _distributed(step: StrategyStep, number: int) -> StrategyStep:
     """Divide of what enters each block the largest: the hidden states."""
-    check_divides(number)
     entering = step.entering(step.regions(step.blocks, whole=True))
     sizes = step.graph.values
-    return divided(
-        step, [max(values, key=lambda u: (sizes[u].size_bytes, -u)) for values in entering if values], number
-    )
-
-
-def half(blocks: int) -> int:
-    """Return half of the blocks, at least one."""
-    return max(1, blocks // 2)
+    largest = [max(values, key=lambda u: (sizes[u].size_bytes, -u)) for values in entering if values]
+    return divided(step, largest, number)
 
 
 STRATEGIES = (
     Strategy(
         name="megatron-uniform",
         summary="Megatron-Core, full and uniform: all blocks, N at a time",
-        schedule=_uniform,
+        schedule=lambda step, number: step.checkpointed(in_groups(step.blocks, number), whole=True),
         number=lambda blocks: 2,
     ),
     Strategy(
         name="megatron-block",
         summary="Megatron-Core, full and block: each of the first N blocks",
         schedule=first_blocks,
-        number=half,
+        number=lambda blocks: max(1, blocks // 2),
     ),
     Strategy(
         name="megatron-selective",

@@ -9,19 +9,13 @@ Oneflow-Inc/oneflow (03b7b8a); https://docs.oneflow.org/en/master/cookies/activa
 
 from __future__ import annotations
 
-from planner.ir.schedule import Schedule
 from planner.strategies._operators import is_batch_norm
-from planner.strategies._step import Strategy, StrategyStep
-
-
-def _flagged(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(step.blocks, saved=is_batch_norm, whole=True)
-
+from planner.strategies._step import Strategy
 
 STRATEGIES = (
     Strategy(
         name="oneflow",
         summary="OneFlow's activation_checkpointing flag on every block",
-        schedule=_flagged,
+        schedule=lambda step, _: step.checkpointed(step.blocks, saved=is_batch_norm, whole=True),
     ),
 )

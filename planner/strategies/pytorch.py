@@ -24,18 +24,6 @@ from planner.strategies._offloads import inputs_offloaded, offloaded
 from planner.strategies._step import Strategy, StrategyStep
 
 
-def _every_layer(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(step.blocks)
-
-
-def _every_nth(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(step.blocks[::number])
-
-
-def _chunked(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(in_groups(step.blocks, number))
-
-
 def _sequential(step: StrategyStep, number: int) -> Schedule:
     """Leave the last segment, which takes what does not divide, as it is."""
     size = len(step.blocks) // number
@@ -44,13 +32,9 @@ def _sequential(step: StrategyStep, number: int) -> Schedule:
     return step.checkpointed(in_groups(step.blocks[: size * (number - 1)], size))
 
 
-def _save_on_cpu(step: StrategyStep, number: int) -> Schedule:
-    values = [value for value in range(len(step.graph.values)) if step.is_saved_freely(value)]
+def _save_on_cpu(step: StrategyStep, _: int) -> Schedule:
+    values = filter(step.is_saved_freely, range(len(step.graph.values)))
     return offloaded(step, Schedule.keep_all(step.graph), values)
-
-
-def _offloaded_checkpoints(step: StrategyStep, number: int) -> Schedule:
-    return inputs_offloaded(step, step.regions(step.blocks))
 
 
 def in_groups(blocks: tuple[tuple[int, ...], ...], size: int) -> list[tuple[int, ...]]:
@@ -73,18 +57,18 @@ STRATEGIES = (
     Strategy(
         name="pytorch-checkpoint",
         summary="torch.utils.checkpoint around every block",
-        schedule=_every_layer,
+        schedule=lambda step, _: step.checkpointed(step.blocks),
     ),
     Strategy(
         name="every",
         summary="torch.utils.checkpoint around every N-th block, from the first on",
-        schedule=_every_nth,
+        schedule=lambda step, number: step.checkpointed(step.blocks[::number]),
         number=lambda blocks: 2,
     ),
     Strategy(
         name="chunked",
         summary="every N-th boundary between blocks is kept, the N blocks between run again together",
-        schedule=_chunked,
+        schedule=lambda step, number: step.checkpointed(in_groups(step.blocks, number)),
         number=square_root,
     ),
     Strategy(
@@ -101,6 +85,6 @@ STRATEGIES = (
     Strategy(
         name="offloaded-checkpoint",
         summary="torch.utils.checkpoint around every block, whose inputs wait on the host (offload_wrapper)",
-        schedule=_offloaded_checkpoints,
+        schedule=lambda step, _: inputs_offloaded(step, step.regions(step.blocks)),
     ),
 )

@@ -11,17 +11,11 @@ from __future__ import annotations
 
 from planner.ir.graph import Operation
 from planner.ir.schedule import Schedule
-from planner.strategies._operators import is_fused_attention, is_linear, is_product
+from planner.strategies._operators import is_fused_attention, is_linear, is_product_or_attention
 from planner.strategies._step import Strategy, StrategyStep
 
 
-def _selective(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(
-        step.blocks, saved=lambda operation: is_product(operation) or is_fused_attention(operation)
-    )
-
-
-def _torchtitan(step: StrategyStep, number: int) -> Schedule:
+def _torchtitan(step: StrategyStep, _: int) -> Schedule:
     """Count the products anew in each block: the first is kept, the second is not, and so on."""
     operations = step.graph.operations
     kept: set[str] = set()
@@ -39,7 +33,7 @@ STRATEGIES = (
     Strategy(
         name="selective",
         summary="torch's selective checkpointing of every block: products and attention are kept",
-        schedule=_selective,
+        schedule=lambda step, _: step.checkpointed(step.blocks, saved=is_product_or_attention),
     ),
     Strategy(
         name="torchtitan-selective",

@@ -12,12 +12,12 @@ from planner.solving.segmentations import segmentations
 from planner.strategies._step import Strategy, StrategyStep
 
 
-def _square_root(step: StrategyStep, number: int) -> Schedule:
+def _square_root(step: StrategyStep, _: int) -> Schedule:
     """Take about as many segments as the square root of the places to cut."""
-    segmented = list(islice(segmentations(step.graph), 1, 2))
-    if not segmented:
+    segmented = next(islice(segmentations(step.graph), 1, 2), None)
+    if segmented is None:
         raise step.cannot("has a forward that cannot be cut into segments")
-    return segmented[0]
+    return segmented
 
 
 STRATEGIES = (

@@ -5,18 +5,12 @@ Source: ``tensorflow/python/ops/custom_gradient.py`` of TensorFlow 2.13, ``recom
 
 from __future__ import annotations
 
-from planner.ir.schedule import Schedule
-from planner.strategies._step import Strategy, StrategyStep
-
-
-def _recompute_grad(step: StrategyStep, number: int) -> Schedule:
-    return step.checkpointed(step.blocks, whole=True)
-
+from planner.strategies._step import Strategy
 
 STRATEGIES = (
     Strategy(
         name="tensorflow-recompute-grad",
         summary="tf.recompute_grad around every block",
-        schedule=_recompute_grad,
+        schedule=lambda step, _: step.checkpointed(step.blocks, whole=True),
     ),
 )

@@ -17,7 +17,7 @@ from planner.strategies._step import Strategy, StrategyStep
 _MORE_THAN_BYTES = 2 * 2**20
 
 
-def _smart(step: StrategyStep, number: int) -> Schedule:
+def _smart(step: StrategyStep, _: int) -> Schedule:
     regions = step.regions(step.blocks, whole=True)
     return inputs_offloaded(step, regions, at_least_bytes=_MORE_THAN_BYTES + 1, keeps_last=True, ahead=True)
 

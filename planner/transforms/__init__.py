@@ -1,1 +1,1 @@
-"""Joint graph in, joint graph out: slices, tensor parallelism, sums in place, rounding."""
+"""Joint graph in, joint graph out: chunks, tensor parallelism, sums in place, rounding."""

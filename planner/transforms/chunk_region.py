@@ -1,15 +1,14 @@
-"""Where a step can be computed in slices: what is around its largest values and keeps rows apart."""
+"""Where a step can be computed in chunks: what is around its largest values and keeps rows apart."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import networkx as nx
-import torch
 from torch import fx
 
 from planner.capture.joint import JointGraph, tensors_of
@@ -18,7 +17,7 @@ from planner.capture.torch_internals import storage_id
 from planner.ir.graph import OperationCost
 from planner.ir.simulator import lifetimes, simulate
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
-from planner.transforms.chunk_rules import Form, Lead, Split, lead_of, split_of
+from planner.transforms.chunk_rules import Form, Split, lead_of, split_of
 
 _LARGEST = 8
 """So many of the values at the peak are tried."""
@@ -28,56 +27,38 @@ _AS_WIDE, _CARRIED_BY = 0.5, 1
 one. Everything in between ends a region, for it is cheap to hold whole."""
 
 _WORTH = 0.5
-"""What is put together again must be less than this part of what exists only in slices."""
+"""What is put together again must be less than this part of what exists only in chunks."""
 
 
 @dataclass(frozen=True)
 class ChunkRegion:
-    """Calls that are computed in slices.
-
-    Parameters
-    ----------
-    rows : int
-        How many rows there are in all.
-    splits : dict of torch.fx.Node to Split
-        Each call, in the graph's order, and how it is computed for some of the rows.
-    forms : dict of torch.fx.Node to Form
-        What each of them gives; of a call with several outputs what it gives as a whole, in slices.
-    parts : dict of torch.fx.Node to torch.fx.Node
-        For each call the first of those that it is connected with.
-    seed : torch.fx.Node
-        The value at the peak around which it was found.
-    """
+    """Calls that are computed in chunks of ``rows``."""
 
     rows: int
     splits: dict[fx.Node, Split]
+    """Each call, in the graph's order, and how it is computed for some of the rows."""
     forms: dict[fx.Node, Form]
-    parts: dict[fx.Node, fx.Node]
-    seed: fx.Node
+    """What each of them gives; of a call with several outputs what it gives as a whole, in chunks."""
+    parts: dict[fx.Node, int]
+    """The number of the connected part that each call is in."""
 
     def passes(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Whether a call reads another slice by slice."""
+        """Whether a call reads another chunk by chunk."""
         return passes(self.splits, self.forms, source, reader)
 
 
 def passes(splits: dict[fx.Node, Split], forms: dict[fx.Node, Form], source: fx.Node, reader: fx.Node) -> bool:
-    """Whether a call reads another slice by slice."""
+    """Whether a call reads another chunk by chunk."""
     both = source in splits and reader in splits
     return both and splits[reader].takes.get(source) is forms[source] is not Form.SUM
 
 
 def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
-    """Find what can be computed in slices to lower a peak that recompute cannot lower further.
+    """Find what can be computed in chunks to lower a peak that recompute cannot lower further.
 
-    Returns
-    -------
-    ChunkRegion or None
-        Around the largest value for which there is one, and everything else that is built alike.
-
-    Notes
-    -----
-    Does not depend on what operations cost, nor on time, so that a plan's region is found again. About a
-    millisecond for each operation.
+    The region is around the largest value for which there is one, and everything else that is built alike. It does not
+    depend on what operations cost, nor on time, so that a plan's region is found again. About a millisecond for each
+    operation.
     """
     graph = lowered.graph
     costs = [OperationCost(seconds=1.0)] * len(graph.operations)
@@ -91,7 +72,7 @@ def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
         if node is not None and node.op == "call_function":
             found = [region for rows in _rows_of(node) if (region := region_around(lowered.joint, node, rows))]
             if found:
-                return max(found, key=lambda region: sum(map(_slice_bytes, region.splits)))
+                return max(found, key=lambda region: sum(map(_chunked_bytes, region.splits)))
     return None
 
 
@@ -105,11 +86,9 @@ def _rows_of(node: fx.Node) -> Iterator[int]:
 def region_around(joint: JointGraph, seed: fx.Node, rows: int) -> ChunkRegion | None:
     """Return all calls that can be computed for some of so many rows, and are built like one or around such.
 
-    Notes
-    -----
     O(nodes + edges) but for what is taken back.
     """
-    for joins_wide in (False, True):  # what is wide is put together only where there is nothing to be sliced otherwise
+    for joins_wide in (False, True):  # what is wide is put together only where there is no region otherwise
         grown = _Growth(joint, seed, rows, joins_wide)
         grown.grow()
         grown.take_back()
@@ -162,7 +141,7 @@ class _Growth:
         yield from (made_node for made_node, form in made.items() if form is not Form.SUM and self._leads_on(made_node))
 
     def take_back(self) -> None:
-        """Leave out what must be there whole, and would have to be put together from large slices, or cannot be."""
+        """Leave out what must be there whole, and would have to be put together from large chunks, or cannot be."""
         pending = deque(self.splits)
         while pending:
             node = pending.popleft()
@@ -182,32 +161,31 @@ class _Growth:
         if all(passes(self.splits, self.forms, node, user) for user in node.users):
             return True
         (tensor,) = tensors_of(node)
-        if is_alias(node) or not tensor.is_contiguous():
+        if _is_alias(node) or not tensor.is_contiguous():
             return False
         may_be_joined = self.joins_wide or not self._is_wide(node)
         return self.forms[node] is Form.SUM or (self.forms[node] is Form.ROWS and may_be_joined)
 
     def _can_take(self, source: fx.Node, form: Form) -> bool:
-        """Whether slices of a value are there, or can be looked at in it."""
+        """Whether chunks of a value are there, or can be looked at in it: its leading dimensions are as one."""
         if form is Form.COLUMNS or (source in self.splits and self.forms[source] is form):
             return True
         tensor = tensors_of(source)[0]
         lead = lead_of(tensor.shape, self.rows)
         assert lead is not None
-        return _is_one_in_front(tensor, lead)
+        return all(tensor.stride(dim) == tensor.stride(dim + 1) * tensor.shape[dim + 1] for dim in range(lead.dims - 1))
 
     def region(self) -> ChunkRegion | None:
         """Return what is left and worth it."""
         parts = self._parts()
-        joined: dict[fx.Node, int] = {}
-        sliced: dict[fx.Node, int] = {}
+        joined: Counter[int] = Counter()
+        chunked: Counter[int] = Counter()
         for node in self.splits:
-            if self.forms[node] is not Form.ROWS or is_alias(node) or isinstance(node.meta["val"], (list, tuple)):
+            if self.forms[node] is not Form.ROWS or _is_alias(node) or isinstance(node.meta["val"], (list, tuple)):
                 continue
             whole = not all(passes(self.splits, self.forms, node, user) for user in node.users)
-            counted = joined if whole else sliced
-            counted[parts[node]] = counted.get(parts[node], 0) + _slice_bytes(node)
-        worth = {part for part, size_bytes in sliced.items() if joined.get(part, 0) < _WORTH * size_bytes}
+            (joined if whole else chunked)[parts[node]] += _chunked_bytes(node)
+        worth = {part for part, size_bytes in chunked.items() if joined[part] < _WORTH * size_bytes}
         if parts.get(self.seed) not in worth:
             return None
         kept = [node for node in self.joint.graph.nodes if node in self.splits and parts[node] in worth]
@@ -216,23 +194,17 @@ class _Growth:
             splits={node: self.splits[node] for node in kept},
             forms={node: self.forms[node] for node in kept},
             parts={node: parts[node] for node in kept},
-            seed=self.seed,
         )
 
-    def _parts(self) -> dict[fx.Node, fx.Node]:
-        """Return for each call the first that it is connected with."""
+    def _parts(self) -> dict[fx.Node, int]:
+        """Return the number of the connected part that each call is in."""
         graph = nx.Graph()
-        calls = [node for node in self.joint.graph.nodes if node in self.splits]
-        graph.add_nodes_from(calls)  # in order: the first of a component is the one that is seen first
-        for reader in calls:
+        graph.add_nodes_from(self.splits)
+        for reader in self.splits:
             graph.add_edges_from(
                 (n, reader) for n in reader.all_input_nodes if passes(self.splits, self.forms, n, reader)
             )
-        parts = {}
-        for first in calls:
-            if first not in parts:
-                parts.update(dict.fromkeys(nx.node_connected_component(graph, first), first))
-        return parts
+        return {node: number for number, part in enumerate(nx.connected_components(graph)) for node in part}
 
     def _leads_on(self, node: fx.Node) -> bool:
         return self._is_wide(node) or (self._elements(node) == _CARRIED_BY and tensors_of(node)[0].is_floating_point())
@@ -252,20 +224,14 @@ def _like(node: fx.Node, seed: fx.Node) -> bool:
     return (own.shape, own.dtype) == (other.shape, other.dtype)
 
 
-def is_alias(node: fx.Node) -> bool:
+def _is_alias(node: fx.Node) -> bool:
     """Whether a call looks at what it is given, and makes nothing."""
     if node.target is operator.getitem:
-        return is_alias(node.args[0])  # type: ignore[arg-type]
+        return _is_alias(node.args[0])  # type: ignore[arg-type]
     read = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
     return all(storage_id(tensor) in read for tensor in tensors_of(node)) and bool(read)
 
 
-def _is_one_in_front(tensor: torch.Tensor, lead: Lead) -> bool:
-    """Whether the leading dimensions can be looked at as one."""
-    shape: Sequence[int] = tensor.shape
-    return all(tensor.stride(dim) == tensor.stride(dim + 1) * shape[dim + 1] for dim in range(lead.dims - 1))
-
-
-def _slice_bytes(node: fx.Node) -> int:
-    """Count what a call makes, over all slices; what it only looks at is no more."""
-    return 0 if is_alias(node) else sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node))
+def _chunked_bytes(node: fx.Node) -> int:
+    """Count what a call makes, over all chunks; what it only looks at is no more."""
+    return 0 if _is_alias(node) else sum(tensor.nbytes for tensor in tensors_of(node))

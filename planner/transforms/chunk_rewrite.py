@@ -1,70 +1,49 @@
-"""The joint graph with a region computed in slices, one after the other: slices are ordinary nodes."""
+"""The joint graph with a region computed in chunks, one after the other: chunks are ordinary nodes."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, ancestors, is_random, mutates, tensors_of
-from planner.capture.torch_internals import FakeTensor, storage_id
+from planner.capture.joint import JointGraph, ancestors, fake_mode_of, is_backward, is_random, mutates, tensors_of
+from planner.capture.torch_internals import storage_id
 from planner.errors import UsageError
 from planner.transforms.chunk_region import ChunkRegion
-from planner.transforms.chunk_rules import MEANS, Form, lead_of, part_of_shape
+from planner.transforms.chunk_rules import MEANS, Form, Lead, lead_of, part_of_shape
+from planner.transforms.operators import SHAPE_ARGUMENT, shape_of
 
 aten = torch.ops.aten
 
-_TOLD_SHAPE = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
-    aten.expand.default: 1,
-    aten.slice_backward.default: 1,
-    aten.select_backward.default: 1,
-    aten.new_zeros.default: 1,
-    aten.full.default: 0,
-    aten.zeros.default: 0,
-}
-"""Operators that are told the shape of their output, and at which position."""
-
 _LOSS, _REDUCTION_AT, _MEAN, _SUM = aten.nll_loss_forward.default, 3, 1, 2
 
-Block = tuple[fx.Node, int]
-"""Calls that are emitted slice by slice without a break: a connected part, and how many whole values it waits for."""
+Block = tuple[int, int]
+"""Calls that are emitted chunk by chunk without a break: a connected part, and how many whole values it waits for."""
 
 
-def in_slices(joint: JointGraph, region: ChunkRegion, slices: int) -> JointGraph:
-    """Return a joint graph that computes a region in slices.
+def in_chunks(joint: JointGraph, region: ChunkRegion, chunks: int) -> JointGraph:
+    """Return a joint graph that computes a region in chunks of one size, but for the last, which may be smaller.
 
-    Parameters
-    ----------
-    joint : JointGraph
-        Left as it is.
-    slices : int
-        All but the last are of one size; the last may be smaller.
-
-    Notes
-    -----
-    O(nodes x parts + slices x region). What a slice gives is either read by other calls of the same slice, or put
-    together for what reads it whole: rows by concatenation, sums by addition, slice by slice. Gradients that the
+    O(nodes x parts + chunks x region). What a chunk gives is either read by other calls of the same chunk, or put
+    together for what reads it whole: rows by concatenation, sums by addition, chunk by chunk. Gradients that the
     step gives back are added up in place.
     """
-    return dataclasses.replace(joint, graph=_Rewrite(joint, region, slices).run())
+    return dataclasses.replace(joint, graph=_Rewrite(joint, region, chunks).run())
 
 
 class _Rewrite:
-    def __init__(self, joint: JointGraph, region: ChunkRegion, slices: int) -> None:
+    def __init__(self, joint: JointGraph, region: ChunkRegion, chunks: int) -> None:
         self.joint = joint
         self.region = region
-        size = -(-region.rows // slices)
-        self.slices = [(begin, min(begin + size, region.rows)) for begin in range(0, region.rows, size)]
+        size = -(-region.rows // chunks)
+        self.chunks = [(begin, min(begin + size, region.rows)) for begin in range(0, region.rows, size)]
         self.graph = fx.Graph()
         self.whole: dict[fx.Node, fx.Node] = {}
-        self.parts: list[dict[fx.Node, fx.Node]] = [{} for _ in self.slices]
+        self.parts: list[dict[fx.Node, fx.Node]] = [{} for _ in self.chunks]
         self.sums: dict[fx.Node, fx.Node] = {}
         self.pieces: dict[tuple[fx.Node, Form, int], fx.Node] = {}
         self.flat: dict[fx.Node, fx.Node] = {}
@@ -78,8 +57,7 @@ class _Rewrite:
             self.blocks.setdefault(block, []).append(node)
 
     def run(self) -> fx.Graph:
-        given = (tensor for node in self.joint.graph.find_nodes(op="placeholder") for tensor in tensors_of(node))
-        with next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor)):
+        with fake_mode_of(self.joint.graph):
             before: list[fx.Node] = []
             for node in self.joint.graph.nodes:
                 if node in self.region.splits:
@@ -93,12 +71,12 @@ class _Rewrite:
         return self.graph
 
     def _check_random_order(self) -> None:
-        """Refuse slices for which random numbers would be drawn in another order."""
+        """Refuse chunks for which random numbers would be drawn in another order."""
         places = {node: place for place, node in enumerate(self.graph.nodes)}
         drawn = [places[self.whole[node]] for node in self.joint.graph.nodes if is_random(node)]
         if drawn != sorted(drawn):
             raise UsageError(
-                "slices would draw random numbers in another order than the step in one piece: leave out chunk, or "
+                "chunks would draw random numbers in another order than the step in one piece: leave out chunk, or "
                 "take dropout out of what makes the peak"
             )
 
@@ -111,7 +89,7 @@ class _Rewrite:
         backward: set[fx.Node] = set()
         nodes = list(self.joint.graph.nodes)
         for node in nodes:
-            if node.meta.get("partitioner_tag") == "is_backward" or not backward.isdisjoint(node.all_input_nodes):
+            if is_backward(node) or not backward.isdisjoint(node.all_input_nodes):
                 backward.add(node)
         for wanted, least in ((False, 0), (True, 1)):
             first = least + max(levels.values(), default=0)
@@ -130,9 +108,7 @@ class _Rewrite:
         if node in self.whole:
             return self.whole[node]
         if node not in self.region.splits:
-            for source in node.all_input_nodes:
-                self._whole(source)
-            new = self.graph.node_copy(node, self.whole.__getitem__)
+            new = self.graph.node_copy(node, self._whole)
         else:
             self._emit(self.block_of[node])
             new = self._sum(node) if self.region.forms[node] is Form.SUM else self._concatenation(node)
@@ -148,21 +124,20 @@ class _Rewrite:
         for source in (n for node in members for n in node.all_input_nodes if self.region.passes(n, node)):
             if self.block_of[source] != block:
                 self._emit(self.block_of[source])
-        for number in range(len(self.slices)):
+        for number in range(len(self.chunks)):
             for node in members:
-                self._emit_slice(node, number)
+                self._emit_chunk(node, number)
 
-    def _emit_slice(self, node: fx.Node, number: int) -> None:
+    def _emit_chunk(self, node: fx.Node, number: int) -> None:
         given, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._part(source, node, number))
         args: list[Any] = list(given)
         target: Any = node.target
         if self.region.forms[node] is Form.SUM:
             target = MEANS.get(target, target)
-        if node.target in _TOLD_SHAPE:
-            (tensor,) = tensors_of(node)
-            lead = lead_of(tensor.shape, self.region.rows)
-            assert lead is not None
-            args[_TOLD_SHAPE[node.target]] = part_of_shape(tensor.shape, lead, self._size(number))
+        if node.target in SHAPE_ARGUMENT:
+            begin, end = self.chunks[number]
+            shape = shape_of(node)
+            args[SHAPE_ARGUMENT[node.target]] = part_of_shape(shape, self._lead(shape), end - begin)
         elif node.target is _LOSS:
             args[_REDUCTION_AT] = _SUM
         if self.region.forms[node] is Form.SUM:
@@ -171,8 +146,7 @@ class _Rewrite:
             self.parts[number][node] = self._call(node, target, *args, **kwargs)
 
     def _added(self, node: fx.Node, number: int, target: Any, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-        """Compute one slice's summand, and add it to those before."""
-        value = node.meta["val"]
+        """Compute one chunk's summand, and add it to those before."""
         in_place = self._may_overwrite(node)
         total = self.sums.get(node)
         if total is None:
@@ -182,16 +156,15 @@ class _Rewrite:
         else:
             summand = self._call(node, target, *args, **kwargs)
             new = self._call(node, aten.add_.Tensor if in_place else aten.add.Tensor, total, summand)
-        if in_place or (number == len(self.slices) - 1 and not self._is_divided(node)):
-            new.meta["val"] = value
+        if in_place or (number == len(self.chunks) - 1 and not self._is_divided(node)):
+            new.meta["val"] = node.meta["val"]
         return new
 
     def _may_overwrite(self, node: fx.Node) -> bool:
         """Whether a sum is added up in its own memory: that of a gradient which the step gives back, so it is kept."""
         if self.joint.functional or node.target is operator.getitem or self._is_divided(node):
             return False
-        is_backward = node.meta.get("partitioner_tag") == "is_backward"
-        return is_backward and storage_id(node.meta["val"]) in self.gradients
+        return is_backward(node) and storage_id(node.meta["val"]) in self.gradients
 
     def _is_divided(self, node: fx.Node) -> bool:
         if node.target in MEANS:
@@ -203,7 +176,7 @@ class _Rewrite:
         return bool(loss.target is _LOSS and element == 0 and loss.args[_REDUCTION_AT] == _MEAN)
 
     def _sum(self, node: fx.Node) -> fx.Node:
-        """Return a sum over all slices, or the mean that is made of it."""
+        """Return a sum over all chunks, or the mean that is made of it."""
         total = self.sums[node]
         if not self._is_divided(node):
             return total
@@ -217,10 +190,9 @@ class _Rewrite:
         return new
 
     def _concatenation(self, node: fx.Node) -> fx.Node:
-        """Put the slices of a value together."""
+        """Put the chunks of a value together."""
         value = node.meta["val"]
-        lead = lead_of(value.shape, self.region.rows)
-        assert lead is not None
+        lead = self._lead(value.shape)
         new = self._call(node, aten.cat.default, [part[node] for part in self.parts], lead.dims - 1)
         new.meta["val"] = value.view(new.meta["val"].shape)
         if lead.dims > 1:
@@ -229,7 +201,7 @@ class _Rewrite:
         return new
 
     def _part(self, source: fx.Node, reader: fx.Node, number: int) -> fx.Node:
-        """Return what a slice of a call reads: a slice, or all."""
+        """Return what a chunk of a call reads: a chunk, or all."""
         if self.region.passes(source, reader):
             return self.parts[number][source]
         whole = self._whole(source)
@@ -237,17 +209,16 @@ class _Rewrite:
         return whole if form is None else self._piece(whole, form, number, reader)
 
     def _piece(self, whole: fx.Node, form: Form, number: int, reader: fx.Node) -> fx.Node:
-        """Look at a slice of a whole value."""
+        """Look at a chunk of a whole value."""
         key = (whole, form, number)
         if key in self.pieces:
             return self.pieces[key]
         shape = whole.meta["val"].shape
-        begin, end = self.slices[number]
+        begin, end = self.chunks[number]
         if form is Form.COLUMNS:
             dim, each = 1, shape[1] // self.region.rows
         else:
-            lead = lead_of(shape, self.region.rows)
-            assert lead is not None
+            lead = self._lead(shape)
             dim, each = lead.dims - 1, lead.each
             if lead.dims > 1:
                 if whole not in self.flat:
@@ -257,9 +228,10 @@ class _Rewrite:
         self.pieces[key] = self._call(reader, aten.slice.Tensor, whole, dim, begin * each, end * each)
         return self.pieces[key]
 
-    def _size(self, number: int) -> int:
-        begin, end = self.slices[number]
-        return end - begin
+    def _lead(self, shape: Sequence[int]) -> Lead:
+        lead = lead_of(shape, self.region.rows)
+        assert lead is not None
+        return lead
 
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call that is told from where another comes."""

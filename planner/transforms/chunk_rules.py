@@ -18,6 +18,7 @@ from torch import fx
 
 from planner.capture.joint import is_random, mutates, tensors_of
 from planner.capture.torch_internals import OpOverload
+from planner.transforms.operators import argument, dims_before, dims_of, shape_of
 
 aten = torch.ops.aten
 
@@ -35,16 +36,11 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Which leading dimensions hold the rows.
-
-    Parameters
-    ----------
-    each : int
-        How many consecutive entries of these dimensions, taken as one, belong to a row.
-    """
+    """Which leading dimensions hold the rows."""
 
     dims: int
     each: int
+    """How many consecutive entries of these dimensions, taken as one, belong to a row."""
 
 
 def lead_of(shape: Sequence[int], rows: int) -> Lead | None:
@@ -70,18 +66,11 @@ def part_of_shape(shape: Sequence[int], lead: Lead, rows: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How one call is computed for some of the rows.
-
-    Parameters
-    ----------
-    takes : mapping of torch.fx.Node to Form
-        What it reads in parts; everything else it reads whole.
-    gives : tuple of Form
-        One for each of its outputs.
-    """
+    """How one call is computed for some of the rows: ``gives`` is of its outputs."""
 
     gives: tuple[Form, ...]
     takes: Mapping[fx.Node, Form] = field(default_factory=dict)
+    """What it reads in parts; everything else it reads whole."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +83,16 @@ class Call:
 
     def argument(self, position: int, default: Any = None) -> Any:
         """Return a positional argument."""
-        return self.node.args[position] if position < len(self.node.args) else default
-
-    def shape(self, node: fx.Node) -> torch.Size:
-        """Return the shape of a node's first tensor."""
-        return tensors_of(node)[0].shape
+        return argument(self.node, position, default)
 
     def lead(self, node: fx.Node) -> Lead | None:
         """Say how a node's first tensor holds the rows."""
-        return lead_of(self.shape(node), self.rows)
+        return lead_of(shape_of(node), self.rows)
 
-    def gives_rows(self, lead: Lead, takes: Iterable[fx.Node]) -> Split | None:
+    def gives_rows(self, lead: Lead | None, takes: Iterable[fx.Node]) -> Split | None:
         """Return the split of a call that passes rows on, if every output holds them in the same way."""
         outputs = tensors_of(self.node)
-        if any(lead_of(tensor.shape, self.rows) != lead for tensor in outputs):
+        if lead is None or any(lead_of(tensor.shape, self.rows) != lead for tensor in outputs):
             return None
         return Split((Form.ROWS,) * len(outputs), dict.fromkeys(takes, Form.ROWS))
 
@@ -127,13 +112,12 @@ def split_of(node: fx.Node, rows: int, forms: Mapping[fx.Node, Form]) -> Split |
 
 
 def _pointwise(call: Call) -> Split | None:
-    shape = call.shape(call.node)
-    lead = lead_of(shape, call.rows)
+    shape, lead = shape_of(call.node), call.lead(call.node)
     if lead is None:
         return None
     takes = []
     for source in call.node.all_input_nodes:
-        own = call.shape(source)
+        own = shape_of(source)
         missing = len(shape) - len(own)
         if not missing and own[: lead.dims] == shape[: lead.dims]:
             takes.append(source)
@@ -143,37 +127,21 @@ def _pointwise(call: Call) -> Split | None:
 
 
 def _view(call: Call) -> Split | None:
-    lead = lead_of(call.shape(call.node), call.rows)
     source = call.argument(0)
-    return call.gives_rows(lead, [source]) if lead and call.lead(source) else None
+    return call.gives_rows(call.lead(call.node), [source]) if call.lead(source) else None
 
 
-def _transposed(order: Callable[[Call, int], Sequence[int]]) -> Rule:
-    """Make the rule of an operator that orders dimensions anew: where each new one was before."""
-
-    def rule(call: Call) -> Split | None:
-        source = call.argument(0)
-        dims = len(call.shape(source))
-        places = [place % dims for place in order(call, dims)]
-        if places == [1, 0]:
-            if call.forms.get(source) is Form.ROWS or call.forms.get(call.node) is Form.COLUMNS:
-                return Split((Form.COLUMNS,), {source: Form.ROWS}) if _is_first(call.lead(source)) else None
-            if call.forms.get(source) is Form.COLUMNS or call.forms.get(call.node) is Form.ROWS:
-                return Split((Form.ROWS,), {source: Form.COLUMNS}) if _is_first(call.lead(call.node)) else None
-            return None
-        lead = call.lead(source)
-        if lead is None or places[: lead.dims] != [*range(lead.dims)]:
-            return None
-        return call.gives_rows(lead, [source])
-
-    return rule
-
-
-def _swapped(call: Call, dims: int) -> list[int]:
-    order = list(range(dims))
-    first, second = call.argument(1), call.argument(2)
-    order[first], order[second] = order[second], order[first]
-    return order
+def _transposed(call: Call) -> Split | None:
+    source, before = call.argument(0), dims_before(call.node)
+    if before == [1, 0]:
+        if call.forms.get(source) is Form.ROWS or call.forms.get(call.node) is Form.COLUMNS:
+            return Split((Form.COLUMNS,), {source: Form.ROWS}) if _is_first(call.lead(source)) else None
+        if call.forms.get(source) is Form.COLUMNS or call.forms.get(call.node) is Form.ROWS:
+            return Split((Form.ROWS,), {source: Form.COLUMNS}) if _is_first(call.lead(call.node)) else None
+        return None
+    lead = call.lead(source)
+    stays = lead is not None and before[: lead.dims] == [*range(lead.dims)]
+    return call.gives_rows(lead, [source]) if stays else None
 
 
 def _is_first(lead: Lead | None) -> bool:
@@ -186,7 +154,7 @@ def _product(call: Call) -> Split | None:
         return None
     if Form.ROWS in (call.forms.get(call.node), call.forms.get(left)):
         lead = call.lead(left)
-        return call.gives_rows(lead, [left]) if lead and _is_first(lead) else None
+        return call.gives_rows(lead, [left]) if _is_first(lead) else None
     if call.forms.get(left) is Form.COLUMNS or call.forms.get(right) is Form.ROWS:
         return Split((Form.SUM,), {left: Form.COLUMNS, right: Form.ROWS}) if _is_first(call.lead(right)) else None
     return None
@@ -195,17 +163,17 @@ def _product(call: Call) -> Split | None:
 def _product_with_bias(call: Call) -> Split | None:
     bias, left, right = (call.argument(position) for position in range(3))
     lead = call.lead(left)
-    if lead is None or not _is_first(lead) or len({bias, left, right}) < 3:
+    if not _is_first(lead) or len({bias, left, right}) < 3:
         return None
-    shape = call.shape(bias)
+    shape = shape_of(bias)
     if len(shape) == 2 and shape[0] != 1:
-        return call.gives_rows(lead, [bias, left]) if shape == call.shape(call.node) else None
+        return call.gives_rows(lead, [bias, left]) if shape == shape_of(call.node) else None
     return call.gives_rows(lead, [left])
 
 
 def _batched_product(call: Call) -> Split | None:
     lead = call.lead(call.argument(0))
-    return call.gives_rows(lead, call.node.all_input_nodes) if lead and _is_first(lead) else None
+    return call.gives_rows(lead, call.node.all_input_nodes) if _is_first(lead) else None
 
 
 def _along(position: int, default: int | None = None, *, of: int | None = 0) -> Rule:
@@ -216,18 +184,15 @@ def _along(position: int, default: int | None = None, *, of: int | None = 0) -> 
 
     def rule(call: Call) -> Split | None:
         counted = call.node if of is None else call.argument(of)
-        lead = call.lead(call.node.all_input_nodes[0])
+        sources = call.node.all_input_nodes
+        lead = call.lead(sources[0])
         named = call.argument(position, default)
-        dims = len(call.shape(counted))
         if lead is None or named is None:
             return None
-        if any(dim % dims < lead.dims for dim in ([named] if isinstance(named, int) else named)):
+        if any(dim < lead.dims for dim in dims_of(named, len(shape_of(counted)))):
             return None
-        front = call.shape(call.node)[: lead.dims]
-        sources = call.node.all_input_nodes
-        if any(call.shape(source)[: lead.dims] != front for source in sources):
-            return None
-        return call.gives_rows(lead, sources)
+        fronts = {shape_of(node)[: lead.dims] for node in (call.node, *sources)}
+        return call.gives_rows(lead, sources) if len(fronts) == 1 else None
 
     return rule
 
@@ -237,11 +202,10 @@ def _reduced(*, adds: bool) -> Rule:
 
     def rule(call: Call) -> Split | None:
         source = call.argument(0)
-        lead, count = call.lead(source), len(call.shape(source))
+        lead = call.lead(source)
         if lead is None:
             return None
-        over = call.argument(1)
-        dims = {dim % count for dim in ([over] if isinstance(over, int) else over or range(count))}
+        dims = dims_of(call.argument(1), len(shape_of(source)))
         if dims.isdisjoint(range(lead.dims)):
             return call.gives_rows(lead, [source])
         if not adds or not dims.issuperset(range(lead.dims)):
@@ -260,20 +224,21 @@ def _is_wide_float(node: fx.Node) -> bool:
 
 def _norm(call: Call) -> Split | None:
     source = call.argument(0)
+    return call.gives_rows(_lead_of_norm(call, source, call.argument(1)), [source])
+
+
+def _lead_of_norm(call: Call, source: fx.Node, normalized: Sequence[int]) -> Lead | None:
+    """Say how what is normalized over its last dimensions holds the rows, if those are others."""
     lead = call.lead(source)
-    if lead is None or lead.dims > len(call.shape(source)) - len(call.argument(1)):
-        return None
-    return call.gives_rows(lead, [source])
+    return lead if lead and lead.dims <= len(shape_of(source)) - len(normalized) else None
 
 
 def _norm_backward(statistics: Sequence[int]) -> Rule:
     def rule(call: Call) -> Split | None:
         rows = [call.argument(position) for position in (0, 1, *statistics)]
-        lead = call.lead(rows[0])
-        if lead is None or lead.dims > len(call.shape(rows[0])) - len(call.argument(2)):
-            return None
+        lead = _lead_of_norm(call, rows[0], call.argument(2))
         given = call.node.meta["val"]
-        if not isinstance(given[0], torch.Tensor) or any(call.lead(source) != lead for source in rows):
+        if not lead or not isinstance(given[0], torch.Tensor) or any(call.lead(source) != lead for source in rows):
             return None
         return Split((Form.ROWS, *(Form.SUM for _ in given[1:])), dict.fromkeys(rows, Form.ROWS))
 
@@ -302,8 +267,7 @@ def _loss_backward(call: Call) -> Split | None:
 
 
 def _made(call: Call) -> Split | None:
-    lead = call.lead(call.node)
-    return call.gives_rows(lead, []) if lead else None
+    return call.gives_rows(call.lead(call.node), [])
 
 
 MEANS = {aten.mean.dim: aten.sum.dim_IntList, aten.mean.default: aten.sum.default}
@@ -319,9 +283,9 @@ RULES: dict[Any, Rule] = {
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     aten.reshape.default: _view,
-    aten.t.default: _transposed(lambda _, dims: range(dims)[::-1]),
-    aten.transpose.int: _transposed(_swapped),
-    aten.permute.default: _transposed(lambda call, _: call.argument(1)),
+    aten.t.default: _transposed,
+    aten.transpose.int: _transposed,
+    aten.permute.default: _transposed,
     aten.mm.default: _product,
     aten.addmm.default: _product_with_bias,
     aten.bmm.default: _batched_product,

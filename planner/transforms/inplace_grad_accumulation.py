@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, tensors_of
+from planner.capture.joint import JointGraph, is_backward, tensors_of
 from planner.capture.torch_internals import storage_id
 
 aten = torch.ops.aten
@@ -14,17 +14,9 @@ aten = torch.ops.aten
 def sum_in_place(joint: JointGraph) -> None:
     """Let each sum that ends in a parameter's gradient write into its first summand, where nobody else reads that.
 
-    Autograd adds gradients of one tensor in place; tracing makes a new tensor of every sum. Written are only
-    gradients that the step gives back, which no plan drops, so nothing is recomputed that was written to.
-
-    Parameters
-    ----------
-    joint : JointGraph
-        Changed in place; a second call changes nothing.
-
-    Notes
-    -----
-    O(nodes). The numbers are those of the sum made anew: adding is done element by element.
+    Autograd adds gradients of one tensor in place; tracing makes a new tensor of every sum. Written are only gradients
+    that the step gives back, which no plan drops, so nothing is recomputed that was written to. The numbers are those
+    of the sum made anew: adding is done element by element. O(nodes).
     """
     pending = [_origin(node) for node in joint.outputs[1] if isinstance(node, fx.Node)]
     while pending:
@@ -32,21 +24,20 @@ def sum_in_place(joint: JointGraph) -> None:
         if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
             continue
         first = node.args[0]
-        if node.meta.get("partitioner_tag") != "is_backward" or not _is_free(first, node):
+        if not isinstance(first, fx.Node) or not is_backward(node) or not _is_free(first, node):
             continue
-        assert isinstance(first, fx.Node)
         node.target = aten.add_.Tensor
         _look_at(node, node.meta["val"], first.meta["val"])
         pending.append(_origin(first))
 
 
-def _is_free(summand: object, total: fx.Node) -> bool:
+def _is_free(summand: fx.Node, total: fx.Node) -> bool:
     """Whether a sum may overwrite a summand: fresh memory of the same layout, which only the sum reads."""
-    if not isinstance(summand, fx.Node) or not isinstance(summand.meta.get("val"), torch.Tensor):
+    value, result = summand.meta.get("val"), total.meta["val"]
+    if not isinstance(value, torch.Tensor):
         return False
-    value, result = summand.meta["val"], total.meta["val"]
     same = (value.shape, value.stride(), value.dtype) == (result.shape, result.stride(), result.dtype)
-    whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    whole = value.untyped_storage().nbytes() == value.nbytes
     return same and whole and _has_one_reader(summand)
 
 
@@ -65,9 +56,8 @@ def _viewed(node: fx.Node) -> fx.Node | None:
 
 def _has_one_reader(node: fx.Node) -> bool:
     """Whether what a node gives is read once, and so is whatever it is a view of, back to what made it."""
-    while node.op == "call_function" and len(node.users) == 1 and node.meta.get("partitioner_tag") == "is_backward":
-        source = _viewed(node)
-        if source is None:
+    while node.op == "call_function" and len(node.users) == 1 and is_backward(node):
+        if (source := _viewed(node)) is None:
             return True
         node = source
     return False

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from planner.capture.joint import JointGraph, is_tangent, tensors_of
+from planner.capture.joint import JointGraph, fake_mode_of, tensors_of
 from planner.capture.provenance import Places
-from planner.capture.torch_internals import FakeTensor, storage_id
+from planner.capture.torch_internals import storage_id
 from planner.common.units import format_bytes
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed
+from planner.transforms.operators import SHAPE_ARGUMENT, argument, shape_of
 from planner.transforms.shard_views import piece
-from planner.transforms.shards import Shard, shape_of
+from planner.transforms.shards import Shard
 from planner.transforms.tensor_parallel import Sharding, find_sharding
 
 aten = torch.ops.aten
@@ -25,20 +26,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LocalStep:
-    """What one of several devices computes and holds.
-
-    Parameters
-    ----------
-    joint : JointGraph
-        Its inputs are those of the whole step.
-    stand_ins : mapping of int to torch.nn.Parameter
-        By storage, the parameters of which the device has a part: tensors of its sizes, without data.
-    notes : tuple of Finding
-        What is to be said of it.
-    """
+    """What one of several devices computes and holds; the joint graph's inputs are those of the whole step."""
 
     joint: JointGraph
     stand_ins: Mapping[int, nn.Parameter] = field(default_factory=dict)
+    """By storage, the parameters of which the device has a part: tensors of its sizes, without data."""
     notes: tuple[Finding, ...] = ()
 
     def here(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -51,25 +43,14 @@ class LocalStep:
             return model
         part = nn.Module()
         for number, parameter in enumerate(model.parameters()):
-            part.register_parameter(f"parameter{number}", self.stand_ins.get(storage_id(parameter), parameter))
+            part.register_parameter(f"parameter{number}", cast(nn.Parameter, self.here(parameter)))
         for number, buffer in enumerate(model.buffers()):
             part.register_buffer(f"buffer{number}", buffer)
         return part
 
 
 def local_step(joint: JointGraph, devices: int) -> LocalStep:
-    """Return the step of one of so many devices that share each layer.
-
-    Parameters
-    ----------
-    joint : JointGraph
-        Left as it is.
-
-    Raises
-    ------
-    UsageError
-        If nothing can be spread over so many devices.
-    """
+    """Return the step of one of so many devices that share each layer, or raise UsageError if none can be shared."""
     if devices == 1:
         return LocalStep(joint)
     found = find_sharding(joint, devices)
@@ -79,9 +60,8 @@ def local_step(joint: JointGraph, devices: int) -> LocalStep:
             "number must divide the heads and the width of hidden layers, and what stands between two products must "
             "work on each part alone"
         )
-    placeholders = [node for node in joint.graph.find_nodes(op="placeholder") if not is_tangent(node)]
     stand_ins = {}
-    for node, tensor in zip(placeholders, joint.inputs, strict=False):
+    for node, tensor in zip(joint.placeholders, joint.inputs, strict=False):
         if isinstance(state := found.states[node], Shard):
             local = torch.empty(_divided(tensor.shape, state, devices), dtype=tensor.dtype, device="meta")
             stand_ins[storage_id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad)
@@ -104,8 +84,7 @@ class _Rewrite:
 
     def run(self) -> fx.Graph:
         graph = fx.Graph()
-        given = (tensor for node in self.joint.graph.find_nodes(op="placeholder") for tensor in tensors_of(node))
-        with next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor)):
+        with fake_mode_of(self.joint.graph):
             for node in self.joint.graph.nodes:
                 copy = self.copies[node] = graph.node_copy(node, self.copies.__getitem__)
                 state = self.found.states.get(node)
@@ -133,45 +112,29 @@ class _Rewrite:
     def _local_arguments(self, node: fx.Node, copy: fx.Node) -> tuple[Any, ...]:
         """Divide what an operator is told of the sharded dimension."""
         args, devices = list(copy.args), self.found.devices
-        state, given = self.found.states[node], self._state_of(node.args[0])
-        if node.target in _TOLD_SHAPE and isinstance(state, Shard):
-            args[1] = _divided(shape_of(node), state, devices)
-        if not isinstance(given, Shard):
+        source = node.args[0]
+        state, given = self.found.states[node], self.found.states.get(source) if isinstance(source, fx.Node) else None
+        if node.target in SHAPE_ARGUMENT and isinstance(state, Shard):
+            args[SHAPE_ARGUMENT[node.target]] = _divided(shape_of(node), state, devices)
+        if not isinstance(given, Shard) or not isinstance(source, fx.Node):
             return tuple(args)
         if node.target in (aten.slice.Tensor, aten.slice_backward.default):
             at = 2 if node.target is aten.slice.Tensor else 3
-            whole = shape_of(node.args[0] if at == 2 else node)  # type: ignore[arg-type]
-            if (node.args[at - 1] if len(node.args) >= at else 0) % len(whole) == given.dim:  # type: ignore[operator]
+            whole = shape_of(source if at == 2 else node)
+            if argument(node, at - 1, 0) % len(whole) == given.dim:
                 begin, end, _ = piece(node, whole[given.dim], at)
                 args[at : at + 2] = [begin // devices, end // devices]
-        if node.target in (aten.split.Tensor, aten.split_with_sizes.default):
-            dim = (node.args[2] if len(node.args) > 2 else 0) % len(shape_of(node.args[0]))  # type: ignore[operator, arg-type]
-            if dim == given.dim:
-                sizes = node.args[1]
-                args[1] = sizes // devices if isinstance(sizes, int) else [size // devices for size in sizes]  # type: ignore[union-attr, operator]
+        is_split = node.target in (aten.split.Tensor, aten.split_with_sizes.default)
+        if is_split and argument(node, 2, 0) % len(shape_of(source)) == given.dim:
+            sizes = argument(node, 1)
+            args[1] = sizes // devices if isinstance(sizes, int) else [size // devices for size in sizes]
         return tuple(args)
-
-    def _state_of(self, argument: Any) -> Any:
-        return self.found.states.get(argument) if isinstance(argument, fx.Node) else None
-
-
-_TOLD_SHAPE = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.expand.default,
-        aten.slice_backward.default,
-        aten.select_backward.default,
-    }
-)
-"""Operators whose second argument is the shape of their output."""
 
 
 def _note(joint: JointGraph, found: Sharding) -> Finding:
     places = Places(joint.graph)
     left_whole = collapsed([places[node].module or "the model" for node in found.whole])
-    summed_bytes = sum(t.numel() * t.element_size() for node in found.summed for t in tensors_of(node))
+    summed_bytes = sum(tensor.nbytes for node in found.summed for tensor in tensors_of(node))
     return Finding(
         rule="tensor-parallel",
         severity=Severity.NOTE,

@@ -35,8 +35,6 @@ _INDICES = (torch.int16, torch.int32, torch.int64)
 def marked(lowered: LoweredGraph) -> LoweredGraph:
     """Mark the values of a graph that may be rounded, and the operations that then run once.
 
-    Notes
-    -----
     O(nodes + edges), and for each comparison what the backward computes for it.
     """
     graph = lowered.graph

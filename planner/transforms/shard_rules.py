@@ -10,51 +10,39 @@ from typing import Any
 
 import torch
 
-from planner.capture.joint import tensors_of
-from planner.transforms.shard_views import VIEW_RULES
-from planner.transforms.shards import Call, Partial, Rule, Shard, State, merge, shape_of
+from planner.transforms.operators import dims_of, shape_of
+from planner.transforms.shard_views import PASSES_SUMS, VIEW_RULES
+from planner.transforms.shards import Call, Partial, Rule, Shard, State, merge, origins_of
 
 aten = torch.ops.aten
 
 
 def state_after(call: Call) -> Any:
-    """Return the state of a call's output, or a list of states where it has several.
-
-    Raises
-    ------
-    NeedsRedistribute
-    """
-    if all(state is None for state in call.states.values()):
-        val = call.node.meta.get("val")
-        return [None] * len(val) if isinstance(val, (list, tuple)) else None
-    rule = RULES.get(call.node.target)
-    if rule is None:
-        rule = _attention if "scaled_dot_product" in str(call.node.target) else _by_tag
-    return rule(call)
-
-
-def _by_tag(call: Call) -> Any:
-    tags = getattr(call.node.target, "tags", ())
-    if torch.Tag.pointwise not in tags:
+    """Return the state of a call's output, or a list of states where it has several; may raise NeedsRedistribute."""
+    target = call.node.target
+    if not any(call.states.values()):
+        return call.each(None)
+    if target in PASSES_SUMS and isinstance(call[0], Partial):
+        return call[0]
+    if target in RULES:
+        return RULES[target](call)
+    if "scaled_dot_product" in str(target):
+        return _attention(call)
+    if torch.Tag.pointwise not in getattr(target, "tags", ()):
         raise call.mixes()
     return _pointwise(call)
 
 
 def _pointwise(call: Call) -> Any:
-    tensors = tensors_of(call.node)
-    merged = merge(call, tensors[0].dim())
-    val = call.node.meta["val"]
-    return [merged for _ in val] if isinstance(val, (list, tuple)) else merged
+    return call.each(merge(call, len(shape_of(call.node))))
 
 
 def _reduced(adds: bool) -> Rule:
     """Make the rule of a sum, a mean, a maximum; sums over what is divided are allowed in the backward."""
 
     def rule(call: Call) -> State:
-        state = call[0]
-        assert isinstance(state, Shard)
-        count = len(call.shape(0))
-        dims = {dim % count for dim in call.argument(1) or range(count)}
+        state = call.shard()
+        dims = dims_of(call.argument(1), len(call.shape(0)))
         if state.dim in dims:
             if adds and call.is_backward:
                 return Partial(state.origins)
@@ -78,21 +66,19 @@ def _along(position: int) -> Rule:
     return rule
 
 
-def _norm(call: Call) -> list[State]:
-    state = call[0]
-    if not isinstance(state, Shard) or state.dim >= len(call.shape(0)) - len(call.argument(1)):
+def _norm(call: Call) -> Any:
+    state = call.shard()
+    if state.dim >= len(call.shape(0)) - len(call.argument(1)):
         raise call.mixes()
-    return [state for _ in call.node.meta["val"]]
+    return call.each(state)
 
 
 def _norm_backward(call: Call) -> list[State]:
-    if not isinstance(call[0], Shard) or not isinstance(call[1], Shard) or not call.is_backward:
+    state = call.shard()
+    is_normalized = state.dim >= len(call.shape(0)) - len(call.argument(2))
+    if not call.is_backward or not state.is_like(call[1]) or is_normalized:
         raise call.mixes()
-    if (call[0].dim, call[0].blocks) != (call[1].dim, call[1].blocks):
-        raise call.mixes()
-    if call[0].dim >= len(call.shape(0)) - len(call.argument(2)):
-        raise call.mixes()
-    return [call[0], *(Partial(call[0].origins) for _ in call.node.meta["val"][1:])]
+    return [state, *(Partial(state.origins) for _ in call.node.meta["val"][1:])]
 
 
 def product(call: Call, left: int) -> State:
@@ -118,7 +104,7 @@ def _addmm(call: Call) -> State:
         dim = state.dim - 2 + dims
         fits = (
             (bias is None and (dim < 0 or call.shape(0)[dim] == 1))
-            or (isinstance(bias, Shard) and (bias.dim, bias.blocks) == (dim, state.blocks))
+            or state.at(dim).is_like(bias)
         )  # fmt: skip
     if not fits:
         raise call.mixes()
@@ -126,10 +112,8 @@ def _addmm(call: Call) -> State:
 
 
 def _bmm(call: Call) -> State:
-    first, second = call[0], call[1]
-    if not (isinstance(first, Shard) and isinstance(second, Shard)):
-        raise call.mixes()
-    if first.dim or second.dim or first.blocks != second.blocks:
+    first, second = call.shard(), call.shard(1)
+    if first.dim or not first.is_like(second):
         raise call.mixes()
     return Shard(0, first.blocks, first.origins | second.origins)
 
@@ -143,7 +127,7 @@ def _attention(call: Call) -> list[State]:
             heads.add(shape[1])
         elif state is not None or (len(shape) >= 3 and shape[1] > 1):
             raise call.mixes()
-    origins = call.mixes().origins
+    origins = origins_of(call.states.values())
     outputs: list[State] = []
     for tensor in call.node.meta["val"]:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 3:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from planner.capture.joint import tensors_of
-from planner.transforms.shards import Call, Rule, Shard, State, shape_of
+from planner.transforms.operators import argument, dims_before, dims_of, shape_of
+from planner.transforms.shards import Call, Rule, Shard, State, origins_of
 
 aten = torch.ops.aten
 
 
 def _view(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard):
-        return state
+    state = call.shard()
     before, after = call.shape(0), shape_of(call.node)
     dims_in, dims_out = _group(before, after, state.dim)
     outer = math.prod(before[dims_in.start : state.dim])
@@ -60,50 +59,25 @@ def _same(call: Call) -> Any:
     return call[0]
 
 
-def _moved(places: Callable[[Call, int], Sequence[int]]) -> Rule:
-    """Make the rule of an operator that orders dimensions anew: where each new one was before."""
-
-    def rule(call: Call) -> State:
-        state = call[0]
-        if not isinstance(state, Shard):
-            return state
-        dims = len(call.shape(0))
-        order = [dim % dims for dim in places(call, dims)]
-        return state.at(order.index(state.dim))
-
-    return rule
-
-
-def _transposed(call: Call, dims: int) -> list[int]:
-    order = list(range(dims))
-    first, second = call.argument(1), call.argument(2)
-    order[first], order[second] = order[second], order[first]
-    return order
+def _transposed(call: Call) -> State:
+    state = call.shard()
+    return state.at(dims_before(call.node).index(state.dim))
 
 
 def _unsqueeze(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard):
-        return state
+    state = call.shard()
     dim = call.argument(1) % (len(call.shape(0)) + 1)
     return state.at(state.dim + (dim <= state.dim))
 
 
 def _squeeze(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard):
-        return state
-    shape = call.shape(0)
-    given = call.argument(1)
-    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given)}
-    gone = {dim for dim in dims if shape[dim] == 1}
+    state, shape = call.shard(), call.shape(0)
+    gone = [dim for dim in dims_of(call.argument(1), len(shape)) if shape[dim] == 1]
     return state.at(state.dim - sum(dim < state.dim for dim in gone))
 
 
 def _expand(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard):
-        return state
+    state = call.shard()
     return state.at(state.dim + len(shape_of(call.node)) - len(call.shape(0)))
 
 
@@ -116,8 +90,8 @@ def _part(call: Call, state: Shard, pieces: Sequence[tuple[int, int]]) -> list[S
 
 
 def _slice(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard) or call.argument(1, 0) % len(call.shape(0)) != state.dim:
+    state = call.shard()
+    if call.argument(1, 0) % len(call.shape(0)) != state.dim:
         return state
     begin, end, step = piece(call.node, call.shape(0)[state.dim], 2)
     if step != 1:
@@ -127,47 +101,34 @@ def _slice(call: Call) -> State:
 
 def piece(node: fx.Node, length: int, position: int) -> tuple[int, int, int]:
     """Read begin, end and step of a slice, whose arguments stand from a position on."""
-    given: list[Any] = [*node.args[position:]]
-    begin, end, step = given + [None, None, 1][len(given) :]
-    return slice(begin, end, step).indices(length)
+    return slice(*(argument(node, at) for at in range(position, position + 3))).indices(length)
 
 
 def _split(call: Call) -> list[State]:
-    state = call[0]
-    parts = tensors_of(call.node)
-    if not isinstance(state, Shard):
-        raise call.mixes()
+    state, parts = call.shard(), tensors_of(call.node)
     if call.argument(2, 0) % len(call.shape(0)) != state.dim:
         return [state for _ in parts]
-    ends = list(itertools.accumulate(part.shape[state.dim] for part in parts))
-    return _part(call, state, list(zip([0, *ends[:-1]], ends, strict=True)))
+    ends = itertools.accumulate((part.shape[state.dim] for part in parts), initial=0)
+    return _part(call, state, list(itertools.pairwise(ends)))
 
 
 def _without(call: Call) -> Any:
     """``select`` and ``unbind``: a dimension goes."""
-    state = call[0]
-    if not isinstance(state, Shard):
-        raise call.mixes()
+    state = call.shard()
     dim = call.argument(1, 0) % len(call.shape(0))
     if dim == state.dim:
         raise call.mixes()
-    moved = state.at(state.dim - (dim < state.dim))
-    val = call.node.meta["val"]
-    return [moved for _ in val] if isinstance(val, (list, tuple)) else moved
+    return call.each(state.at(state.dim - (dim < state.dim)))
 
 
 def _select_backward(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard):
-        raise call.mixes()
+    state = call.shard()
     dim = call.argument(2) % len(call.argument(1))
     return state.at(state.dim + (dim <= state.dim))
 
 
 def _slice_backward(call: Call) -> State:
-    state = call[0]
-    if not isinstance(state, Shard):
-        raise call.mixes()
+    state = call.shard()
     sizes, dim = call.argument(1), call.argument(2) % len(call.argument(1))
     if dim != state.dim:
         return state
@@ -180,26 +141,28 @@ def _slice_backward(call: Call) -> State:
     return Shard(dim, blocks, state.origins)
 
 
-def _cat(call: Call) -> State:
+def _listed(call: Call) -> list[Shard]:
+    """Return how the tensors that a call is given in a list are divided; raises NeedsRedistribute if one is not."""
     states = [call.states.get(node) for node in call.argument(0)]
-    sharded = [state for state in states if isinstance(state, Shard)]
+    shards = [state for state in states if isinstance(state, Shard)]
+    if len(shards) != len(states):
+        raise call.mixes()
+    return shards
+
+
+def _cat(call: Call) -> State:
+    first, *others = shards = _listed(call)
     dim = call.argument(1, 0) % len(shape_of(call.node))
-    if len(sharded) != len(states) or len({state.dim for state in sharded}) > 1:
+    if dim == first.dim and all(shard.dim == dim for shard in others):
+        return Shard(dim, tuple(block for shard in shards for block in shard.blocks), origins_of(shards))
+    if not all(map(first.is_like, others)):
         raise call.mixes()
-    origins = frozenset[fx.Node]().union(*(state.origins for state in sharded))
-    if dim == sharded[0].dim:
-        return Shard(dim, tuple(block for state in sharded for block in state.blocks), origins)
-    if len({state.blocks for state in sharded}) > 1:
-        raise call.mixes()
-    return Shard(sharded[0].dim, sharded[0].blocks, origins)
+    return Shard(first.dim, first.blocks, origins_of(shards))
 
 
 def _stack(call: Call) -> State:
-    states = [call.states.get(node) for node in call.argument(0)]
-    first = states[0]
-    if not isinstance(first, Shard) or not all(
-        isinstance(state, Shard) and (state.dim, state.blocks) == (first.dim, first.blocks) for state in states
-    ):
+    first, *others = _listed(call)
+    if not all(map(first.is_like, others)):
         raise call.mixes()
     return first.at(first.dim + (call.argument(1, 0) % len(shape_of(call.node)) <= first.dim))
 
@@ -212,9 +175,9 @@ VIEW_RULES: dict[Any, Rule] = {
     aten.alias.default: _same,
     aten.clone.default: _same,
     aten._to_copy.default: _same,
-    aten.t.default: _moved(lambda _, dims: range(dims)[::-1]),
-    aten.transpose.int: _moved(_transposed),
-    aten.permute.default: _moved(lambda call, _: call.argument(1)),
+    aten.t.default: _transposed,
+    aten.transpose.int: _transposed,
+    aten.permute.default: _transposed,
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,

@@ -13,29 +13,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint import tensors_of
+from planner.transforms.operators import argument, shape_of
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Divided along one dimension.
-
-    Parameters
-    ----------
-    blocks : tuple of int
-        Lengths of consecutive parts of that dimension, each of which is divided evenly: queries, keys and
-        values of one product are three.
-    origins : frozenset of torch.fx.Node
-        The column-parallel products that it comes from.
-    """
+    """Divided along one dimension."""
 
     dim: int
     blocks: tuple[int, ...]
+    """Lengths of consecutive parts of that dimension, each of which is divided evenly: queries, keys and values of one
+    product are three."""
     origins: frozenset[fx.Node]
+    """The column-parallel products that it comes from."""
 
     def at(self, dim: int) -> Shard:
         """Return the same along another dimension."""
         return Shard(dim, self.blocks, self.origins)
+
+    def is_like(self, other: State) -> bool:
+        """Whether another tensor is divided in the same way, wherever it comes from."""
+        return isinstance(other, Shard) and (self.dim, self.blocks) == (other.dim, other.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +47,22 @@ State = Shard | Partial | None
 """None: whole on each device."""
 
 
+def origins_of(states: Iterable[State]) -> frozenset[fx.Node]:
+    """Return the column-parallel products that any of some tensors comes from."""
+    return frozenset[fx.Node]().union(*(state.origins for state in states if state))
+
+
 class NeedsRedistribute(Exception):
     """The operator mixes what is on different devices.
 
-    Parameters
-    ----------
-    states : iterable of State
-        Of what it reads.
-    cuts : iterable of int
-        Where blocks would have to end along the sharded dimension for the operator to be one that does not mix.
+    ``states`` are of what it reads; ``cuts`` are where blocks would have to end along the sharded dimension for it not
+    to mix.
     """
 
     def __init__(self, states: Iterable[State], cuts: Iterable[int] = ()) -> None:
         super().__init__()
-        known = [state for state in states if state is not None]
-        self.origins = frozenset[fx.Node]().union(*(state.origins for state in known))
+        known = list(states)
+        self.origins = origins_of(known)
         self.length = next((sum(state.blocks) for state in known if isinstance(state, Shard)), 0)
         self.cuts = frozenset(cuts)
 
@@ -79,8 +78,15 @@ class Call:
 
     def __getitem__(self, position: int) -> State:
         """Return the state of a positional argument."""
-        argument = self.node.args[position] if position < len(self.node.args) else None
-        return self.states.get(argument) if isinstance(argument, fx.Node) else None
+        given = self.argument(position)
+        return self.states.get(given) if isinstance(given, fx.Node) else None
+
+    def shard(self, position: int = 0) -> Shard:
+        """Return how a positional argument is divided; raises NeedsRedistribute if it is not."""
+        state = self[position]
+        if not isinstance(state, Shard):
+            raise self.mixes()
+        return state
 
     def shape(self, position: int) -> torch.Size:
         """Return the shape of a positional argument."""
@@ -88,7 +94,12 @@ class Call:
 
     def argument(self, position: int, default: Any = None) -> Any:
         """Return a positional argument."""
-        return self.node.args[position] if position < len(self.node.args) else default
+        return argument(self.node, position, default)
+
+    def each(self, state: State) -> Any:
+        """Return a state for each output: a list of them where the operator has several."""
+        val = self.node.meta.get("val")
+        return [state] * len(val) if isinstance(val, (list, tuple)) else state
 
     def mixes(self, cuts: Iterable[int] = ()) -> NeedsRedistribute:
         """Say that this call mixes what it reads."""
@@ -99,22 +110,16 @@ Rule = Callable[[Call], Any]
 """From a call to the state of its output, or a list of them."""
 
 
-def shape_of(node: fx.Node) -> torch.Size:
-    """Return the shape of a node's one tensor."""
-    (tensor,) = tensors_of(node)
-    return tensor.shape
-
-
 def merge(call: Call, dims: int) -> Shard:
     """Return the state of what broadcasts together: all sharded alike, and the rest of length 1 there."""
     at = {node: state.at(state.dim + dims - len(shape_of(node))) for node, state in call.states.items() if state}  # type: ignore[union-attr]
     first = next(iter(at.values()))
     for node in call.states:
         if node in at:
-            agrees = (at[node].dim, at[node].blocks) == (first.dim, first.blocks)
+            agrees = first.is_like(at[node])
         else:
             dim = first.dim - dims + len(shape_of(node))
             agrees = dim < 0 or shape_of(node)[dim] == 1
         if not agrees:
             raise call.mixes()
-    return Shard(first.dim, first.blocks, frozenset[fx.Node]().union(*(state.origins for state in at.values())))
+    return Shard(first.dim, first.blocks, origins_of(at.values()))

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from planner.capture.joint import JointGraph, is_tangent, needed_by_forward, tensors_of
+from planner.capture.joint import JointGraph, needed_by_forward, parameter_nodes, tensors_of
+from planner.transforms.operators import shape_of
 from planner.transforms.shard_rules import state_after
 from planner.transforms.shard_views import PASSES_SUMS
-from planner.transforms.shards import Call, NeedsRedistribute, Partial, Shard, State, shape_of
+from planner.transforms.shards import Call, NeedsRedistribute, Partial, Shard, State, origins_of
 
 aten = torch.ops.aten
 
@@ -34,43 +35,24 @@ _TURNS = frozenset({aten.t.default, aten.transpose.int})
 
 @dataclass(frozen=True)
 class Sharding:
-    """What each of several devices has of a step.
-
-    Parameters
-    ----------
-    states : dict of torch.fx.Node to State
-        Of each node's output; a list where it has several.
-    columns, rows : tuple of torch.fx.Node
-        Products that are column-parallel and row-parallel.
-    whole : tuple of torch.fx.Node
-        Products with a parameter that each device computes whole.
-    summed : frozenset of torch.fx.Node
-        Nodes whose output is summed over the devices, in place.
-    """
+    """What each of several devices has of a step; without columns if there is nothing to spread."""
 
     devices: int
     states: dict[fx.Node, Any]
+    """Of each node's output; a list where it has several."""
     columns: tuple[fx.Node, ...]
+    """Products that are column-parallel."""
     rows: tuple[fx.Node, ...]
+    """Products that are row-parallel."""
     whole: tuple[fx.Node, ...]
+    """Products with a parameter that each device computes whole."""
     summed: frozenset[fx.Node]
+    """Nodes whose output is summed over the devices, in place."""
 
 
 def find_sharding(joint: JointGraph, devices: int) -> Sharding:
     """Find what tensor parallelism over so many devices spreads.
 
-    Parameters
-    ----------
-    joint : JointGraph
-        Left as it is.
-
-    Returns
-    -------
-    Sharding
-        Without columns if there is nothing to spread.
-
-    Notes
-    -----
     O(nodes) where nothing has to be tried again; each further try begins at the product that failed.
     """
     return _ShardSearch(joint, devices).run()
@@ -91,9 +73,7 @@ class _ShardSearch:
         self.nodes = list(joint.graph.nodes)
         self.order = {node: index for index, node in enumerate(self.nodes)}
         self.forward = needed_by_forward(joint)
-        self.placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-        given = zip(self.placeholders, joint.inputs, strict=False)
-        self.parameters = {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
+        self.parameters = parameter_nodes(joint)
         self.states: dict[fx.Node, Any] = {}
         self.decided: dict[fx.Node, int] = {}
         """Parameters that are settled, sharded or whole, and the place of the node that did."""
@@ -178,7 +158,7 @@ class _ShardSearch:
             if isinstance(state, list) and any(state):
                 raise NeedsRedistribute(state)
         if node.target is aten.add.Tensor and len(states) > 1 and all(isinstance(s, Partial) for s in states.values()):
-            return Partial(frozenset[fx.Node]().union(*(state.origins for state in states.values())))
+            return Partial(origins_of(states.values()))
         for source, state in states.items():
             if isinstance(state, Partial) and node.target not in PASSES_SUMS:
                 self._sum(source)
@@ -292,15 +272,11 @@ class _ShardSearch:
                 raise NeedsRedistribute([state])
             if isinstance(state, Partial):
                 self._sum(node)
-        for of, node in zip(self.placeholders, backward, strict=False):
+        for of, node in zip(self.joint.placeholders, backward, strict=False):
             if not isinstance(node, fx.Node):
                 continue
             state, own = self.states[node], self.states[of]
             if isinstance(state, Partial):
                 self._sum(node)
-            if _place(state) != _place(own):
+            if not (state.is_like(own) if isinstance(state, Shard) else own is None):
                 raise NeedsRedistribute([state, own])
-
-
-def _place(state: State) -> Any:
-    return (state.dim, state.blocks) if isinstance(state, Shard) else None

@@ -23,7 +23,7 @@ from planner.capture.blocks.trace import Kind, Recorder, Trace
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs
-from planner.capture.joint import JointGraph, is_tangent, mutates, tensors_of
+from planner.capture.joint import JointGraph, mutates, tensors_of
 from planner.capture.joint_capture import capture, differentiable_outputs, fake_mode
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
@@ -61,11 +61,6 @@ class Block:
     outputs: list[fx.Node]
     spec: Any
     results: list[Any]
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """All that the forward is given, own parameters and buffers too."""
-        return [n for n in self.lowered.joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
 
     @property
     def tangents(self) -> list[tuple[fx.Node, int]]:
@@ -264,8 +259,7 @@ class Step:
 def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[fx.Node]:
     """Return the placeholders of a block's graph that are not the block's own parameters and buffers."""
     known = {id(tensor) for tensor in own}
-    placeholders = [n for n in joint.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-    return [node for node, tensor in zip(placeholders, joint.inputs, strict=True) if id(tensor) not in known]
+    return [node for node, tensor in zip(joint.placeholders, joint.inputs, strict=True) if id(tensor) not in known]
 
 
 class _Holder(nn.Module):
@@ -365,7 +359,7 @@ class _Through(torch.autograd.Function):
         block, recorder = stand_in.block, stand_in.recorder
         ctx.set_materialize_grads(False)
         ctx.stand_in = stand_in
-        given = dict(zip(block.placeholders, tensors, strict=True))
+        given = dict(zip(block.lowered.joint.placeholders, tensors, strict=True))
         passage = recorder.passage(Kind.FORWARD, block.path, [recorder.number(given[node]) for node in block.given])
         made = stand_in.new(block.outputs, passage.makes)
         differentiable = {position for _, position in block.tangents}
