@@ -44,22 +44,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> CostModelFactory:
-    """Find a cost model by name.
-
-    Parameters
-    ----------
-    name : str
-        One of :func:`names`.
-
-    Returns
-    -------
-    CostModelFactory
-        Call it with a :class:`DeviceSpec`.
-
-    Raises
-    ------
-    UnknownNameError
-        If there is none; the message lists the nearest.
+    """Find a cost model by name, or raise UnknownNameError; call it with a :class:`DeviceSpec`.
 
     Examples
     --------

@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _GIB = 2**30
@@ -92,15 +92,7 @@ class DeviceSpec:
 
 
 def cpu(cores: int | None = None, *, memory_bytes: int | None = None) -> DeviceSpec:
-    """Describe a CPU, crudely: so much per core of a server with AVX-512.
-
-    Parameters
-    ----------
-    cores : int, optional
-        Threads that PyTorch uses; by default what this process may run on.
-    memory_bytes : int, optional
-        By default what this machine has.
-    """
+    """Describe a CPU, crudely: so much per core of a server with AVX-512; by default the cores that we may run on."""
     cores = cores or _available_cores()
     return DeviceSpec(
         name="cpu",
@@ -190,20 +182,10 @@ def unknown_gpu(
     clock_hertz: float,
     memory_bits_per_second: float,
 ) -> DeviceSpec:
-    """Describe a GPU that is not in the table by what its driver tells.
+    """Describe a GPU that is not in the table by what its driver tells; memory's rate is that of the whole bus.
 
-    Parameters
-    ----------
-    name : str
-        What the driver calls it.
-    memory_bits_per_second : float
-        Over the whole bus.
-
-    Returns
-    -------
-    DeviceSpec
-        With 128 multiply-adds of float32 a clock in each multiprocessor, and four times as many on
-        matrix units in 16 bits: right for consumer cards since Ampere, too little for those of data centres.
+    128 multiply-adds of float32 a clock in each multiprocessor, and four times as many on matrix units in 16 bits, are
+    right for consumer cards since Ampere, too little for those of data centres.
     """
     float32 = 2 * 128 * multiprocessors * clock_hertz
     return DeviceSpec(
@@ -247,17 +229,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def device(name: str) -> DeviceSpec:
-    """Find a device by name, in any case, with or without dashes, blanks and ``rtx``.
-
-    Parameters
-    ----------
-    name : str
-        One of :func:`device_names`.
-
-    Raises
-    ------
-    UnknownNameError
-        If there is none; the message lists the nearest.
+    """Find a device by name, in any case, with or without dashes, blanks and ``rtx``, or raise UnknownNameError.
 
     Examples
     --------
@@ -271,20 +243,6 @@ def device(name: str) -> DeviceSpec:
         if key == _normalised(known):
             return _gpu(known)
     raise UnknownNameError("device", name, device_names())
-
-
-def with_tf32(spec: DeviceSpec) -> DeviceSpec:
-    """Return the device with float32 products in TF32; itself where there is no such rate.
-
-    Examples
-    --------
-    >>> with_tf32(device("a100-80")).peak_flops_per_second("float32") / 1e12
-    156.0
-    """
-    if "tf32" not in spec.flops_per_second:
-        return spec
-    rates = {**spec.flops_per_second, "float32": spec.flops_per_second["tf32"]}
-    return replace(spec, flops_per_second=rates)
 
 
 _NOISE = re.compile(r"nvidia|amd|geforce|rtx|instinct|sxm\d?|hbm\de?|oam|gb|[-_ ]")

@@ -7,7 +7,7 @@ operation that it does not know costs what the roofline says.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from cost_models.base import CostedOperation, OperationCost
@@ -17,43 +17,27 @@ from cost_models.roofline import RooflineCosts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What running one operation took.
-
-    Parameters
-    ----------
-    seconds : float
-        Median of the runs.
-    runs : int
-        How many there were.
-    workspace_bytes : int
-        What the kernel allocated beyond its outputs.
-    """
+    """What running one operation took: the median of so many runs."""
 
     seconds: float
     runs: int = 1
     workspace_bytes: int = 0
+    """What the kernel allocated beyond its outputs."""
+
+    @property
+    def cost(self) -> OperationCost:
+        """What a plan counts for one run."""
+        return OperationCost(seconds=self.seconds, workspace_bytes=self.workspace_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledOperation:
-    """One operation of the step that a profile was made of.
-
-    Parameters
-    ----------
-    key : str
-        Its place in the model, the same at every batch size.
-    signature : str
-        What it was called with.
-    target : str
-        The operator.
-    dtype : str
-        Element type that it computes in.
-    flops, moved_bytes : int
-        Its arithmetic and its traffic, for carrying its time over to another batch size.
-    """
+    """One operation of the step that a profile was made of, with what carries its time over to other batch sizes."""
 
     key: str
+    """Its place in the model, the same at every batch size."""
     signature: str
+    """What it was called with."""
     target: str
     dtype: str
     flops: int
@@ -85,8 +69,6 @@ class Profile:
         By signature.
     operations : tuple of ProfiledOperation
         In base order.
-    scaled_from : tuple of tuple of int, optional
-        Where the times were carried over from another batch size: the shapes that were measured.
     """
 
     model: str
@@ -96,20 +78,11 @@ class Profile:
     inputs: tuple[tuple[int, ...], ...]
     measurements: Mapping[str, Measurement] = field(hash=False)
     operations: tuple[ProfiledOperation, ...] = ()
-    scaled_from: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """The cost model of this file.
-
-    Parameters
-    ----------
-    device : DeviceSpec
-        Device that the costs hold for.
-    profile : Profile, optional
-        What was measured on it; without one, all costs are the roofline's.
-    """
+    """The cost model of this file; without a profile, all costs are the roofline's."""
 
     device: DeviceSpec
     profile: Profile | None = None
@@ -120,26 +93,15 @@ class MeasuredCosts:
         known = self.profile.measurements if self.profile else {}
         estimates = RooflineCosts(self.device).costs(operations)
         return tuple(
-            OperationCost(seconds=found.seconds, workspace_bytes=found.workspace_bytes)
-            if (found := known.get(operation.signature))
-            else estimate
+            known[operation.signature].cost if operation.signature in known else estimate
             for operation, estimate in zip(operations, estimates, strict=True)
         )
 
 
 def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tuple[tuple[int, ...], ...]) -> Profile:
-    """Carry a profile over to another batch size: times grow as arithmetic and traffic do.
+    """Carry a profile over to a step with the same keys at another batch size.
 
-    Parameters
-    ----------
-    operations : sequence of ProfiledOperation
-        Of the step at hand, with the same keys in the same order.
-    inputs : tuple of tuple of int
-        Shapes of its inputs.
-
-    Notes
-    -----
-    Whichever of arithmetic and traffic grew more decides; workspace grows likewise.
+    Times and workspace grow as arithmetic and traffic do: whichever of the two grew more decides.
     """
     measurements = dict(profile.measurements)
     for old, new in zip(profile.operations, operations, strict=True):
@@ -147,19 +109,10 @@ def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tu
         if found is None or new.signature in measurements:
             continue
         growth = max(new.flops / max(old.flops, 1), new.moved_bytes / max(old.moved_bytes, 1))
-        measurements[new.signature] = Measurement(
-            seconds=found.seconds * growth, runs=found.runs, workspace_bytes=int(found.workspace_bytes * growth)
+        measurements[new.signature] = replace(
+            found, seconds=found.seconds * growth, workspace_bytes=int(found.workspace_bytes * growth)
         )
-    return Profile(
-        model=profile.model,
-        device=profile.device,
-        torch=profile.torch,
-        date=profile.date,
-        inputs=inputs,
-        measurements=measurements,
-        operations=tuple(operations),
-        scaled_from=profile.inputs,
-    )
+    return replace(profile, inputs=inputs, measurements=measurements, operations=tuple(operations))
 
 
 def differ_in_batch_only(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> bool:

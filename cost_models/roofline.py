@@ -63,13 +63,7 @@ _CPU_FLOPS_FRACTION = {
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts:
-    """The cost model of this file.
-
-    Parameters
-    ----------
-    device : DeviceSpec
-        Device that the costs hold for.
-    """
+    """The cost model of this file."""
 
     device: DeviceSpec
     name: ClassVar[str] = "roofline"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.parallel import check_not_distributed
 from planner.capture.torch_internals import has_full_backward_hooks, storage_id
+from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UsageError
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -182,13 +183,15 @@ def static_bytes(model: nn.Module, inputs: Sequence[torch.Tensor], *, alignment_
         Bytes of ``parameters``, ``buffers`` and ``inputs``.
     """
     seen: set[int] = set()
-    counted: dict[str, int] = {}
-    groups = {"parameters": model.parameters(), "buffers": model.buffers(), "inputs": iter(inputs)}
-    for kind, tensors in groups.items():
-        total = 0
-        for tensor in tensors:
-            if (storage := storage_id(tensor)) not in seen:
-                seen.add(storage)
-                total += -(-tensor.untyped_storage().nbytes() // alignment_bytes) * alignment_bytes
-        counted[kind] = total
-    return counted
+    groups = {"parameters": model.parameters(), "buffers": model.buffers(), "inputs": inputs}
+    return {kind: new_bytes(tensors, seen, alignment_bytes) for kind, tensors in groups.items()}
+
+
+def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: int) -> int:
+    """Count the storages of tensors that are not among those seen, each once, and add them to those."""
+    total = 0
+    for tensor in tensors:
+        if (storage := storage_id(tensor)) not in seen:
+            seen.add(storage)
+            total += round_up(tensor.untyped_storage().nbytes(), alignment_bytes)
+    return total

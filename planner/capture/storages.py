@@ -23,6 +23,7 @@ from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.layouts import as_kernel_gives
 from planner.capture.torch_internals import OpOverload, is_mutable, storage_id, written_arguments
+from planner.common.units import round_up
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -181,7 +182,7 @@ class PeakRecorder(StorageRecorder):
         """Add a new storage."""
         number = super().made(tensor, size_bytes, kind)
         storage = self.storages[number]
-        storage.size_bytes = -(-storage.size_bytes // self.alignment_bytes) * self.alignment_bytes
+        storage.size_bytes = round_up(storage.size_bytes, self.alignment_bytes)
         self.live_bytes += storage.size_bytes
         self.reach(0)
         return number

@@ -59,6 +59,17 @@ def is_share(size: Size | None) -> bool:
     return isinstance(size, str) and _PERCENT.fullmatch(size) is not None
 
 
+def round_up(size: int, unit: int) -> int:
+    """Return the least multiple of a unit that is no smaller.
+
+    Examples
+    --------
+    >>> round_up(513, 512), round_up(512, 512)
+    (1024, 512)
+    """
+    return -(-size // unit) * unit
+
+
 def format_bytes(size_bytes: int | float) -> str:
     """Return a size in the binary unit that suits it.
 

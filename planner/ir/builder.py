@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
+from planner.common.units import round_up
 from planner.ir.graph import LOSS_KEY, LOSS_NAME, LOSS_TARGET, Operation, Phase, TrainingGraph, Value
 from planner.ir.static_memory import LossMemory
 
@@ -45,7 +46,7 @@ class GraphBuilder(Generic[Node]):
 
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
-        return -(-size_bytes // self.alignment_bytes) * self.alignment_bytes
+        return round_up(size_bytes, self.alignment_bytes)
 
     def add_value(
         self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from planner.common.units import round_up
 from planner.errors import ScheduleError
 from planner.ir.graph import TrainingGraph, Value
 
@@ -28,7 +29,7 @@ def host_bytes(value: Value, *, lossy: bool) -> int:
 
 def piece_bytes(graph: TrainingGraph, value: Value) -> int:
     """Return what rounding a value, or fetching one that is rounded, takes of the device for itself."""
-    return -(-min(host_bytes(value, lossy=True), PIECE_BYTES) // graph.alignment_bytes) * graph.alignment_bytes
+    return round_up(min(host_bytes(value, lossy=True), PIECE_BYTES), graph.alignment_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,20 +28,8 @@ _STREAM_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
 def calibrate(device: torch.device | None = None, progress: Progress | None = None) -> DeviceSpec:
-    """Measure the rates that a roofline stands on.
+    """Describe a device of this machine, by default its GPU, with measured rates and so with efficiencies of 1.
 
-    Parameters
-    ----------
-    device : torch.device, optional
-        Of this machine; by default its GPU, or its CPU if it has none.
-
-    Returns
-    -------
-    DeviceSpec
-        As :func:`planner.measure.devices.here` describes it, with measured rates and so with efficiencies of 1.
-
-    Notes
-    -----
     Takes a few seconds and three tensors of 64 MiB on a CPU, of 1 GiB on a GPU.
     """
     tell = progress or (lambda line: None)
@@ -54,7 +42,7 @@ def calibrate(device: torch.device | None = None, progress: Progress | None = No
             rates[name] = _product_flops_per_second(device, dtype)
         if device.type == "cuda":
             tell("matrix products in tf32")
-            rates["tf32"] = _with_tf32(lambda: _product_flops_per_second(device, torch.float32))
+            rates["tf32"] = _tf32_flops_per_second(device)
         tell("memory bandwidth")
         bandwidth = _stream_bytes_per_second(device)
         tell("launches")
@@ -78,11 +66,11 @@ def _product_flops_per_second(device: torch.device, dtype: torch.dtype) -> float
     return 2 * size**3 / _seconds(lambda: a @ b, device)
 
 
-def _with_tf32(measure: Callable[[], float]) -> float:
+def _tf32_flops_per_second(device: torch.device) -> float:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        return measure()
+        return _product_flops_per_second(device, torch.float32)
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -24,19 +24,13 @@ SECONDS_TO_MEASURE = 60.0
 
 @dataclass(frozen=True)
 class Costing:
-    """Costs of a step's operations, and what is to be said of them.
-
-    Parameters
-    ----------
-    cost_model : str
-        Where they come from, for the report.
-    profile : Profile, optional
-        What was measured, here or elsewhere.
-    """
+    """Costs of a step's operations, and what is to be said of them."""
 
     costs: tuple[OperationCost, ...]
     cost_model: str
+    """Where they come from, for the report."""
     profile: Profile | None = None
+    """What was measured, here or elsewhere."""
     warnings: tuple[Finding, ...] = ()
 
 
@@ -52,31 +46,11 @@ def cost_step(
     time_limit_seconds: float = SECONDS_TO_MEASURE,
     progress: Progress | None = None,
 ) -> Costing:
-    """Find out what every operation costs.
+    """Find out what every operation costs on the device that the plan is for.
 
-    Parameters
-    ----------
-    spec : DeviceSpec
-        The device that the plan is for.
-    cost_model : str
-        Name of a cost model.
-    here : torch.device, optional
-        That device, if it is here and can be asked.
-    inputs : tuple of tuple of int
-        Shapes of what the step is called with.
-    effort : workspace.TrialLimits
-        What may be spent on finding out hidden workspace.
-    profile : Profile, optional
-        Costs that were recorded before; makes the cost model ``"measured"``.
-    time_limit_seconds : float
-        How long measuring here may take.
-
-    Raises
-    ------
-    UsageError
-        If there is no such cost model, or the device is not here to be measured.
-    ProfileMismatchError
-        If the profile is of another step, device or version.
+    ``here`` is that device, if it is here and can be asked; ``inputs`` are the shapes of what the step is called with.
+    A profile that was recorded before makes the cost model ``"measured"``; ProfileMismatchError if it is of another
+    step, device or version. UsageError if there is no such cost model, or the device is not here to be measured.
     """
     graph = lowered.graph
     costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
@@ -99,7 +73,7 @@ def cost_step(
             )
         outcome = profiling.measure(lowered, costs, here, time_limit_seconds=time_limit_seconds, progress=progress)
         made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
-        costing = Costing(_filled(graph, spec, costs, made), cost_model, made, _warnings(outcome))
+        costing = Costing(_filled(graph, costs, made), cost_model, made, tuple(_warnings(outcome)))
     else:
         costing = Costing(costs, cost_model)
     costs = _with_states(graph, _with_seen(costing.costs, seen))
@@ -168,18 +142,13 @@ def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple
     return tuple(OperationCost(seconds=0.0) if index == graph.loss_index else cost for index, cost in enumerate(costs))
 
 
-def _filled(
-    graph: TrainingGraph, spec: DeviceSpec, estimates: Sequence[OperationCost], profile: Profile
-) -> tuple[OperationCost, ...]:
+def _filled(graph: TrainingGraph, estimates: Sequence[OperationCost], profile: Profile) -> tuple[OperationCost, ...]:
     """Take what was measured, and the estimate with its workspace where nothing was."""
-    costs = MeasuredCosts(spec, profile).costs(graph.operations)
-    known = profile.measurements
+    measured = MeasuredCosts(spec, profile).costs(graph.operations)
+    is_known = [operation.signature in profile.measurements for operation in graph.operations]
     return _without_loss(
         graph,
-        [
-            cost if operation.signature in known else estimate
-            for operation, cost, estimate in zip(graph.operations, costs, estimates, strict=True)
-        ],
+        [cost if known else estimate for cost, known, estimate in zip(measured, is_known, estimates, strict=True)],
     )
 
 
@@ -222,31 +191,25 @@ def _by_profile(
             ),
         )
         profile = scaled(profile, ours, inputs)
-    return Costing(_filled(graph, spec, estimates, profile), MeasuredCosts.name, profile, warnings)
+    return Costing(_filled(graph, estimates, profile), MeasuredCosts.name, profile, warnings)
 
 
-def _warnings(outcome: profiling.Outcome) -> tuple[Finding, ...]:
-    warnings = []
+def _warnings(outcome: profiling.Outcome) -> Iterator[Finding]:
     if outcome.failed:
         targets = sorted({signature.split("(")[0] for signature in outcome.failed})
-        warnings.append(
-            Finding(
-                rule="not-measured",
-                evidence=f"{len(outcome.failed)} different operations could not be run alone: {', '.join(targets)}",
-                cause="they cost what the roofline says",
-                fix="nothing to do, if they are a small part of the step",
-            )
+        yield Finding(
+            rule="not-measured",
+            evidence=f"{len(outcome.failed)} different operations could not be run alone: {', '.join(targets)}",
+            cause="they cost what the roofline says",
+            fix="nothing to do, if they are a small part of the step",
         )
     if outcome.skipped:
-        warnings.append(
-            Finding(
-                rule="not-measured",
-                evidence=f"after {outcome.seconds:.0f} s, {len(outcome.skipped)} operations were left unmeasured",
-                cause="they cost what the roofline says, which thinks them the cheapest",
-                fix="record a profile with a longer --time-limit",
-            )
+        yield Finding(
+            rule="not-measured",
+            evidence=f"after {outcome.seconds:.0f} s, {len(outcome.skipped)} operations were left unmeasured",
+            cause="they cost what the roofline says, which thinks them the cheapest",
+            fix="record a profile with a longer --time-limit",
         )
-    return tuple(warnings)
 
 
 def _shapes(inputs: Sequence[Sequence[int]]) -> str:

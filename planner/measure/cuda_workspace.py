@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from planner.capture.joint import tensors_of
+from planner.common.units import round_up
 
 aten = torch.ops.aten
 
@@ -28,27 +29,18 @@ _BLOCK = 128
 def allowance_bytes(node: fx.Node) -> int:
     """Return an allowance for the workspace of one operation on a GPU.
 
-    Parameters
-    ----------
-    node : torch.fx.Node
-        Of a joint graph.
-
-    Returns
-    -------
-    int
-        For a convolution as much as it reads and writes: cuDNN's fast kernels want channels last and
-        rearrange what is not. For attention's backward the gradient of the queries summed up in
-        float32, one float32 for each query, and with grouped queries a gradient of keys and values for
-        each head. For the gradient of an embedding what sorting its indices takes. 0 for others: the
-        workspace of matrix products is resident, see :func:`cost_models.devices.library_bytes`.
+    For a convolution as much as it reads and writes: cuDNN's fast kernels want channels last and rearrange what is not.
+    For attention's backward the gradient of the queries summed up in float32, one float32 for each query, and with
+    grouped queries a gradient of keys and values for each head. For the gradient of an embedding what sorting its
+    indices takes. 0 for others: the workspace of matrix products is resident, see
+    :func:`cost_models.devices.library_bytes`.
     """
     if node.target in _CONVOLUTIONS:
         return _convolution(node)
     if node.target in _ATTENTION_BACKWARDS:
         return _attention_backward(*_arguments(node)[1:4])
     if node.target is aten.embedding_dense_backward.default:
-        indices = _arguments(node)[1]
-        return 5 * indices.numel() * indices.element_size()
+        return 5 * _arguments(node)[1].nbytes
     return 0
 
 
@@ -60,13 +52,13 @@ def _convolution(node: fx.Node) -> int:
     tensors = [tensor for tensor in (*_arguments(node), *tensors_of(node)) if tensor.dim() >= 3]
     if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors if tensor.dim() == 4):
         return 0
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _attention_backward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
     batch, heads, length, size = query.shape
-    rounded = -(-length // _BLOCK) * _BLOCK
-    summed = batch * heads * rounded * (-(-size // 32) * 32) * 4 if query.dtype != torch.float32 else 0
+    rounded = round_up(length, _BLOCK)
+    summed = batch * heads * rounded * round_up(size, 32) * 4 if query.dtype != torch.float32 else 0
     each_query = batch * heads * rounded * 4
     repeated = 0
     if key.shape[1] != heads:

@@ -36,8 +36,7 @@ def here(device: torch.device) -> DeviceSpec:
         )
 
 
-def is_here(spec: DeviceSpec, device: torch.device) -> bool:
-    """Whether a device is the one that a model is on, so that it can be asked."""
+def _is_here(spec: DeviceSpec, device: torch.device) -> bool:
     return spec.kind == device.type and (spec.kind == "cpu" or spec.name == here(device).name)
 
 
@@ -45,13 +44,13 @@ def place(wanted: str | None) -> str:
     """Say where to build a model that is to be planned for a device: on the GPU of this machine if it is that one."""
     if not torch.cuda.is_available():
         return "cpu"
-    return "cuda" if wanted is None or is_here(device_file.find(wanted), torch.device("cuda")) else "cpu"
+    return "cuda" if wanted is None or _is_here(device_file.find(wanted), torch.device("cuda")) else "cpu"
 
 
 def device_here(model: nn.Module, spec: DeviceSpec) -> torch.device | None:
     """Return the device that the model is on if it is the one that is planned for, so that it can be asked."""
     where = of_model(model)
-    return where if is_here(spec, where) else None
+    return where if _is_here(spec, where) else None
 
 
 def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:

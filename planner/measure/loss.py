@@ -24,24 +24,10 @@ from planner.measure.devices import device_here, device_spec
 def memory_of(
     model: nn.Module, inputs: Inputs, loss_fn: Callable[[Any], torch.Tensor], device: str | None = None
 ) -> LossMemory:
-    """Measure a loss in eager mode without running it; its kernels are tried one by one if their device is here.
+    """Measure ``loss_fn(output)`` and its backward up to the gradient of the output, in eager mode, without running it.
 
-    Parameters
-    ----------
-    loss_fn : callable
-        From the model's output to a scalar.
-    device : str, optional
-        Name of the device that is planned for, if that is not the one that the model is on.
-
-    Returns
-    -------
-    LossMemory
-        That of ``loss_fn(output)`` and of its backward up to the gradient of the output.
-
-    Raises
-    ------
-    UsageError
-        If the loss function fails or gives no scalar.
+    Its kernels are tried one by one if the device that is planned for is here: the one of that name, or the one that
+    the model is on. Raises UsageError if the loss function fails or gives no scalar.
     """
     state = dict(chain(model.named_parameters(), model.named_buffers()))
     known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import date
@@ -36,23 +37,13 @@ _known: dict[tuple[str, int, str], Measurement] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a measurement came to.
-
-    Parameters
-    ----------
-    measurements : dict of str to Measurement
-        By signature.
-    failed : dict of str to str
-        Signatures that could not be run, with the reason.
-    skipped : tuple of str
-        Those that there was no time for.
-    seconds : float
-        What it took.
-    """
+    """What a measurement came to, by signature, and how long it took."""
 
     measurements: dict[str, Measurement]
     failed: dict[str, str]
+    """Signatures that could not be run, with the reason."""
     skipped: tuple[str, ...]
+    """Those that there was no time for."""
     seconds: float
 
 
@@ -64,32 +55,19 @@ def measure(
     time_limit_seconds: float,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Time every distinct operation of a step.
+    """Time every distinct operation of a step, those first that ``estimates`` expect to take longest.
 
-    Parameters
-    ----------
-    estimates : tuple of OperationCost
-        Of the roofline with known workspace: what is expected to take longest is measured first.
-    device : torch.device
-        Where to run.
-    time_limit_seconds : float
-        No operation is started after it.
-    progress : callable, optional
-        Told how far it is.
-
-    Notes
-    -----
-    Memory is that of one operation at a time; a model larger than the device can be measured. The
-    random state is left as it was.
+    No operation is started after the time limit. Memory is that of one operation at a time; a model larger than the
+    device can be measured. The random state is left as it was.
     """
     begun = time.perf_counter()
-    totals: dict[str, float] = {}
+    totals: defaultdict[str, float] = defaultdict(float)
     node_of: dict[str, fx.Node] = {}
     workspace_bytes: dict[str, int] = {}
     for node, operation, estimate in zip(lowered.operation_nodes, lowered.graph.operations, estimates, strict=True):
         if operation.signature and node is not None:
             node_of.setdefault(operation.signature, node)
-            totals[operation.signature] = totals.get(operation.signature, 0.0) + estimate.seconds
+            totals[operation.signature] += estimate.seconds
             workspace_bytes[operation.signature] = estimate.workspace_bytes
     order = sorted(totals, key=lambda signature: -totals[signature])
     found: dict[str, Measurement] = {}

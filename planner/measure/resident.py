@@ -11,13 +11,13 @@ from torch import nn
 from cost_models.devices import DeviceSpec
 from planner.capture.inputs import static_bytes
 from planner.common.options import Training
-from planner.common.units import parse_size
+from planner.common.units import parse_size, round_up
 from planner.ir.layers import layer_among
 from planner.ir.static_memory import StaticMemory
 from planner.measure.optimizers import optimizer_memory
 
 Blocks = Callable[[], Collection[str]]
-"""Gives the paths of a model's blocks, which not everybody needs to know."""
+"""Gives the paths of a model's blocks, each of which FSDP2 shards by itself; not everybody needs to know them."""
 
 
 def static_memory(
@@ -27,24 +27,8 @@ def static_memory(
     training: Training,
     blocks: Blocks = tuple,
 ) -> StaticMemory:
-    """Count everything that is resident while a model trains, and the optimizer's temporaries.
+    """Count everything that is resident while a whole model trains, and the optimizer's temporaries.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Whole, as before any sharding.
-    inputs : sequence of torch.Tensor
-        What the captured step is given.
-    blocks : callable
-        Gives the paths of the blocks, each of which FSDP2 shards by itself.
-
-    Returns
-    -------
-    StaticMemory
-        With ``parameters``, ``buffers`` and ``inputs`` in its ``static_bytes`` too.
-
-    Notes
-    -----
     DDP holds a copy of every gradient in its buckets (unless ``gradient_as_bucket_view=True``).
     Under FSDP2 every tensor is split along its first dimension; what belongs to no block is gathered
     for the whole step, and of the blocks two at a time (the one at work and the next), each with
@@ -103,7 +87,7 @@ def _communication_bytes(
 
 
 def _bytes(tensor: torch.Tensor, alignment_bytes: int) -> int:
-    return -(-tensor.numel() * tensor.element_size() // alignment_bytes) * alignment_bytes
+    return round_up(tensor.nbytes, alignment_bytes)
 
 
 def _share(size_bytes: int, shards: int) -> int:

@@ -16,31 +16,26 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.profiler import record_function
-from torch.utils import _pytree as pytree
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
+from planner.capture.inputs import new_bytes
 from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
+from planner.capture.storages import tensors_in
 from planner.capture.torch_internals import profiler_is_running, storage_id
 from planner.ir.graph import OperationCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLimits:
-    """What may be spent; the clock plays no part, so that a busy machine sees as much as an idle one.
-
-    Parameters
-    ----------
-    seconds : float
-        What all that is run may take together, as predicted: the cheapest come first.
-    operation_bytes : float
-        Operations that read and write more are not run.
-    """
+    """What may be spent; the clock plays no part, so that a busy machine sees as much as an idle one."""
 
     seconds: float
+    """What all that is run may take together, as predicted: the cheapest come first."""
     operation_bytes: float
+    """Operations that read and write more are not run."""
 
 
 TO_RUN = TrialLimits(seconds=math.inf, operation_bytes=math.inf)
@@ -64,25 +59,11 @@ _known: dict[Hashable, int] = {}
 def measure(
     lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device, effort: TrialLimits
 ) -> dict[int, int | None]:
-    """See how much workspace operations need.
+    """See how many bytes of workspace operations need, by index.
 
-    Parameters
-    ----------
-    costs : tuple of OperationCost
-        With the seconds of one run, which decide what is too long to be tried.
-    device : torch.device
-        Where to run: the device that the plan is for.
-
-    Returns
-    -------
-    dict of int to int
-        Bytes by index of the operation; None where it is not known, because the operation was too
-        large to be run, or did not run on made-up tensors.
-
-    Notes
-    -----
-    Each distinct (operator, shapes, strides, dtypes, other arguments) runs once, one at a time, on
-    ones and zeros; the random state is left as it was.
+    None where it is not known: the operation was too large to be run, would have taken too long by its cost, or did not
+    run on made-up tensors. Each distinct (operator, shapes, strides, dtypes, other arguments) runs once, one at a time,
+    on ones and zeros; the random state is left as it was.
     """
     where = (device.type, torch.get_num_threads())
     signatures = {
@@ -180,10 +161,4 @@ def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tup
 
 
 def _new_bytes(result: Any, arguments: Any, alignment_bytes: int = 1) -> int:
-    known = {storage_id(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
-    total = 0
-    for tensor in pytree.tree_leaves(result):
-        if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in known:
-            known.add(storage_id(tensor))
-            total += -(-tensor.untyped_storage().nbytes() // alignment_bytes) * alignment_bytes
-    return total
+    return new_bytes(tensors_in(result), set(map(storage_id, tensors_in(arguments))), alignment_bytes)

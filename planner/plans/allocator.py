@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from planner.common.units import format_bytes
+from planner.common.units import format_bytes, round_up
 from planner.errors import UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost, TrainingGraph
@@ -87,7 +87,7 @@ class Allocator:
         """
         if size_bytes <= 0:
             raise UsageError(f"cannot allocate {size_bytes} bytes")
-        rounded_bytes = _round_up(size_bytes, MIN_BLOCK_BYTES)
+        rounded_bytes = round_up(size_bytes, MIN_BLOCK_BYTES)
         pool = self._small if rounded_bytes <= SMALL_REQUEST_BYTES else self._large
         place = bisect_left(pool.free, (rounded_bytes, 0))
         if place < len(pool.free):
@@ -205,11 +205,7 @@ def _segment_bytes(rounded_bytes: int) -> int:
         return SMALL_SEGMENT_BYTES
     if rounded_bytes < LARGE_REQUEST_BYTES:
         return LARGE_SEGMENT_BYTES
-    return _round_up(rounded_bytes, ROUND_LARGE_BYTES)
-
-
-def _round_up(size_bytes: int, unit_bytes: int) -> int:
-    return -(-size_bytes // unit_bytes) * unit_bytes
+    return round_up(rounded_bytes, ROUND_LARGE_BYTES)
 
 
 OPTIMIZER_STEP = "the optimizer's step"

@@ -25,6 +25,7 @@ from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, Lower
 from planner.capture.parallel import is_sharded
 from planner.capture.provenance import kinds_of
 from planner.capture.torch_internals import call_implementation
+from planner.common.units import round_up
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost, TrainingGraph
@@ -228,7 +229,7 @@ def _sharded(around: StaticMemory, units: dict[str, Sequence[Parameter]], alignm
     shards = [p.padded_bytes(ranks) // ranks for parameters in units.values() for p in parameters]
     static = dict(around.static_bytes)
     static.pop("communication buffers", None)
-    static["parameters"] = sum(-(-size_bytes // alignment_bytes) * alignment_bytes for size_bytes in shards)
+    static["parameters"] = sum(round_up(size_bytes, alignment_bytes) for size_bytes in shards)
     return replace(around, static_bytes=static)
 
 

@@ -62,11 +62,6 @@ def names() -> tuple[str, ...]:
 def describe(name: str) -> str:
     """Say in one line what a model is and which sizes it has by default.
 
-    Raises
-    ------
-    UsageError
-        If the zoo has no such model.
-
     Examples
     --------
     >>> describe("llama-7b")
@@ -116,7 +111,7 @@ def build(
 
     entry = _entry(name)
     wanted = {"batch_size": batch_size, "seq_len": seq_len, "image_size": image_size, "layers": layers}
-    sizes = _chosen(name, entry.sizes, wanted, _dtype_name(dtype or entry.sizes.dtype))
+    sizes = _chosen(name, {size: value for size, value in wanted.items() if value is not None}, dtype)
     with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
         model, classes = entry.make(sizes)
         usual = token_inputs if sizes.seq_len else image_inputs
@@ -125,28 +120,12 @@ def build(
 
 
 def check_sizes(specification: str, sizes: Iterable[str]) -> None:
-    """Refuse sizes that cannot be chosen about a model.
-
-    Parameters
-    ----------
-    specification : str
-        A name of the zoo, or what :func:`load_user_model` takes.
-    sizes : iterable of str
-        ``"batch_size"``, ``"seq_len"``, ...
-
-    Raises
-    ------
-    UsageError
-        If the zoo's model has no such size, or the user's factory no parameter of that name.
-    """
-    if ":" not in specification:
-        entry = _entry(specification)
-        for size in sizes:
-            if getattr(entry.sizes, size) is None:
-                raise UsageError(f"model {specification!r} has no {size}: leave it out")
-        return
-    with _factory(specification) as factory:
-        _check_takes(specification, factory, sizes)
+    """Raise UsageError for names of sizes that the zoo's model does not have, or the user's factory does not take."""
+    if ":" in specification:
+        with _factory(specification) as factory:
+            _check_takes(specification, factory, sizes)
+    else:
+        _check_has(specification, sizes)
 
 
 def load_user_model(
@@ -284,28 +263,29 @@ def _building(dtype: torch.dtype, seed: int, device: str, fake_mode: FakeTensorM
 
 
 def _entry(name: str) -> Entry:
-    try:
-        return ZOO[name.lower()]
-    except KeyError:
-        hint = _near(name.lower(), ZOO) or f"known are {', '.join(ZOO)}"
-        raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory") from None
+    if entry := ZOO.get(name.lower()):
+        return entry
+    hint = _near(name.lower(), ZOO) or f"known are {', '.join(ZOO)}"
+    raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory")
 
 
-def _chosen(name: str, default: Sizes, wanted: Mapping[str, int | None], dtype: str) -> Sizes:
-    given = {size: value for size, value in wanted.items() if value is not None}
-    for size, value in given.items():
-        if getattr(default, size) is None:
+def _check_has(name: str, sizes: Iterable[str]) -> None:
+    entry = _entry(name)
+    for size in sizes:
+        if getattr(entry.sizes, size) is None:
             raise UsageError(f"model {name!r} has no {size}: leave it out")
+
+
+def _chosen(name: str, given: Mapping[str, int], dtype: str | torch.dtype | None) -> Sizes:
+    default = _entry(name).sizes
+    dtype = str(dtype or default.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UsageError(f"models cannot be built in {dtype!r}: choose one of {', '.join(_DTYPES)}")
+    _check_has(name, given)
+    for size, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{size} of model {name!r} must be a whole number above zero, not {value!r}")
     return replace(default, dtype=dtype, **given)
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise UsageError(f"models cannot be built in {name!r}: choose one of {', '.join(_DTYPES)}")
-    return name
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

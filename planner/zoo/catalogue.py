@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.errors import UsageError
 from planner.zoo import transformers as hf
@@ -20,8 +20,7 @@ class Entry:
 
     description: str
     sizes: Sizes
-    make: Callable[[Sizes], tuple[torch.nn.Module, int]]
-    """Gives the model and its number of token ids or classes."""
+    make: hf.Maker
     layer_name: str = "layers"
     """What ``sizes.layers`` counts."""
     length_name: str = "tokens"
@@ -30,56 +29,37 @@ class Entry:
     """Gives what a step is called with, if not token ids or images with a class each."""
 
 
-def _minigpt(sizes: Sizes) -> tuple[torch.nn.Module, int]:
-    from planner.zoo.modules import MiniGPT
+def _decoder(name: str, tokens: int, positions: int, **options: int) -> hf.Maker:
+    def make(sizes: Sizes) -> hf.Made:
+        from planner.zoo import modules
 
-    return MiniGPT(layers=sizes.layers, positions=max(1024, sizes.seq_len or 0)), 10_000
-
-
-def _minimind(width: int, experts: int = 0) -> Callable[[Sizes], tuple[torch.nn.Module, int]]:
-    def make(sizes: Sizes) -> tuple[torch.nn.Module, int]:
-        from planner.zoo.modules import MiniMind
-
-        positions = max(512, sizes.seq_len or 0)
-        return MiniMind(layers=sizes.layers, width=width, positions=positions, experts=experts), 6400
+        model = getattr(modules, name)
+        return model(layers=sizes.layers, positions=max(positions, sizes.seq_len or 0), **options), tokens
 
     return make
 
 
-def _lstm(sizes: Sizes) -> tuple[torch.nn.Module, int]:
+def _lstm(sizes: Sizes) -> hf.Made:
     from planner.zoo.modules import LSTMLanguageModel
 
     return LSTMLanguageModel(layers=sizes.layers), 10_000
 
 
-def _unet(sizes: Sizes) -> tuple[torch.nn.Module, int]:
+def _unet(sizes: Sizes) -> hf.Made:
     from planner.zoo.unets import UNet
 
     _halves("unet", sizes, sizes.layers)
     return UNet(levels=sizes.layers), 21
 
 
-def _diffusion_unet(sizes: Sizes) -> tuple[torch.nn.Module, int]:
-    from planner.zoo.unets import DiffusionUNet
+def _diffusion_unet(name: str, **options: Any) -> hf.Maker:
+    def make(sizes: Sizes) -> hf.Made:
+        from planner.zoo.unets import DiffusionUNet
 
-    _halves("diffusion-unet", sizes, 3)
-    return DiffusionUNet(blocks=sizes.layers), 1000
+        _halves(name, sizes, 3)
+        return DiffusionUNet(blocks=sizes.layers, **options), 1000
 
-
-def _latent_diffusion_unet(sizes: Sizes) -> tuple[torch.nn.Module, int]:
-    from planner.zoo.unets import DiffusionUNet
-
-    _halves("latent-diffusion-unet", sizes, 3)
-    model = DiffusionUNet(
-        blocks=sizes.layers,
-        width=320,
-        multiples=(1, 2, 4, 4),
-        attention_levels=(0, 1, 2),
-        channels=4,
-        dropout=0.0,
-        context_width=768,
-    )
-    return model, 1000
+    return make
 
 
 def _halves(name: str, sizes: Sizes, times: int) -> None:
@@ -93,22 +73,22 @@ ZOO = {
     "minigpt": Entry(
         description="GPT-2 small with 10,000 tokens and dropout, 94M parameters",
         sizes=Sizes(batch_size=2, layers=12, seq_len=1024),
-        make=_minigpt,
+        make=_decoder("MiniGPT", 10_000, 1024),
     ),
     "minimind-26m": Entry(
         description="MiniMind2-Small, a small Llama with grouped queries, 26M parameters",
         sizes=Sizes(batch_size=8, layers=8, seq_len=512),
-        make=_minimind(512),
+        make=_decoder("MiniMind", 6400, 512, width=512),
     ),
     "minimind-104m": Entry(
         description="MiniMind2, a small Llama with grouped queries, 104M parameters",
         sizes=Sizes(batch_size=8, layers=16, seq_len=512),
-        make=_minimind(768),
+        make=_decoder("MiniMind", 6400, 512, width=768),
     ),
     "minimind-moe": Entry(
         description="MiniMind2-MoE, two of four experts and a shared one, all computed, 145M parameters",
         sizes=Sizes(batch_size=8, layers=8, seq_len=512),
-        make=_minimind(640, experts=4),
+        make=_decoder("MiniMind", 6400, 512, width=640, experts=4),
     ),
     "gpt2": Entry(
         description="GPT-2 small (transformers), 124M parameters",
@@ -123,12 +103,14 @@ ZOO = {
     "llama-7b": Entry(
         description="LLaMA 7B (transformers), 6.7B parameters",
         sizes=Sizes(batch_size=4, layers=32, seq_len=2048, dtype="bfloat16"),
-        make=hf.llama,
+        make=hf.language_model("Llama", positions=2048),
     ),
     "bert-large": Entry(
         description="BERT large, masked language model (transformers), 335M parameters",
         sizes=Sizes(batch_size=16, layers=24, seq_len=512),
-        make=hf.bert_large,
+        make=hf.language_model(
+            "Bert", "ForMaskedLM", positions=512, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
+        ),
     ),
     "vit-b16": Entry(
         description="ViT-B/16, image classification (transformers), 87M parameters",
@@ -163,14 +145,22 @@ ZOO = {
     "diffusion-unet": Entry(
         description="Denoising diffusion U-Net with attention and dropout, 36M parameters",
         sizes=Sizes(batch_size=32, layers=2, image_size=32),
-        make=_diffusion_unet,
+        make=_diffusion_unet("diffusion-unet"),
         layer_name="residual blocks a level",
         inputs=noise_inputs,
     ),
     "latent-diffusion-unet": Entry(
         description="Latent diffusion U-Net of Stable Diffusion 1, with cross attention to a text, 860M parameters",
         sizes=Sizes(batch_size=4, layers=2, image_size=64),
-        make=_latent_diffusion_unet,
+        make=_diffusion_unet(
+            "latent-diffusion-unet",
+            width=320,
+            multiples=(1, 2, 4, 4),
+            attention_levels=(0, 1, 2),
+            channels=4,
+            dropout=0.0,
+            context_width=768,
+        ),
         layer_name="residual blocks a level",
         inputs=text_and_noise_inputs,
     ),
@@ -206,11 +196,30 @@ ZOO = {
     "qwen3-0.6b": Entry(
         description="Qwen3 0.6B (transformers), 596M parameters",
         sizes=Sizes(batch_size=4, layers=28, seq_len=1024),
-        make=hf.qwen3,
+        make=hf.language_model(
+            "Qwen3",
+            positions=40_960,
+            hidden_size=1024,
+            intermediate_size=3072,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
     ),
     "gemma3-1b": Entry(
         description="Gemma 3 1B, sliding windows and full attention (transformers), 1.0B parameters",
         sizes=Sizes(batch_size=4, layers=26, seq_len=1024),
-        make=hf.gemma3,
+        make=hf.language_model(
+            "Gemma3",
+            config="TextConfig",
+            positions=32_768,
+            vocab_size=262_144,
+            hidden_size=1152,
+            intermediate_size=6912,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            sliding_window=512,
+        ),
     ),
 }

@@ -29,8 +29,7 @@ class CausalAttention(nn.Module):
         )
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        projected: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return projected
+        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class MiniGPTBlock(nn.Module):
@@ -109,8 +108,7 @@ class GroupedAttention(nn.Module):
         )
         query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        projected: Tensor = self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
-        return projected
+        return self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -129,8 +127,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
-        return projected
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class MixtureOfExperts(nn.Module):
@@ -184,13 +181,12 @@ class MiniMind(nn.Module):
         *,
         layers: int = 8,
         width: int = 512,
-        heads: int = 8,
-        kv_heads: int = 2,
         vocabulary: int = 6400,
         positions: int = 512,
         experts: int = 0,
     ) -> None:
         super().__init__()
+        heads, kv_heads = 8, 2
         hidden = -(-8 * width // 3 // 64) * 64
         self.tokens = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(MiniMindBlock(width, heads, kv_heads, hidden, experts) for _ in range(layers))

@@ -11,97 +11,69 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 from unittest.mock import patch
 
 from planner.errors import UsageError
 from planner.zoo.inputs import Sizes
 
-if TYPE_CHECKING:
-    import torch
+Made = tuple[Any, int]
+"""A torch.nn.Module, and its number of token ids or classes."""
 
-Made = tuple["torch.nn.Module", int]
-"""A model, and its number of token ids or classes."""
+Maker = Callable[[Sizes], Made]
 
 
-def gpt2(width: int, heads: int) -> Callable[[Sizes], Made]:
+def language_model(
+    family: str, head: str = "ForCausalLM", *, positions: int, config: str = "Config", **options: Any
+) -> Maker:
+    """Return a maker of transformers of one family, for so many tokens at least; ``options`` are of its configuration.
+
+    Without options it has the widths of the family's first published model.
+    """
+
+    def make(sizes: Sizes) -> Made:
+        hf = _transformers()
+        made = getattr(hf, family + config)(
+            num_hidden_layers=sizes.layers,
+            max_position_embeddings=max(positions, sizes.seq_len or 0),
+            use_cache=False,
+            attn_implementation="sdpa",
+            **options,
+        )
+        return getattr(hf, family + head)(made), made.vocab_size
+
+    return make
+
+
+def gpt2(width: int, heads: int) -> Maker:
     """Return a maker of GPT-2 models of one width."""
 
     def make(sizes: Sizes) -> Made:
-        hf = _transformers()
-        config = hf.GPT2Config(
-            n_layer=sizes.layers,
-            n_embd=width,
-            n_head=heads,
-            n_positions=max(1024, sizes.seq_len or 0),
-            use_cache=False,
-            attn_implementation="sdpa",
-        )
-        model = hf.GPT2LMHeadModel(config)
+        decoder = language_model("GPT2", "LMHeadModel", positions=1024, hidden_size=width, num_attention_heads=heads)
+        model, tokens = decoder(sizes)
         # Its class name matches no loss, so that every call would warn, which a graph cannot do.
         model.loss_type = "ForCausalLM"
-        return model, config.vocab_size
+        return model, tokens
 
     return make
 
 
-def llama(sizes: Sizes) -> Made:
-    """Make a LLaMA."""
-    hf = _transformers()
-    config = hf.LlamaConfig(
-        num_hidden_layers=sizes.layers,
-        max_position_embeddings=max(2048, sizes.seq_len or 0),
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return hf.LlamaForCausalLM(config), config.vocab_size
-
-
-def bert_large(sizes: Sizes) -> Made:
-    """Make a BERT with a head for masked words."""
-    hf = _transformers()
-    config = hf.BertConfig(
-        num_hidden_layers=sizes.layers,
+def mixtral(sizes: Sizes) -> Made:
+    """Make a Mixtral a quarter as wide as the published one."""
+    decoder = language_model(
+        "Mixtral",
+        positions=4096,
         hidden_size=1024,
+        intermediate_size=3584,
         num_attention_heads=16,
-        intermediate_size=4096,
-        max_position_embeddings=max(512, sizes.seq_len or 0),
-        attn_implementation="sdpa",
+        num_key_value_heads=4,
+        output_router_logits=True,  # the loss that keeps experts equally busy is part of training one
+        experts_implementation="grouped_mm",
     )
-    return hf.BertForMaskedLM(config), config.vocab_size
-
-
-def vit(sizes: Sizes) -> Made:
-    """Make a ViT-B/16 that classifies images."""
-    hf = _transformers()
-    if sizes.image_size is None or sizes.image_size % 16:
-        raise UsageError(f"vit-b16 cuts images into patches of 16: image size {sizes.image_size} is not a multiple")
-    config = hf.ViTConfig(
-        num_hidden_layers=sizes.layers,
-        image_size=sizes.image_size,
-        num_labels=1000,
-        # Otherwise the first call finds it out from the labels and writes it into the configuration.
-        problem_type="single_label_classification",
-        attn_implementation="sdpa",
-    )
-    with _without_values():
-        return hf.ViTForImageClassification(config), 1000
-
-
-def resnet(*depths: int) -> Callable[[Sizes], Made]:
-    """Return a maker of ResNets with so many blocks in each stage."""
-
-    def make(sizes: Sizes) -> Made:
-        hf = _transformers()
-        config = hf.ResNetConfig(
-            depths=[min(depth, sizes.layers) for depth in depths],
-            layer_type="bottleneck",
-            num_labels=1000,
-            problem_type="single_label_classification",
-        )
-        return hf.ResNetForImageClassification(config), 1000
-
-    return make
+    model, tokens = decoder(sizes)
+    # The first call would hang hooks for the router's logits under a lock, which a graph cannot do.
+    import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(model.model)
+    return model, tokens
 
 
 def t5(sizes: Sizes) -> Made:
@@ -120,28 +92,50 @@ def t5(sizes: Sizes) -> Made:
     return hf.T5ForConditionalGeneration(config), config.vocab_size
 
 
-def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Callable[[Sizes], Made]:
+def _image_classifier(family: str, **options: Any) -> Made:
+    hf = _transformers()
+    config = getattr(hf, f"{family}Config")(
+        num_labels=1000,
+        # Otherwise the first call finds it out from the labels and writes it into the configuration.
+        problem_type="single_label_classification",
+        **options,
+    )
+    with _without_values():
+        return getattr(hf, f"{family}ForImageClassification")(config), 1000
+
+
+def vit(sizes: Sizes) -> Made:
+    """Make a ViT-B/16 that classifies images."""
+    if sizes.image_size is None or sizes.image_size % 16:
+        raise UsageError(f"vit-b16 cuts images into patches of 16: image size {sizes.image_size} is not a multiple")
+    return _image_classifier(
+        "ViT", num_hidden_layers=sizes.layers, image_size=sizes.image_size, attn_implementation="sdpa"
+    )
+
+
+def resnet(*depths: int) -> Maker:
+    """Return a maker of ResNets with so many blocks in each stage."""
+    return lambda sizes: _image_classifier(
+        "ResNet", depths=[min(depth, sizes.layers) for depth in depths], layer_type="bottleneck"
+    )
+
+
+def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Maker:
     """Return a maker of ConvNeXts with so many blocks in each stage; each block is skipped at random."""
 
     def make(sizes: Sizes) -> Made:
-        hf = _transformers()
         if not sizes.image_size or sizes.image_size < 32:
             raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
-        config = hf.ConvNextConfig(
-            depths=[min(depth, sizes.layers) for depth in depths],
-            hidden_sizes=widths,
-            num_labels=1000,
-            problem_type="single_label_classification",
-        )
+        blocks = [min(depth, sizes.layers) for depth in depths]
         # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
-        rates = _Numbers([0.0] * sum(config.depths))
-        with _without_values(), patch("torch.linspace", lambda *_, **__: rates):
-            model = hf.ConvNextForImageClassification(config)
-        layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
+        rates = _Numbers([0.0] * sum(blocks))
+        with patch("torch.linspace", lambda *_, **__: rates):
+            model, classes = _image_classifier("ConvNext", depths=blocks, hidden_sizes=widths)
         skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
+        layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
         for index, layer in enumerate(layers):
             layer.drop_path = skip(drop_path * index / max(1, len(layers) - 1))
-        return model, 1000
+        return model, classes
 
     return make
 
@@ -172,63 +166,6 @@ def whisper_encoder(sizes: Sizes) -> Made:
         attn_implementation="sdpa",
     )
     return hf.WhisperForAudioClassification(config), 99
-
-
-def mixtral(sizes: Sizes) -> Made:
-    """Make a Mixtral a quarter as wide as the published one."""
-    hf = _transformers()
-    config = hf.MixtralConfig(
-        num_hidden_layers=sizes.layers,
-        hidden_size=1024,
-        intermediate_size=3584,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=max(4096, sizes.seq_len or 0),
-        output_router_logits=True,  # the loss that keeps experts equally busy is part of training one
-        use_cache=False,
-        attn_implementation="sdpa",
-        experts_implementation="grouped_mm",
-    )
-    model = hf.MixtralForCausalLM(config)
-    # The first call would hang hooks for the router's logits under a lock, which a graph cannot do.
-    import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(model.model)
-    return model, config.vocab_size
-
-
-def qwen3(sizes: Sizes) -> Made:
-    """Make a Qwen3 of the widths of the published one with 0.6B parameters."""
-    hf = _transformers()
-    config = hf.Qwen3Config(
-        num_hidden_layers=sizes.layers,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        max_position_embeddings=max(40_960, sizes.seq_len or 0),
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return hf.Qwen3ForCausalLM(config), config.vocab_size
-
-
-def gemma3(sizes: Sizes) -> Made:
-    """Make a Gemma 3 of the widths of the published one with 1B parameters; every sixth layer sees all tokens."""
-    hf = _transformers()
-    config = hf.Gemma3TextConfig(
-        vocab_size=262_144,
-        num_hidden_layers=sizes.layers,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        sliding_window=512,
-        max_position_embeddings=max(32_768, sizes.seq_len or 0),
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    return hf.Gemma3ForCausalLM(config), config.vocab_size
 
 
 def _transformers() -> ModuleType:

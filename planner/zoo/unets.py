@@ -28,15 +28,7 @@ def double_convolution(incoming: int, outgoing: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """Ronneberger, Fischer and Brox's network of 2015, padded, with batch normalisation.
-
-    Parameters
-    ----------
-    levels : int
-        How often the image is halved.
-    width : int
-        Channels of the first level; each further one has twice as many.
-    """
+    """Ronneberger, Fischer and Brox's network of 2015, padded, with batch normalisation."""
 
     def __init__(self, *, levels: int = 4, width: int = 64, classes: int = 21) -> None:
         super().__init__()
@@ -74,8 +66,7 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         h = self.first(F.silu(self.first_norm(x))) + self.time(F.silu(embedding))[:, :, None, None]
         h = self.second(self.dropout(F.silu(self.second_norm(h))))
-        mixed: Tensor = self.shortcut(x) + h
-        return mixed
+        return self.shortcut(x) + h
 
 
 class PixelAttention(nn.Module):
@@ -92,8 +83,7 @@ class PixelAttention(nn.Module):
             part.flatten(2).transpose(1, 2).unsqueeze(1) for part in self.qkv(self.norm(x)).chunk(3, dim=1)
         )
         mixed = F.scaled_dot_product_attention(query, key, value)
-        added: Tensor = x + self.projection(mixed.squeeze(1).transpose(1, 2).reshape(x.shape))
-        return added
+        return x + self.projection(mixed.squeeze(1).transpose(1, 2).reshape(x.shape))
 
 
 class Attention(nn.Module):
@@ -113,8 +103,7 @@ class Attention(nn.Module):
             for part in (self.query(x), self.key(context), self.value(context))
         )
         mixed = F.scaled_dot_product_attention(query, key, value)
-        projected: Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
-        return projected
+        return self.projection(mixed.transpose(1, 2).flatten(2))
 
 
 class TextAttention(nn.Module):
@@ -140,29 +129,16 @@ class TextAttention(nn.Module):
         h = h + self.text(self.text_norm(h), context)
         linear, gate = self.up(self.mlp_norm(h)).chunk(2, dim=-1)
         h = h + self.down(linear * F.gelu(gate))
-        added: Tensor = x + self.outgoing(h.transpose(1, 2).reshape(x.shape))
-        return added
+        return x + self.outgoing(h.transpose(1, 2).reshape(x.shape))
 
 
 class DiffusionUNet(nn.Module):
     """The network of denoising diffusion: residual blocks, time steps, attention, perhaps to a text.
 
-    By default that of Ho, Jain and Abbeel (2020); with a text, that of Rombach and others (2022).
-
-    Parameters
-    ----------
-    blocks : int
-        Residual blocks on each level going down; one more going up.
-    width : int
-        Channels of the first level.
-    multiples : tuple of int
-        How many times as many channels each level has; its image is half the size of the one before.
-    attention_levels : tuple of int
-        The levels with attention, beside the lowest.
-    channels : int
-        Of the images.
-    context_width : int
-        Features of each token of the text; 0 if there is none.
+    By default that of Ho, Jain and Abbeel (2020); with a text, of ``context_width`` features for each token, that of
+    Rombach and others (2022). Each level has ``blocks`` residual blocks going down, one more going up, ``multiples`` of
+    ``width`` channels, and an image half the size of the one before; the lowest has attention, whatever
+    ``attention_levels`` names.
     """
 
     def __init__(
@@ -253,5 +229,4 @@ class Resize(nn.Module):
 
     def forward(self, x: Tensor, embedding: Tensor, context: Tensor | None) -> Tensor:
         x = F.interpolate(x, scale_factor=2.0, mode="nearest") if self.doubles else x
-        resized: Tensor = self.convolution(x)
-        return resized
+        return self.convolution(x)

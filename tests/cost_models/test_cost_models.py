@@ -14,7 +14,7 @@ import pytest
 
 import cost_models
 from cost_models import base, devices, flops
-from cost_models.devices import DeviceSpec, UnknownNameError, device, device_names, with_tf32
+from cost_models.devices import DeviceSpec, UnknownNameError, device, device_names
 
 torch = pytest.importorskip("torch")
 aten = torch.ops.aten
@@ -149,10 +149,10 @@ def test_unknown_device_lists_the_nearest(written, hint):
     assert issubclass(UnknownNameError, ValueError)
 
 
-def test_tf32_is_asked_for():
-    assert with_tf32(device("a100-40")).peak_flops_per_second("float32") == 156e12
-    assert with_tf32(device("mi300x")).peak_flops_per_second("bfloat16") == 1307.4e12
-    assert with_tf32(devices.cpu(2)) == devices.cpu(2)
+def test_tf32_has_a_rate_of_its_own_where_there_is_one():
+    assert device("a100-40").peak_flops_per_second("tf32") == 156e12
+    assert device("mi300x").peak_flops_per_second("bfloat16") == 1307.4e12
+    assert devices.cpu(2).peak_flops_per_second("tf32") == devices.cpu(2).peak_flops_per_second("float32")
 
 
 def test_cpu_scales_with_cores():
