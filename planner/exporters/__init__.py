@@ -8,6 +8,7 @@ budget; the simulator says what that costs.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Protocol, runtime_checkable
 
@@ -82,13 +83,7 @@ def targets() -> tuple[str, ...]:
 
 
 def get(name: str) -> Exporter:
-    """Return an exporter by its name.
-
-    Raises
-    ------
-    UsageError
-        If there is none of that name.
-    """
+    """Return an exporter by its name, or raise UsageError."""
     exporters = _exporters()
     if name in exporters:
         return exporters[name]
@@ -151,7 +146,6 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     <Label.EXACT: 'exact'>
     """
     exporter = get(to)
-    planned = Figures(peak_bytes=plan.peak_bytes, overhead=plan.overhead)
     if slices_of(plan.fingerprint) > 1:
         raise UsageError(
             f"the plan is for a step in {slices_of(plan.fingerprint)} slices, which no framework can be told: plan "
@@ -160,11 +154,20 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     if study is not None:
         same_graph = plan.runtime == study.origin.runtime
         (check_match if same_graph else check_same_step)(plan, study.origin)
+    planned = Figures(peak_bytes=plan.peak_bytes, overhead=plan.overhead)
+    found = Export(
+        target=exporter.name,
+        model=plan.model,
+        label=Label.EXACT,
+        reason="the same modules run again" if plan.recomputations else "the plan recomputes nothing",
+        language=exporter.language,
+        budget_bytes=plan.budget_bytes,
+        plan=planned,
+        predicted=planned,
+    )
     if carries_exactly(plan, to):
         modules = modules_of(plan) if plan.recomputations else ()
-        reason = "the same modules run again" if modules else "the plan recomputes nothing"
-        placement = Placement(groups=tuple((module,) for module in modules))
-        return _written(exporter, plan, placement, Label.EXACT, reason, (), planned, planned)
+        return _written(found, exporter, plan, Placement(groups=tuple((module,) for module in modules)))
     if study is None or (study.regions is not None) is not exporter.eager:
         raise UsageError(
             f"what is exported to {to} is chosen anew and simulated, for which the step is needed: pass "
@@ -175,18 +178,12 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     try:
         placement = exporter.place(step)
     except CannotExpressError as error:
-        return Export(
-            target=exporter.name,
-            model=plan.model,
-            label=Label.UNSUPPORTED,
-            reason=str(error),
-            language=exporter.language,
-            budget_bytes=plan.budget_bytes,
-            plan=planned,
-        )
+        return replace(found, label=Label.UNSUPPORTED, reason=str(error), predicted=None)
     lost = tuple(_losses(exporter, plan, study))
-    reason, predicted = exporter.summary, step.figures(placement)
-    return _written(exporter, plan, placement, Label.APPROXIMATE, reason, lost, planned, predicted)
+    found = replace(
+        found, label=Label.APPROXIMATE, reason=exporter.summary, lost=lost, predicted=step.figures(placement)
+    )
+    return _written(found, exporter, plan, placement)
 
 
 def runtime_for(to: str) -> str:
@@ -194,37 +191,18 @@ def runtime_for(to: str) -> str:
     return "modules" if get(to).eager else "graph"
 
 
-def _written(
-    exporter: Exporter,
-    plan: Plan,
-    placement: Placement,
-    label: Label,
-    reason: str,
-    lost: tuple[str, ...],
-    planned: Figures,
-    predicted: Figures,
-) -> Export:
+def _written(found: Export, exporter: Exporter, plan: Plan, placement: Placement) -> Export:
+    assert found.predicted is not None
     header = [
         f"Activation checkpointing of {plan.model or 'a model'} for {exporter.name}, from a plan for a budget of "
         f"{plan.budget_bytes:,} bytes.",
-        f"{label}: {reason}.",
-        figures("Predicted", predicted),
-        figures("The plan itself", planned),
-        *(f"Differs: {line}." for line in lost),
+        f"{found.label}: {found.reason}.",
+        figures("Predicted", found.predicted),
+        figures("The plan itself", found.plan),
+        *(f"Differs: {line}." for line in found.lost),
     ]
-    return Export(
-        target=exporter.name,
-        model=plan.model,
-        label=label,
-        reason=reason,
-        lost=lost,
-        language=exporter.language,
-        text="".join(map(comment, header)) + "\n" + exporter.write(placement, plan),
-        modules=placement.modules,
-        budget_bytes=plan.budget_bytes,
-        plan=planned,
-        predicted=predicted,
-    )
+    text = "".join(map(comment, header)) + "\n" + exporter.write(placement, plan)
+    return replace(found, text=text, modules=placement.modules)
 
 
 def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:

@@ -52,13 +52,7 @@ class ExportStep:
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
-        """The repeated blocks, in the order of the forward.
-
-        Raises
-        ------
-        CannotExpressError
-            If there are none.
-        """
+        """The repeated blocks, in the order of the forward; raises CannotExpressError if there are none."""
         if self._layers.blocks:
             return self._layers.blocks
         raise CannotExpressError(
@@ -67,13 +61,7 @@ class ExportStep:
 
     @cached_property
     def row(self) -> tuple[str, ...]:
-        """The blocks, where they are one row that can be counted.
-
-        Raises
-        ------
-        CannotExpressError
-            If there are none, or several rows.
-        """
+        """The blocks, where they are one row that can be counted, or else CannotExpressError is raised."""
         rows = dict.fromkeys(block.rstrip("0123456789") for block in self.blocks)
         if len(rows) > 1:
             raise CannotExpressError(
@@ -96,17 +84,15 @@ class ExportStep:
 
     def schedule(self, placement: Placement) -> Schedule:
         """Return the schedule of a placement."""
-        return schedule_of(self.graph, [region for region in self._regions_of(placement) if region is not None])
+        regions = (self._region(group, placement) for group in placement.groups)
+        return schedule_of(self.graph, [region for region in regions if region is not None])
 
     def figures(self, placement: Placement) -> Figures:
         """Simulate a placement."""
-        more_seconds = sum(self._rest_of(module)[0] for module in placement.modules)
-        more_bytes = max((self._rest_of(module)[1] for module in placement.modules), default=0)
-        return self.figures_of(self.schedule(placement), more_seconds, more_bytes)
-
-    def figures_of(self, schedule: Schedule, more_seconds: float = 0.0, more_bytes: int = 0) -> Figures:
-        """Simulate a schedule."""
-        evaluation = simulate(self.graph, self.problem.costs, schedule)
+        rest = [self._rest_of(module) for module in placement.modules]
+        more_seconds = sum(seconds for seconds, _ in rest)
+        more_bytes = max((size_bytes for _, size_bytes in rest), default=0)
+        evaluation = simulate(self.graph, self.problem.costs, self.schedule(placement))
         seconds = self.problem.baseline.seconds
         return Figures(
             peak_bytes=evaluation.peak_bytes + self.graph.total_static_bytes + more_bytes,
@@ -114,13 +100,7 @@ class ExportStep:
         )
 
     def best_modules(self, candidates: Sequence[str]) -> Placement:
-        """Return the cheapest set of modules to checkpoint that keeps the budget.
-
-        Raises
-        ------
-        CannotExpressError
-            If there is none.
-        """
+        """Return the cheapest set of modules to checkpoint that keeps the budget, or raise CannotExpressError."""
         sound = [module for module in candidates if self._is_sound(module)]
         regions = [region for module in sound if (region := self._region((module,), Placement())) is not None]
         clock = SolveLimits(time_limit_seconds=_SECONDS, deterministic=True).clock()
@@ -133,10 +113,7 @@ class ExportStep:
     def best_of(self, placements: Iterable[Placement]) -> Placement:
         """Return the cheapest of some placements, and of no recompute, that keeps the budget.
 
-        Raises
-        ------
-        CannotExpressError
-            If none does.
+        Raises CannotExpressError if none does.
         """
         sound = [placement for placement in placements if all(map(self._is_sound, placement.modules))]
         simulated = [(self.figures(placement), placement) for placement in (*sound, Placement())]
@@ -165,9 +142,6 @@ class ExportStep:
             called_once = in_one_piece if self._recorded is None else module in self._recorded
             self._sound[module] = called_once and not any("batch_norm" in target for target in targets)
         return self._sound[module]
-
-    def _regions_of(self, placement: Placement) -> list[Region | None]:
-        return [self._region(group, placement) for group in placement.groups]
 
     def _region(self, group: tuple[str, ...], placement: Placement) -> Region | None:
         if self._recorded is not None:

@@ -28,14 +28,9 @@ def numbers(constant: str, values: Iterable[int]) -> str:
     return f"{constant} = frozenset([{', '.join(map(str, values))}])\n"
 
 
-def is_of_transformers(plan: Plan) -> bool:
-    """Whether a plan is for a model that the library transformers defines."""
-    return str(plan.fingerprint.get("model", "")).startswith("transformers.")
-
-
 def without_cache(plan: Plan) -> str:
     """Return the lines, indented, that keep a model of transformers from filling its cache twice."""
-    if not is_of_transformers(plan):
+    if not str(plan.fingerprint.get("model", "")).startswith("transformers."):
         return ""
     return "    model.config.use_cache = False  # a layer that runs again would fill it twice\n"
 

@@ -1,9 +1,20 @@
-"""What exporters share that can name any modules of an eager model."""
+"""What exporters share: whether they can name the modules of the plan's own model."""
 
 from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
+
+
+class OwnLayers:
+    """The framework has layers of its own, or counts them: none of the model's modules can be named."""
+
+    language = "python"
+    to_the_end = True
+
+    def takes(self, modules: tuple[str, ...]) -> bool:
+        """Take no modules."""
+        return False
 
 
 class WholeModules:

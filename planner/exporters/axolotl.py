@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
+from planner.exporters._whole_modules import OwnLayers
 from planner.plans.plan import Plan
 
 
-class _Axolotl:
+class _Axolotl(OwnLayers):
     name = "axolotl"
     summary = "every n-th layer runs again, where the plan chooses single operations"
     language = "yaml"
     eager = True
     to_the_end = False
     lost = ("Axolotl patches models and may run other kernels: the choice carries over by counting layers",)
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return False
 
     def place(self, step: ExportStep) -> Placement:
         return step.best_of(

@@ -10,24 +10,16 @@ deepspeedai/DeepSpeed, and https://deepspeed.readthedocs.io/en/latest/activation
 from __future__ import annotations
 
 from planner.exporters._export import Placement
-from planner.exporters._step import ExportStep
 from planner.exporters._text import names, without_cache
+from planner.exporters._whole_modules import WholeModules
 from planner.plans.plan import Plan
 
 
-class _DeepSpeed:
+class _DeepSpeed(WholeModules):
     name = "deepspeed"
     summary = "whole modules run again, each to its end, where the plan chooses single operations"
-    language = "python"
-    eager = True
     to_the_end = True
     lost = ("a checkpoint of DeepSpeed is reentrant: one of a module's inputs must need a gradient",)
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return True
-
-    def place(self, step: ExportStep) -> Placement:
-        return step.best_modules(step.modules)
 
     def write(self, placement: Placement, plan: Plan) -> str:
         return f"""\

@@ -8,23 +8,24 @@ https://docs.jax.dev/en/latest/gradient-checkpointing.html.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
 from planner.exporters._text import comment, names, numbers
-from planner.ir.graph import Operation, Phase
-from planner.ir.module_regions import forward_of
+from planner.exporters._whole_modules import OwnLayers
+from planner.ir.graph import Phase
+from planner.ir.module_regions import Saved, forward_of
 from planner.plans.plan import Plan
 
 _TRIED = 8
 """Modules whose output may be kept."""
 
 
-class _JAX:
+class _JAX(OwnLayers):
     name = "jax"
     summary = "whole blocks run again but what is named, where the plan chooses single operations of the PyTorch model"
-    language = "python"
     eager = False
     to_the_end = False
     lost = (
@@ -32,9 +33,6 @@ class _JAX:
         "names given in its code",
         "XLA fuses operations and orders them itself, so its memory differs",
     )
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return False
 
     def place(self, step: ExportStep) -> Placement:
         row = step.row
@@ -64,19 +62,12 @@ def planned_block(number, block_fn):
 """
 
 
-class _Saves:
-    """Whether an operation makes the output of one of some modules, named by their path within a block."""
-
-    def __init__(self, step: ExportStep, modules: tuple[str, ...]) -> None:
-        last: dict[str, str] = {}
-        for operation in step.graph.operations:
-            if operation.phase is Phase.FORWARD:
-                last[operation.module] = operation.name
-        ends = tuple(f".{module}" for module in modules)
-        self._made = {name for module, name in last.items() if module.endswith(ends)}
-
-    def __call__(self, operation: Operation) -> bool:
-        return operation.name in self._made
+def _makes_output_of(step: ExportStep, modules: tuple[str, ...]) -> Saved:
+    """Say of an operation whether it makes the output of one of some modules, named by their path within a block."""
+    last = {operation.module: operation.name for operation in step.graph.operations if operation.phase is Phase.FORWARD}
+    ends = tuple(f".{module}" for module in modules)
+    made = {name for module, name in last.items() if module.endswith(ends)}
+    return lambda operation: operation.name in made
 
 
 def _keeping(step: ExportStep) -> Iterator[Placement]:
@@ -85,21 +76,22 @@ def _keeping(step: ExportStep) -> Iterator[Placement]:
     saved: tuple[str, ...] = ()
     least = step.figures(Placement(groups=groups)).overhead
     for module in _dearest(step)[:_TRIED]:
-        placement = Placement(groups=groups, saved=(*saved, module), saves=_Saves(step, (*saved, module)))
+        kept = (*saved, module)
+        placement = Placement(groups=groups, saved=kept, saves=_makes_output_of(step, kept))
         overhead = step.figures(placement).overhead
         if overhead < least:
-            saved, least = placement.saved, overhead
+            saved, least = kept, overhead
             yield placement
 
 
 def _dearest(step: ExportStep) -> list[str]:
     """Return the modules within blocks, by their paths there, in the order of their forward's time."""
-    seconds: dict[str, float] = {}
+    seconds: defaultdict[str, float] = defaultdict(float)
     for block in step.row:
         for index in forward_of(step.graph, [block]):
             inside = step.graph.operations[index].module.removeprefix(block).removeprefix(".")
             if inside:
-                seconds[inside] = seconds.get(inside, 0.0) + step.problem.costs[index].seconds
+                seconds[inside] += step.problem.costs[index].seconds
     return sorted(seconds, key=lambda inside: -seconds[inside])
 
 

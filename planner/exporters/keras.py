@@ -10,22 +10,18 @@ from __future__ import annotations
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
 from planner.exporters._text import names
+from planner.exporters._whole_modules import OwnLayers
 from planner.plans.plan import Plan
 
 
-class _Keras:
+class _Keras(OwnLayers):
     name = "keras"
     summary = "whole layers run again, where the plan chooses single operations of the PyTorch model"
-    language = "python"
     eager = False
-    to_the_end = True
     lost = (
         "the model there is another, in another framework: the choice carries over by the names of layers, and its "
         "memory is that framework's",
     )
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return False
 
     def place(self, step: ExportStep) -> Placement:
         return step.best_modules(step.blocks)

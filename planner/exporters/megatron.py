@@ -10,30 +10,27 @@ NVIDIA/Megatron-LM, and https://docs.nvidia.com/megatron-core/developer-guide/la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
 from planner.exporters._text import comment
+from planner.exporters._whole_modules import OwnLayers
 from planner.plans.plan import Plan
 
 _MLP = ("mlp", "feed_forward", "ffn")
 """What libraries call the part that is ``mlp`` to Megatron."""
 
 
-class _Megatron:
+class _Megatron(OwnLayers):
     name = "megatron"
     summary = "it recomputes the first N layers, all in groups, or the MLP of each; the plan chooses single operations"
     language = "shell"
     eager = False
-    to_the_end = True
     lost = (
         "the layers there are Megatron's own, with kernels of its own: the choice carries over by number",
         "the figures are of one pipeline stage; block counts layers of each virtual stage",
     )
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return False
 
     def place(self, step: ExportStep) -> Placement:
         return step.best_of(_placements(step))
@@ -47,23 +44,9 @@ class _Megatron:
 def _placements(step: ExportStep) -> Iterator[Placement]:
     row = step.row
     for count in range(1, len(row) + 1):
-        yield Placement(
-            groups=tuple((layer,) for layer in row[:count]),
-            settings={
-                "--recompute-granularity": "full",
-                "--recompute-method": "block",
-                "--recompute-num-layers": count,
-            },
-        )
+        yield _full("block", count, [(layer,) for layer in row[:count]])
     for size in range(2, len(row) + 1):
-        yield Placement(
-            groups=tuple(row[first : first + size] for first in range(0, len(row), size)),
-            settings={
-                "--recompute-granularity": "full",
-                "--recompute-method": "uniform",
-                "--recompute-num-layers": size,
-            },
-        )
+        yield _full("uniform", size, [row[first : first + size] for first in range(0, len(row), size)])
     parts = set(step.modules)
     for part in _MLP:
         if all(f"{layer}.{part}" in parts for layer in row):
@@ -71,6 +54,11 @@ def _placements(step: ExportStep) -> Iterator[Placement]:
                 groups=tuple((f"{layer}.{part}",) for layer in row),
                 settings={"--recompute-granularity": "selective", "--recompute-modules": "mlp"},
             )
+
+
+def _full(method: str, layers: int, groups: Sequence[tuple[str, ...]]) -> Placement:
+    settings = {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
+    return Placement(groups=tuple(groups), settings=settings)
 
 
 EXPORTER = _Megatron()

@@ -12,22 +12,18 @@ from __future__ import annotations
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
 from planner.exporters._text import numbers
+from planner.exporters._whole_modules import OwnLayers
 from planner.plans.plan import Plan
 
 
-class _TorchTitan:
+class _TorchTitan(OwnLayers):
     name = "torchtitan"
     summary = "whole blocks run again, each to its end, where the plan chooses single operations"
-    language = "python"
     eager = True
-    to_the_end = True
     lost = (
         "the blocks there are torchtitan's own: the choice carries over by number",
         "with compiled blocks torchtitan's fused kernels need other memory",
     )
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return False
 
     def place(self, step: ExportStep) -> Placement:
         chosen = step.best_modules(step.row)

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
+from planner.exporters._whole_modules import OwnLayers
 from planner.plans.plan import Plan
 
 
-class _Unsloth:
+class _Unsloth(OwnLayers):
     name = "unsloth"
     summary = "every layer runs again but some that it spreads evenly, where the plan chooses single operations"
-    language = "python"
     eager = True
-    to_the_end = True
     lost = ("Unsloth replaces parts of the layers by kernels of its own, and checkpoints with reentrance",)
-
-    def takes(self, modules: tuple[str, ...]) -> bool:
-        return False
 
     def place(self, step: ExportStep) -> Placement:
         return step.best_of(_skipping(step.row, count) for count in range(len(step.row)))

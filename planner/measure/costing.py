@@ -144,12 +144,12 @@ def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple
 
 def _filled(graph: TrainingGraph, estimates: Sequence[OperationCost], profile: Profile) -> tuple[OperationCost, ...]:
     """Take what was measured, and the estimate with its workspace where nothing was."""
-    measured = MeasuredCosts(spec, profile).costs(graph.operations)
-    is_known = [operation.signature in profile.measurements for operation in graph.operations]
-    return _without_loss(
-        graph,
-        [cost if known else estimate for cost, known, estimate in zip(measured, is_known, estimates, strict=True)],
-    )
+    known = profile.measurements
+    costs = [
+        known[operation.signature].cost if operation.signature in known else estimate
+        for operation, estimate in zip(graph.operations, estimates, strict=True)
+    ]
+    return _without_loss(graph, costs)
 
 
 def _by_profile(
