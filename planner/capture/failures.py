@@ -29,9 +29,7 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
         if raised := _RAISED.search(f"{error} {cause}"):
             raise CaptureError(f"the forward of {name} fails: {raised['kind']}: {raised['message']}{where}") from error
         raised_by = getattr(error, "inner_exception", None)
-        reason = (str(raised_by or error).strip().splitlines() or [""])[0]
-        if raised_by is not None:
-            reason = f"{type(raised_by).__name__}: {reason}"
+        reason = _first_line(error) if raised_by is None else in_one_line(raised_by)
         if depends_on_data(error):
             raise CaptureError(
                 f"{name} cannot be captured as one graph: what it runs depends on data{where}"
@@ -50,10 +48,19 @@ def explain_forward(model: nn.Module) -> Iterator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError(
-            f"the forward of {type(model).__name__} fails: {type(error).__name__}: {first}{raised_at(error)}"
+            f"the forward of {type(model).__name__} fails: {in_one_line(error)}{raised_at(error)}"
         ) from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """Name an error and give the first line of what it says."""
+    first = _first_line(error)
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _user_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
 from planner.capture import fake_mode
-from planner.capture.failures import raised_at
+from planner.capture.failures import in_one_line, raised_at
 from planner.capture.inputs import Inputs
 from planner.capture.joint import draws
 from planner.capture.module_facts import tied_parameters, updates_statistics
@@ -70,8 +70,7 @@ def observe(model: nn.Module, inputs: Inputs) -> Observation:
             output = call_implementation(model)(*inputs.args, **inputs.kwargs)
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
-        first = (str(error).strip().splitlines() or [""])[0]
-        unseen = f"{type(error).__name__}: {first}{raised_at(error)}"
+        unseen = f"{in_one_line(error)}{raised_at(error)}"
     return Observation(
         calls=tuple(call.told() for call in calls),
         cast_while_tied=tuple(dict.fromkeys(cast)),

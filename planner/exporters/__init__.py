@@ -19,7 +19,7 @@ from planner.common.units import format_bytes
 from planner.errors import UsageError
 from planner.exporters._export import Export, Figures, Label, Placement
 from planner.exporters._step import CannotExpressError, ExportStep
-from planner.exporters._text import comment, figures
+from planner.exporters._text import comment
 from planner.findings.finding import collapsed
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
@@ -197,8 +197,8 @@ def _written(found: Export, exporter: Exporter, plan: Plan, placement: Placement
         f"Activation checkpointing of {plan.model or 'a model'} for {exporter.name}, from a plan for a budget of "
         f"{plan.budget_bytes:,} bytes.",
         f"{found.label}: {found.reason}.",
-        figures("Predicted", found.predicted),
-        figures("The plan itself", found.plan),
+        f"Predicted: {found.predicted.exact}",
+        f"The plan itself: {found.plan.exact}",
         *(f"Differs: {line}." for line in found.lost),
     ]
     text = "".join(map(comment, header)) + "\n" + exporter.write(placement, plan)

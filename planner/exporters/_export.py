@@ -56,6 +56,11 @@ class Figures:
     peak_bytes: int
     overhead: float
 
+    @property
+    def exact(self) -> str:
+        """The same to the byte."""
+        return f"peak {self.peak_bytes:,} bytes, +{self.overhead:.1%} step time"
+
     def __str__(self) -> str:
         return f"{format_bytes(self.peak_bytes)}, +{format_percent(self.overhead)} step time"
 

@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections.abc import Iterable
 
-from planner.exporters._export import Figures
 from planner.plans.plan import Plan
 
 _WIDTH = 100
@@ -33,8 +32,3 @@ def without_cache(plan: Plan) -> str:
     if not str(plan.fingerprint.get("model", "")).startswith("transformers."):
         return ""
     return "    model.config.use_cache = False  # a layer that runs again would fill it twice\n"
-
-
-def figures(name: str, what: Figures) -> str:
-    """Return a line on peak and overhead, to the byte."""
-    return f"{name}: peak {what.peak_bytes:,} bytes, +{what.overhead:.1%} step time"

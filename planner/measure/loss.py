@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import fake_mode
 from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.failures import in_one_line
 from planner.capture.inputs import Inputs
 from planner.capture.storages import Run, StepRecorder, tensors_in
 from planner.capture.torch_internals import FakeTensor, call_with
@@ -59,8 +60,7 @@ def memory_of(
     except PlannerError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise UsageError(f"loss_fn fails on the model's output: {type(error).__name__}: {first}") from error
+        raise UsageError(f"loss_fn fails on the model's output: {in_one_line(error)}") from error
     handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
     peak_bytes = _peak_bytes(recorder, _workspace_bytes(recorder.events, model, device))
     working_bytes = max(0, peak_bytes - handed_over - held_bytes)

@@ -193,18 +193,6 @@ VIEW_RULES: dict[Any, Rule] = {
     aten.stack.default: _stack,
 }
 
-PASSES_SUMS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.alias.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-    }
-)
+_WHOLE_VIEWS = (_view, _transposed, _unsqueeze, _squeeze)
+PASSES_SUMS = {aten.alias.default, *(target for target, rule in VIEW_RULES.items() if rule in _WHOLE_VIEWS)}
 """Views that may look at a summand; what else reads one needs the sum, but for additions of two."""

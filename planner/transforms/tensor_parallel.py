@@ -93,11 +93,8 @@ class _ShardSearch:
             try:
                 self.states[node] = self._state(node)
                 at += 1
-            except NeedsRedistribute as mixes:
-                at = self._try_again(mixes)
-                self._forget(at)
-            except _Again as again:
-                at = self.order[again.node]
+            except (NeedsRedistribute, _Again) as wrong:
+                at = self._begin_again(wrong) if isinstance(wrong, NeedsRedistribute) else self.order[wrong.node]
                 self._forget(at)
         products = [n for n in self.nodes if n in self.forward and self._weight(n) is not None]
         spread = self.columns.keys() | self.rows.keys()
@@ -110,7 +107,7 @@ class _ShardSearch:
             summed=frozenset(self.summed),
         )
 
-    def _try_again(self, mixes: NeedsRedistribute) -> int:
+    def _begin_again(self, mixes: NeedsRedistribute) -> int:
         """Divide the products that are to blame in other blocks, or leave them whole."""
         assert mixes.origins, f"{self.nodes[self.here].name} reads nothing that is divided"
         finer = False

@@ -156,8 +156,10 @@ def load_user_model(
         except PlannerError:
             raise
         except (Exception, SystemExit) as error:
+            from planner.capture.failures import in_one_line
+
             raise UsageError(
-                f"factory {specification!r} failed: {_one_line(error)}; call it alone to see where"
+                f"factory {specification!r} failed: {in_one_line(error)}; call it alone to see where"
             ) from error
     return _from_factory(specification, made)
 
@@ -175,8 +177,11 @@ def _factory(specification: str) -> Iterator[Callable[..., Any]]:
         try:
             module = _module_of_file(path) if path else import_module(place)
         except (Exception, SystemExit) as error:  # a script without a main guard may end itself
+            from planner.capture.failures import in_one_line
+
             raise UsageError(
-                f"cannot import {place!r} for model {specification!r}: {_one_line(error)}; import it alone to see where"
+                f"cannot import {place!r} for model {specification!r}: {in_one_line(error)}; import it alone to see "
+                "where"
             ) from error
         factory = getattr(module, attribute, None)
         if not callable(factory):
@@ -294,8 +299,3 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 def _near(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
     return f"did you mean {' or '.join(near)}?" if near else ""
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.eager.trace import Recorder, Trace
-from planner.capture.failures import raised_at
+from planner.capture.failures import in_one_line, raised_at
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, run_backward
 from planner.capture.joint_capture import fake_mode, is_fake
@@ -74,10 +74,7 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool, attention: Atten
 
 
 def _failed(model: nn.Module, error: Exception, hint: str = "") -> CaptureError:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return CaptureError(
-        f"a step of {type(model).__name__} fails: {type(error).__name__}: {first}{raised_at(error)}{hint}"
-    )
+    return CaptureError(f"a step of {type(model).__name__} fails: {in_one_line(error)}{raised_at(error)}{hint}")
 
 
 def _record(
