@@ -62,8 +62,6 @@ def is_share(size: Size | None) -> bool:
 def round_up(size: int, unit: int) -> int:
     """Return the least multiple of a unit that is no smaller.
 
-    Examples
-    --------
     >>> round_up(513, 512), round_up(512, 512)
     (1024, 512)
     """
