@@ -14,11 +14,13 @@ import heapq
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from operator import mul
 
-from planner.common.limits import SolveLimits
+from planner.common.options import Search
 from planner.common.units import Size, format_bytes, parse_size
 from planner.errors import InfeasibleBudgetError
-from planner.ir.problem import Problem, Progress, Solution, confirm
+from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 from planner.ir.static_memory import StaticMemory
@@ -46,48 +48,31 @@ def make_pipeline_plan(
     schedule: PipelineSchedule,
     *,
     budget: Size,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
+    search: Search | None = None,
     origin: PlanOrigin | None = None,
-    progress: Progress | None = None,
 ) -> PipelinePlan:
-    """Plan every device of a pipeline.
+    """Plan every device of a pipeline, from its chunks and what is resident there.
 
-    Parameters
-    ----------
-    devices : sequence of sequences of Stage
-        For each device its chunks.
-    static_memory : sequence of StaticMemory
-        For each device what is resident there.
-    budget : int, float or str
-        What each device may hold; ``"60%"`` is of the highest peak without recompute.
-    solver, deterministic, seed, origin, progress
-        See :func:`planner.plans.planning.make_plan`.
-    time_limit_seconds : float
-        Roughly, for each device.
+    The budget is for each device; ``"60%"`` is of the highest peak without recompute. The time limit is for each, too.
 
     Raises
     ------
     NoPipelineFitsError
         If a stage has no plan, with the smallest budget that is known to be enough for all.
     """
-    get(solver)
-    effort = SolveLimits(time_limit_seconds=time_limit_seconds, deterministic=deterministic, seed=seed)
+    search = search or Search(time_limit_seconds=10.0)
+    get(search.solver)
     made = [
         _Device(index, chunks, around, loads(schedule, index))
         for index, (chunks, around) in enumerate(zip(devices, static_memory, strict=True))
     ]
     budget_bytes = parse_size(budget, whole_bytes=max(device.keep_all.peak_bytes for device in made))
-    origin = origin or PlanOrigin()
     name = devices[0][0].graph.name
     stages: list[StagePlan] = []
     tight: list[_Device] = []
     for device in made:
-        if progress is not None:
-            progress(f"planning stage {device.index} of {len(made)}")
-        found = device.solve(budget_bytes, solver, effort)
+        search.tell(f"planning stage {device.index} of {len(made)}")
+        found = device.solve(budget_bytes, search)
         if found is None:
             tight.append(device)
             continue
@@ -98,7 +83,7 @@ def make_pipeline_plan(
                 layers=tuple(stage.layers for stage in device.chunks),
                 micro_batches_in_flight=most_in_flight(schedule, device.index),
                 saved_bytes=held.saved_bytes,
-                plans=device.plans(held, budget_bytes, bound_seconds, solver, origin),
+                plans=device.plans(held, budget_bytes, bound_seconds, search.solver, origin or PlanOrigin()),
             )
         )
     if tight:
@@ -158,62 +143,56 @@ class _Device:
         self.gradient_bytes = tuple(0 if is_counted else stage.gradient_bytes for stage in self.chunks)
         self.keep_all = self.hold([Schedule.keep_all(stage.graph) for stage in self.chunks])
         self.solve_seconds = 0.0
-        self._lowest: _Held | None = None
 
     @property
     def optimizer_peak_bytes(self) -> int:
         """What the device holds while the optimizer steps."""
-        resident = self.static_bytes + self.around.optimizer_step_bytes
-        return resident + sum(self._left_bytes(stage) for stage in self.chunks)
+        resident_bytes = self.static_bytes + self.around.optimizer_step_bytes
+        graphs = (replace(stage.graph, static_bytes=dict(self.around.static_bytes)) for stage in self.chunks)
+        return resident_bytes + sum(optimizer_peak_bytes(graph, self.around) - resident_bytes for graph in graphs)
 
-    def _left_bytes(self, stage: Stage) -> int:
-        graph = replace(stage.graph, static_bytes=dict(self.around.static_bytes))
-        return optimizer_peak_bytes(graph, self.around) - self.static_bytes - self.around.optimizer_step_bytes
-
-    @property
+    @cached_property
     def lowest(self) -> _Held:
         """The lowest peak that quick methods find."""
-        if self._lowest is None:
-            best = []
-            for chunk, stage in enumerate(self.chunks):
-                others = max(load.others[chunk] for load in self.loads)
+        best = []
+        for chunk, stage in enumerate(self.chunks):
+            others = max(load.others[chunk] for load in self.loads)
 
-                def height(schedule: Schedule, stage: Stage = stage, others: int = others) -> int:
-                    found = simulate(stage.graph, stage.costs, schedule)
-                    return found.peak_bytes + others * _saved(stage, schedule, found)
+            def height(schedule: Schedule, stage: Stage = stage, others: int = others) -> int:
+                found = simulate(stage.graph, stage.costs, schedule)
+                return found.peak_bytes + others * _saved(stage, schedule, found)
 
-                candidates = [*segmentations(stage.graph), lowest_schedule(stage.graph, stage.costs, target_bytes=0)]
-                best.append(min(candidates, key=height))
-            self._lowest = self.hold(best)
-        return self._lowest
+            candidates = [*segmentations(stage.graph), lowest_schedule(stage.graph, stage.costs, target_bytes=0)]
+            best.append(min(candidates, key=height))
+        return self.hold(best)
 
     def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, int, int, int]:
         """Return the most that stands beside a pass, forward and backward: what others save, and gradients."""
-        sizes: list[int] = []
-        for is_backward in (False, True):
-            sizes += max(
+        forward, backward = (
+            max(
                 (
                     (
-                        sum(count * size for count, size in zip(load.others, saved_bytes, strict=True)),
-                        sum(size for size, done in zip(self.gradient_bytes, load.accumulated, strict=True) if done),
+                        sum(map(mul, load.others, saved_bytes)),
+                        sum(map(mul, self.gradient_bytes, load.accumulated)),
                     )
                     for load in self.loads
                     if (load.chunk, load.is_backward) == (chunk, is_backward)
                 ),
                 key=sum,
             )
-        return (sizes[0], sizes[1], sizes[2], sizes[3])
+            for is_backward in (False, True)
+        )
+        return *forward, *backward
 
     def hold(self, schedules: Sequence[Schedule]) -> _Held:
         """Simulate schedules for all chunks, with the other micro-batches in flight."""
-        plain = [
-            simulate(stage.graph, stage.costs, schedule) for stage, schedule in zip(self.chunks, schedules, strict=True)
-        ]
-        saved = [_saved(*of_chunk) for of_chunk in zip(self.chunks, schedules, plain, strict=True)]
-        peak_bytes = 0
-        for chunk, (stage, schedule) in enumerate(zip(self.chunks, schedules, strict=True)):
-            problem = stage.problem(0, self.beside(chunk, saved))
-            peak_bytes = max(peak_bytes, simulate(problem.graph, problem.costs, schedule).peak_bytes)
+        chunks = list(zip(self.chunks, schedules, strict=True))
+        plain = [simulate(stage.graph, stage.costs, schedule) for stage, schedule in chunks]
+        saved = [_saved(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
+        peak_bytes = max(
+            stage.problem(0, self.beside(chunk, saved)).evaluate(schedule).peak_bytes
+            for chunk, (stage, schedule) in enumerate(chunks)
+        )
         return _Held(
             tuple(schedules),
             tuple(saved),
@@ -221,14 +200,14 @@ class _Device:
             tuple(found.recompute_seconds for found in plain),
         )
 
-    def solve(self, budget_bytes: int, solver: str, effort: SolveLimits) -> tuple[_Held, tuple[float, ...]] | None:
+    def solve(self, budget_bytes: int, search: Search) -> tuple[_Held, tuple[float, ...]] | None:
         """Return the cheapest schedules found within a budget, and lower bounds, for each chunk; None if none fit."""
         if self.keep_all.peak_bytes <= budget_bytes:
             return self.keep_all, (0.0,) * len(self.chunks)
         if self.optimizer_peak_bytes > budget_bytes or self.static_bytes >= budget_bytes:
             return None
         begun = time.perf_counter()
-        found = _SplitSearch(self, budget_bytes - self.static_bytes, solver, effort).run()
+        found = _SplitSearch(self, budget_bytes - self.static_bytes, search).run()
         self.solve_seconds = time.perf_counter() - begun
         return found
 
@@ -245,7 +224,7 @@ class _Device:
             solution = Solution(
                 solver=solver if held.recompute_seconds[chunk] else "keep all",
                 schedule=schedule,
-                peak_bytes=simulate(problem.graph, problem.costs, schedule).peak_bytes,
+                peak_bytes=problem.evaluate(schedule).peak_bytes,
                 recompute_seconds=held.recompute_seconds[chunk],
                 lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
                 solve_seconds=self.solve_seconds,
@@ -270,15 +249,15 @@ def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
 class _SplitSearch:
     """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
 
-    def __init__(self, device: _Device, budget_bytes: int, solver: str, effort: SolveLimits) -> None:
+    def __init__(self, device: _Device, budget_bytes: int, search: Search) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
         self.whole_bytes = max(*self.full, 1)
         # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
-        seconds = max(effort.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
-        self.solver = get(solver)
-        self.effort = replace(effort, time_limit_seconds=seconds)
-        self.ends = float("inf") if effort.deterministic else time.perf_counter() + effort.time_limit_seconds
+        seconds = max(search.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
+        self.solver = get(search.solver)
+        self.effort = replace(search, time_limit_seconds=seconds)
+        self.ends = float("inf") if search.deterministic else time.perf_counter() + search.time_limit_seconds
         self.best: _Held | None = None
 
     def run(self) -> tuple[_Held, tuple[float, ...]] | None:

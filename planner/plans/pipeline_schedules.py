@@ -80,18 +80,10 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a device holds beside the pass that is under way.
+    """What a device holds beside the pass that is under way, which is a forward or a backward through one chunk.
 
-    Parameters
-    ----------
-    chunk : int
-        Of the pass.
-    is_backward : bool
-        Of the pass.
-    others : tuple of int
-        For each chunk, how many other micro-batches wait for their backward.
-    accumulated : tuple of bool
-        For each chunk, whether there are gradients of an earlier backward.
+    For each chunk, how many other micro-batches wait for their backward, and whether an earlier backward has left
+    gradients.
     """
 
     chunk: int

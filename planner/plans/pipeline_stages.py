@@ -25,23 +25,11 @@ _HANDED_OVER = "a pipeline's communication"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of a pipeline.
+    """One stage of a pipeline: paths of its layers, its operations of the whole step, and its step for one micro-batch.
 
-    Parameters
-    ----------
-    layers : tuple of str
-        Paths of its layers, in forward order.
-    operations : tuple of int
-        Those of the whole step that belong to it, in its base order.
-    graph : TrainingGraph
-        Its step for one micro-batch. Between forward and backward stands an operation during which
-        nothing runs, ``wait``. Values of kind :data:`IN_FLIGHT`, and of earlier gradients, are empty
-        until :meth:`problem` gives them a size.
-    wait : int
-        Index of that operation.
-    beside : tuple of int
-        Values that stand for what is held beside the micro-batch: in its forward what others save and
-        gradients, in its backward what others save and gradients.
+    Between forward and backward of its graph stands an operation during which nothing runs, ``wait``. The values
+    ``beside`` stand for what is held beside the micro-batch: in its forward what others save (of kind
+    :data:`IN_FLIGHT`) and gradients, in its backward the same. They are empty until :meth:`problem` gives them a size.
     """
 
     layers: tuple[str, ...]
@@ -59,16 +47,9 @@ class Stage:
     def problem(
         self, budget_bytes: int, beside_bytes: Sequence[int] = (0, 0, 0, 0), most_saved_bytes: int | None = None
     ) -> Problem:
-        """Return the problem of this stage for one micro-batch while others are in flight.
+        """Return the problem of this stage for one micro-batch while others are in flight, what is resident left out.
 
-        Parameters
-        ----------
-        budget_bytes : int
-            Above what is resident.
-        beside_bytes : sequence of int
-            Sizes of the values :attr:`beside`.
-        most_saved_bytes : int, optional
-            Bound on what a micro-batch may hold while it waits for its backward.
+        What a micro-batch may hold while it waits for its backward can be bounded.
         """
         values, costs, bound_bytes = list(self.graph.values), list(self.costs), 0
         for value, size_bytes in zip(self.beside, beside_bytes, strict=True):
@@ -85,27 +66,15 @@ class Stage:
 def cut(
     graph: TrainingGraph, costs: Sequence[OperationCost], count: int, *, holds_received: bool = False
 ) -> tuple[Stage, ...]:
-    """Cut a step into stages that take about equally long.
+    """Cut a step, of one micro-batch, into stages that take about equally long.
 
-    Parameters
-    ----------
-    graph : TrainingGraph
-        One micro-batch, forward and backward.
-    costs : sequence of OperationCost
-        One for each operation.
-    count : int
-        How many stages.
-    holds_received : bool
-        Whether the gradients that a stage receives are there until its backward ends, and not until they are read.
+    The longest forward of a stage is as short as it can be. O(count x layers^2 + values). A stage may hold the
+    gradients that it receives until its backward ends, and not only until they are read.
 
     Raises
     ------
     UsageError
         If there are more stages than layers.
-
-    Notes
-    -----
-    The longest forward of a stage is as short as it can be. O(count x layers^2 + values).
     """
     graph, costs = _copies_apart(graph, costs)
     stage_of, names = _assign(graph, costs, count)
@@ -134,9 +103,7 @@ def _assign(
     firsts = balanced(seconds, count)
     names = [tuple(list(begins)[a:b]) for a, b in zip(firsts, [*firsts[1:], len(begins)], strict=True)]
     home = {name: stage for stage, of_stage in enumerate(names) for name in of_stage}
-    stage_of: list[int | None] = []
-    for index in range(turn):
-        stage_of.append(sum(index >= places[first] for first in firsts) - 1)
+    stage_of: list[int | None] = [sum(index >= places[first] for first in firsts) - 1 for index in range(turn)]
     here = count - 1
     for index in range(turn, len(graph.operations)):
         operation = graph.operations[index]
@@ -230,7 +197,8 @@ class _Cut:
         for index in own:
             if index < self.turn:
                 self.add(index)
-        sent = [value for value in self.made(own) if self.is_forward(value) and self.read_after(value)]
+        made = [value for index in own for value in self.whole.operations[index].outputs]
+        sent = [value for value in made if self.is_forward(value) and max(self.stages_with(value)) > self.index]
         self.hand_over("activations sent", Phase.FORWARD, sends=[self.local[value] for value in sent])
         # The one ends where the other begins, so that whatever is run again has one of them beside it.
         wait, beside_backward = len(self.operations), self.others(Phase.LOSS)
@@ -240,7 +208,7 @@ class _Cut:
         for index in own:
             if index >= self.turn:
                 self.add(index)
-        back = [value for value in self.made(own) if self.read_before(value)]
+        back = [value for value in made if min(self.stages_with(value)) < self.index]
         if holds_received:
             back += [value for value in late if not self.is_forward(value)]
         sends = [*(self.local[value] for value in back), *beside_backward]
@@ -268,34 +236,20 @@ class _Cut:
             return list(operation.inputs)
         return [value for value in operation.inputs if self.home(value) == self.index]
 
-    def made(self, own: list[int]) -> list[int]:
-        return [value for index in own for value in self.whole.operations[index].outputs]
-
-    def read_after(self, value: int) -> bool:
-        return any(
-            (stage := self.stage_of[reader]) is not None
-            and stage > self.index
-            and self.whole.operations[reader].phase is not Phase.LOSS
-            for reader in self.whole.readers[value]
-        )
-
-    def read_before(self, value: int) -> bool:
-        return any(
-            (stage := self.stage_of[reader]) is not None and stage < self.index for reader in self.whole.readers[value]
-        )
-
-    def is_share(self, value: int) -> bool:
-        """Whether a value is this stage's share of the gradient of a parameter that others have too."""
-        return any(self.stage_of[reader] is None for reader in self.whole.readers[value])
+    def stages_with(self, value: int) -> list[int]:
+        """Return the stages that have a value: this one, and those that read it; the loss leaves it where it is."""
+        operations = self.whole.operations
+        readers = (reader for reader in self.whole.readers[value] if operations[reader].phase is not Phase.LOSS)
+        return [self.index, *(stage for reader in readers if (stage := self.stage_of[reader]) is not None)]
 
     def add(self, index: int) -> None:
         operation = self.whole.operations[index]
         outputs = []
         for value in operation.outputs:
-            kept = self.whole.values[value]
-            if self.is_share(value):
-                kept = replace(kept, retained=True, kind="gradient")
-            outputs.append(self.new(kept, value))
+            made = self.whole.values[value]
+            # This stage's share of the gradient of a parameter that others have too is summed nowhere.
+            is_share = any(self.stage_of[reader] is None for reader in self.whole.readers[value])
+            outputs.append(self.new(replace(made, retained=True, kind="gradient") if is_share else made, value))
         inputs = tuple(self.local[value] for value in self.inputs_of(index))
         self.operations.append(replace(operation, inputs=inputs, outputs=tuple(outputs)))
         self.costs.append(self.whole_costs[index])

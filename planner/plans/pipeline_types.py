@@ -13,21 +13,11 @@ from planner.plans.plan_file import SCHEMA
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one device of a pipeline does.
+    """What one device of a pipeline does; the first has the first layers.
 
-    Parameters
-    ----------
-    index : int
-        Which device, from 0; the first has the first layers.
-    layers : tuple of tuple of str
-        For each of its chunks the paths of its layers.
-    micro_batches_in_flight : int
-        At most; counted in chunks where there are several.
-    saved_bytes : tuple of int
-        For each chunk, what a micro-batch holds while it waits for its backward.
-    plans : tuple of Plan
-        For each chunk, the plan of one micro-batch. Peaks and static bytes are those of the device, with
-        the other micro-batches in flight.
+    For each of its chunks there are the paths of its layers, what a micro-batch holds while it waits for its backward,
+    and the plan of one micro-batch, whose peaks and static bytes are those of the device, with the other micro-batches
+    in flight: at most so many, counted in chunks where there are several.
     """
 
     index: int

@@ -124,17 +124,13 @@ def plan_pipeline(
         _surroundings(model, step, devices, training, micro_batches),
         pipeline,
         budget=budget,
-        solver=solver,
-        time_limit_seconds=time_limit_seconds,
-        deterministic=deterministic,
-        seed=seed,
+        search=options.search,
         origin=origin_of(
             costing,
             step.spec,
             capture_seconds=time.perf_counter() - begun,
             warnings=(*costing.warnings, *step.warnings),
         ),
-        progress=progress,
     )
 
 

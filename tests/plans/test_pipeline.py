@@ -15,6 +15,7 @@ from torch import nn
 import cli
 import planner
 from planner.capture.memory import measure_peak
+from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem
@@ -230,7 +231,7 @@ def plan_toy(pipeline: PipelineSchedule, budget: str, layers: int = 6) -> tuple[
     parts = cut(graph, costs, pipeline.stages * pipeline.chunks)
     devices = [list(parts[index :: pipeline.stages]) for index in range(pipeline.stages)]
     around = [StaticMemory(static_bytes={"parameters": 1000 * (index + 1)}) for index in range(pipeline.stages)]
-    return make_pipeline_plan(devices, around, pipeline, budget=budget, time_limit_seconds=3), devices
+    return make_pipeline_plan(devices, around, pipeline, budget=budget, search=Search(time_limit_seconds=3)), devices
 
 
 @pytest.mark.parametrize("budget", ["100%", "75%"])
@@ -273,7 +274,9 @@ def test_plans_of_small_graphs_are_optimal(seed: int):
             if found is not None and (exact is None or found[0] < exact):
                 exact = found[0]
         try:
-            plan = make_pipeline_plan([[stage]], [StaticMemory()], pipeline, budget=budget, time_limit_seconds=5)
+            plan = make_pipeline_plan(
+                [[stage]], [StaticMemory()], pipeline, budget=budget, search=Search(time_limit_seconds=5)
+            )
         except InfeasibleBudgetError as error:
             assert exact is None and error.minimum_feasible_peak_bytes > budget
             continue
