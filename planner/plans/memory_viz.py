@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,25 +62,20 @@ def snapshot(plan: Plan) -> dict[str, Any]:
     return {"segments": [_segment(blocks, space.highest)], "device_traces": [trace]}
 
 
-def _events(allocations: Sequence[Allocation], space: _Space) -> list[tuple[Allocation, int, bool]]:
+def _events(allocations: Sequence[Allocation], space: _Space) -> Iterator[tuple[Allocation, int, bool]]:
     """Return what is taken and given back, in order, with its address; what lives to the end is not given back."""
     end = max(made.died for made in allocations)
-    born: list[list[int]] = [[] for _ in range(end + 1)]
-    died: list[list[int]] = [[] for _ in range(end + 1)]
-    for number, made in enumerate(allocations):
-        if made.size_bytes:
-            born[made.born].append(number)
-            died[made.died].append(number)
+    real = [(number, made) for number, made in enumerate(allocations) if made.size_bytes]
+    taken = [(made.born, False, number) for number, made in real]
+    given_back = [(made.died, True, number) for number, made in real if made.died < end]
     address: dict[int, int] = {}
-    events = []
-    for position in range(end + 1):
-        for number in born[position]:
-            address[number] = space.take(allocations[number].size_bytes)
-            events.append((allocations[number], address[number], True))
-        for number in died[position] if position < end else ():
-            space.give_back(address[number], allocations[number].size_bytes)
-            events.append((allocations[number], address[number], False))
-    return events
+    for _, is_given_back, number in sorted(taken + given_back):
+        made = allocations[number]
+        if is_given_back:
+            space.give_back(address[number], made.size_bytes)
+        else:
+            address[number] = space.take(made.size_bytes)
+        yield made, address[number], not is_given_back
 
 
 class _Space:

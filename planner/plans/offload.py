@@ -74,11 +74,6 @@ class Offloading:
         """How many values are rounded: if there is one, gradients are not bit-equal."""
         return sum(value.lossy for value in self.values)
 
-    @property
-    def hidden_seconds(self) -> float:
-        """Time of transfers that hides behind computing, or behind other transfers."""
-        return self.transfer_seconds - self.stall_seconds
-
 
 def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> Offloading | None:
     """Write out what a schedule offloads; None where nothing could be."""

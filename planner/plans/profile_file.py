@@ -38,8 +38,6 @@ class _Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    schema: int = SCHEMA
-    kind: str = KIND
     model: str
     device: str
     torch: str
@@ -63,16 +61,12 @@ def save(profile: Profile, path: str | Path) -> None:
 def to_json(profile: Profile) -> str:
     """Return the text of a profile file: each signature once, operations by its number."""
     numbers = {signature: number for number, signature in enumerate(profile.measurements)}
-    file = _File(
-        model=profile.model,
-        device=profile.device,
-        torch=profile.torch,
-        date=profile.date,
-        inputs=profile.inputs,
-        measurements=tuple(_Measurement(signature=s, **to_data(m)) for s, m in profile.measurements.items()),
-        operations=tuple(_filed(operation, numbers) for operation in profile.operations),
-    )
-    return json.dumps(to_data(file), indent=1, allow_nan=False) + "\n"
+    data = {"schema": SCHEMA, "kind": KIND, **to_data(profile)}
+    del data["scaled_from"]
+    data["measurements"] = [{"signature": signature, **row} for signature, row in data["measurements"].items()]
+    for row in data["operations"]:
+        row["measurement"] = numbers.get(row.pop("signature"))
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def load(path: str | Path) -> Profile:
@@ -95,13 +89,7 @@ def load(path: str | Path) -> Profile:
 
 
 def from_json(text: str) -> Profile:
-    """Read the text of a profile file.
-
-    Raises
-    ------
-    PlanFileError
-        Naming the field that is wrong.
-    """
+    """Read the text of a profile file."""
     root = parse(text, "profile")
     if not root.has("kind") or root["kind"].read(str) != KIND:
         raise PlanFileError("this is no profile; 'checkpoint-planner profile MODEL --output FILE' writes one")
@@ -121,11 +109,6 @@ def from_json(text: str) -> Profile:
         },
         operations=tuple(_unfiled(row, signatures) for row in file.operations),
     )
-
-
-def _filed(operation: ProfiledOperation, numbers: dict[str, int]) -> _Operation:
-    data = to_data(operation)
-    return _Operation(measurement=numbers.get(data.pop("signature")), **data)
 
 
 def _unfiled(row: _Operation, signatures: list[str]) -> ProfiledOperation:

@@ -29,11 +29,12 @@ def render(plan: Plan) -> Text | None:
         else ""
     )
     here = " On a CPU that is the same memory, so all this shows is what would move." if plan.device == "cpu" else ""
+    hidden_seconds = offloading.transfer_seconds - offloading.stall_seconds
     return Text(
         f"{count} {'value waits' if count == 1 else 'values wait'} in the host's memory: "
         f"{format_bytes(offloading.host_bytes)} ({offloading.host_bytes:,} bytes) of the "
         f"{format_bytes(offloading.host_budget_bytes)} that they may take. Transfers take "
-        f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(offloading.hidden_seconds)} of it "
+        f"{format_seconds(offloading.transfer_seconds)} at {link}; {format_seconds(hidden_seconds)} of it "
         f"hides behind computing, and the step waits {format_seconds(offloading.stall_seconds)} for the rest."
         f"{rounded}{here}" + "".join(f"\n{line}" for line in _senders(plan, offloading.modules))
     )
