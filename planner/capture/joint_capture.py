@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import types
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from planner.capture.torch_internals import (
     call_implementation,
     compile_isolated,
     dynamo_settings,
+    eager_kernels,
     eliminate_common_subexpressions,
     run_compiled,
     storage_id,
@@ -239,7 +241,8 @@ class Backend:
                 JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
             )
 
-        run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
+        with eager_kernels() if self.compiler is aot_backend else nullcontext():  # Inductor compiles what tracing makes
+            run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
         tensors.clear()  # AOTAutograd keeps the function: in torch 2.11 these are what the first step holds
         run = self.finish(run, graph_module, differentiable) if self.finish else run
         return _under(assumption, run) if assumption else run

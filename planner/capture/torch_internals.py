@@ -10,6 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from traceback import walk_stack
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch._dynamo
 from torch import fx
+from torch._C import DispatchKey
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._decomp import decompositions
 from torch._dispatch.python import no_python_dispatcher
@@ -30,7 +32,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
@@ -64,6 +66,7 @@ __all__ = [
     "depends_on_data",
     "dynamic_ranges",
     "dynamo_settings",
+    "eager_kernels",
     "eliminate_common_subexpressions",
     "has_full_backward_hooks",
     "has_onednn",
@@ -286,6 +289,45 @@ def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether hooks wait for the gradients of a module's inputs and outputs."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+# Their kernels for training are torch's own only in forms that tracing makes of them.
+_DECOMPOSED = {
+    "aten::native_batch_norm",
+    "aten::dropout",
+    "aten::lstm",
+    "aten::gru",
+    "aten::rnn_tanh",
+    "aten::rnn_relu",
+}
+_COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@cache
+def _decomposed_by_tracing() -> list[OpOverload]:
+    """Return the operators that tracing would replace by others, though eager training has a kernel for them."""
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p.overloads())
+    return [
+        o for o in overloads if o._schema.name not in _DECOMPOSED and not o.py_kernels.keys().isdisjoint(_COMPOSITE)
+    ]
+
+
+@contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Trace operators as the kernels that eager training calls: upsampling as one operation, not as thirty."""
+    operators = _decomposed_by_tracing()
+    before = [dict(operator.py_kernels) for operator in operators]
+    try:
+        for operator in operators:
+            for key in _COMPOSITE:
+                operator.py_kernels.pop(key, None)
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in zip(operators, before, strict=True):
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
 
 
 @contextmanager

@@ -1,0 +1,101 @@
+"""What is captured calls the kernels that eager training calls: upsampling is one operation, not thirty."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import planner
+from planner.capture.memory import measure_peak
+from tests.tiers import tiered
+
+BESIDE = {
+    *("detach.default", "ones_like.default", "_unsafe_view.default", "lift_fresh_copy.default"),
+    "the loss and what runs outside the captured graph",
+}
+"""What autograd adds, views, constants, and what is outside of the graph."""
+
+LINES, IMAGES, VOLUMES = (2, 16, 300), (2, 16, 24, 20), (2, 16, 8, 10, 12)
+
+CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "nearest": (lambda x: F.interpolate(x, scale_factor=2), IMAGES),
+    "nearest-exact": (lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), IMAGES),
+    "bilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), IMAGES),
+    "bicubic": (lambda x: F.interpolate(x, size=(40, 37), mode="bicubic", align_corners=True), IMAGES),
+    "antialias": (lambda x: F.interpolate(x, size=(12, 11), mode="bilinear", antialias=True), IMAGES),
+    "linear": (lambda x: F.interpolate(x, scale_factor=2, mode="linear"), LINES),
+    "nearest, lines": (lambda x: F.interpolate(x, scale_factor=2), LINES),
+    "trilinear": (lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"), VOLUMES),
+    "nearest, volumes": (lambda x: F.interpolate(x, scale_factor=2), VOLUMES),
+    "softshrink": (F.softshrink, IMAGES),
+    "hardshrink": (F.hardshrink, IMAGES),
+    "multi margin": (lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([1, 2])), IMAGES),
+    "multilabel margin": (lambda x: F.multilabel_margin_loss(x.flatten(1), torch.zeros(2, 7680).long()), IMAGES),
+}
+
+
+class Model(nn.Module):
+    """One operation behind a convolution, so that its backward runs."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.operation, shape = CASES[case]
+        kind = {3: nn.Conv1d, 4: nn.Conv2d, 5: nn.Conv3d}[len(shape)]
+        self.enter = kind(shape[1], shape[1], 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.operation(self.enter(x)).square().sum()  # type: ignore[no-any-return]
+
+
+class Calls(TorchDispatchMode):
+    """Count the operators that run, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted[str(function)] += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+def train(model: Model, x: torch.Tensor) -> Model:
+    model.zero_grad()
+    model(x).backward()
+    return model
+
+
+def kernels(called: Iterable[str]) -> set[str]:
+    return {name.removeprefix("aten.") for name in called} - BESIDE
+
+
+QUICK = ["nearest", "bilinear", "softshrink"]
+
+
+@pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_planned_step_calls_the_kernels_of_eager(case: str, channels_last: bool) -> None:
+    shape = CASES[case][1]
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d} if channels_last else {}
+    layout = layouts.get(len(shape), torch.contiguous_format)
+    x, model = torch.randn(shape).to(memory_format=layout), Model(case).to(memory_format=layout)
+    with Calls() as calls:
+        train(model, x)
+    study = planner.study(model, x)
+    assert kernels(operation.target for operation in study.graph.operations) == kernels(+calls.counted)
+    plan = study.plan(activation_budget="100%")
+    planned = planner.auto_wrap(copy.deepcopy(model), plan=plan)
+    train(planned, x).zero_grad()
+    peak_bytes, _ = measure_peak(lambda: train(planned, x), torch.device("cpu"))
+    assert 0.999 * plan.peak_bytes <= peak_bytes + plan.total_static_bytes <= plan.peak_bytes
+    for ours, theirs in zip(planned.parameters(), train(model, x).parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
