@@ -1,4 +1,4 @@
-"""What does each lever reach alone, and all together: recompute, offload, slices.
+"""What does each lever reach alone, and all together: recompute, offload, chunks.
 
 A case is a step, a device and budgets; nothing is run. For each budget and lever: whether there is a plan, its peak,
 what it costs, what no such plan can cost less than, and where there is none the smallest budget that is known to
@@ -25,7 +25,7 @@ from planner import zoo
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture, fake_mode
-from planner.common.options import Budget, Target, Training, slices_of
+from planner.common.options import Budget, Target, Training, chunks_of
 from planner.common.units import format_bytes
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.session.step import Options, attention_for, lower_as_run, study_lowered
@@ -37,7 +37,7 @@ _ENOUGH = 1e-3
 """Solvers stop a little above their bound: within so much of the step two plans cost the same."""
 
 _LOGITS = "log_softmax"
-"""In the name of the operation that binds where logits do: what is lower is reached by slices alone."""
+"""In the name of the operation that binds where logits do: what is lower is reached by chunks alone."""
 
 HOST_BUDGET = "512GiB"
 """What offloaded values may take of the host's memory."""
@@ -49,15 +49,15 @@ class Lever:
 
     recompute: bool = False
     offload: bool = False
-    slices: bool = False
+    chunks: bool = False
 
 
 LEVERS = {
     "recompute": Lever(recompute=True),
     "offload": Lever(offload=True),
-    "slices": Lever(slices=True),
-    "recompute and slices": Lever(recompute=True, slices=True),
-    "all": Lever(recompute=True, offload=True, slices=True),
+    "chunks": Lever(chunks=True),
+    "recompute and chunks": Lever(recompute=True, chunks=True),
+    "all": Lever(recompute=True, offload=True, chunks=True),
 }
 """Each alone; what needs no host; and together."""
 
@@ -102,11 +102,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Step:
-    """A case's step, captured when the first row asks for it, and in slices when one asks for those."""
+    """A case's step, captured when the first row asks for it, and in chunks when one asks for those."""
 
     def __init__(self, case: Case, time_limit_seconds: float) -> None:
         self.case, self.time_limit_seconds = case, time_limit_seconds
-        self.sliced: list[Candidate] = []
+        self.chunked: list[Candidate] = []
 
     @cached_property
     def rest(self) -> Iterator[Candidate]:
@@ -120,14 +120,14 @@ class _Step:
         return candidates(loaded.model, whole, study_lowered(loaded.model, whole, options), options)
 
     def pieces(self) -> Iterator[Candidate]:
-        """Return the step in one piece, then in more and more slices."""
+        """Return the step in one piece, then in more and more chunks."""
         for number in count():
-            if number == len(self.sliced):
+            if number == len(self.chunked):
                 following = next(self.rest, None)
                 if following is None:
                     return
-                self.sliced.append(following)
-            yield self.sliced[number]
+                self.chunked.append(following)
+            yield self.chunked[number]
 
     def planned(self, budget: str, lever: Lever) -> Result:
         """Return a row."""
@@ -154,7 +154,7 @@ class _Step:
             row["proven_floor_bytes"] = floor.proven_peak_bytes + whole.graph.total_static_bytes
             row["floor_at"] = floor.proven_operation
         try:
-            steps = self.pieces() if lever.slices else [next(self.pieces())]
+            steps = self.pieces() if lever.chunks else [next(self.pieces())]
             found, why = cheapest(steps, plan, lambda made: made[0])
             row |= {"status": found.status, "why": why, **_found(found, problem.baseline.seconds)}
         except NoPlanFitsError as error:
@@ -182,7 +182,7 @@ def _found(plan: Plan, baseline_seconds: float) -> Result:
         "recompute_overhead": plan.recompute_seconds / baseline_seconds,
         "stall_overhead": (plan.added_seconds - plan.recompute_seconds) / baseline_seconds,
         "host_bytes": plan.offloading.host_bytes if plan.offloading else 0,
-        "slices": slices_of(plan.fingerprint),
+        "slices": chunks_of(plan.fingerprint),
         "solver": plan.solver,
     }
 
@@ -274,7 +274,7 @@ def _cells(row: Result) -> list[str]:
     ]
 
 
-_HEADINGS = ["case", "budget", "bytes", "lever", "peak", "costs", "bound", "of it waiting", "host", "slices", "took"]
+_HEADINGS = ["case", "budget", "bytes", "lever", "peak", "costs", "bound", "of it waiting", "host", "chunks", "took"]
 
 
 def _page(result: Result) -> str:
@@ -290,7 +290,7 @@ def _page(result: Result) -> str:
         result,
         *cases,
         f"Per cent are of what the step allocates without recompute, in one piece. Costs are of its time; the bound is "
-        f"of all plans of the same levers, for a step in as many slices. The host gives {result['host_budget']}.",
+        f"of all plans of the same levers, for a step in as many chunks. The host gives {result['host_budget']}.",
         common.table(_HEADINGS, [_cells(row) for row in rows]),
         *(
             f"{name}: no plan that only recomputes needs less than {format_bytes(row['proven_floor_bytes'])}, at "

@@ -16,8 +16,8 @@ from planner.analysis.compatibility import (
     check_can_run,
     check_solver,
     check_strategy,
+    chunked_graph,
     offloading_runtime,
-    sliced_graph,
     whole_graph,
 )
 from planner.capture.inputs import Inputs, LossFunction, check_model
@@ -93,7 +93,7 @@ def plan(
     runtime : str
         Name of what is to run the plan, which decides what can be planned; ``"auto"`` picks.
     chunk : int or str
-        In how many slices to compute what makes the peak (``"auto"`` tries several, where that makes a plan feasible
+        In how many chunks to compute what makes the peak (``"auto"`` tries several, where that makes a plan feasible
         or cheaper), or ``"off"``. The last digits of loss and gradients are then others; needs whole graphs.
     solver : str
         Name of a solver of whole graphs; ``"auto"`` picks, and is the only one for the runtime ``"modules"``.
@@ -166,9 +166,9 @@ def plan(
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     runtime = offloading_runtime(runtime, options.offload)
     check_solver(runtime, solver)
-    check_strategy(strategy, runtime, offload=offload, in_slices=options.chunk != 1)
+    check_strategy(strategy, runtime, offload=offload, in_chunks=options.chunk != 1)
     if options.chunk != 1:
-        runtime = sliced_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
+        runtime = chunked_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
     options.budget.check(or_none=strategy is not None)
     chosen = runtimes.get(runtime)
     begun = time.perf_counter()
@@ -310,10 +310,10 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
-    slices = check_chunk(chunk)
-    if slices != 1:
-        runtime = sliced_graph(runtime, several_devices=has_several_ranks())
-    options = Options.of({**asked, "compare": False}, chunk=slices, taken_over=plan, together=True)
+    chunks = check_chunk(chunk)
+    if chunks != 1:
+        runtime = chunked_graph(runtime, several_devices=has_several_ranks())
+    options = Options.of({**asked, "compare": False}, chunk=chunks, taken_over=plan, together=True)
     if plan is not None and not options.budget.is_given:
         options = replace(options, budget=Budget(budget=plan.budget_bytes))
     if plan is not None and plan.offloading is not None:

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Toy(nn.Module):
-    """Three blocks alike, so that every runtime can plan them, and a head with its loss, which can be sliced."""
+    """Three blocks alike, so that every runtime can plan them, and a head with its loss, which can be chunked."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
-from planner.common.options import LEAST_BYTES, slices_of
+from planner.common.options import LEAST_BYTES, chunks_of
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.problem import Progress
@@ -226,9 +226,9 @@ def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ..
     if differs:
         told = "; ".join(f"{key} is {theirs[key]!r} in the plan and {ours[key]!r} here" for key in differs)
         raise PlanMismatchError(f"the plan is of another model: {told}; name the model that it was made for")
-    if slices_of(theirs) != slices_of(ours):
+    if chunks_of(theirs) != chunks_of(ours):
         raise PlanMismatchError(
-            f"the plan is for a step in {slices_of(theirs)} slices, and what it would stand beside is of the step in "
+            f"the plan is for a step in {chunks_of(theirs)} chunks, and what it would stand beside is of the step in "
             "one piece: the plan's own report says what it costs"
         )
     schedule = plan.schedule_for(study.graph)

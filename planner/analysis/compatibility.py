@@ -46,7 +46,7 @@ def check_methods(runtime: str, *names: str) -> None:
         solvers.check_for_regions(*names)
 
 
-def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: bool = False) -> None:
+def check_strategy(name: str | None, runtime: str, *, offload: bool, in_chunks: bool = False) -> None:
     """Refuse a strategy of an established system that is not known, and what does not go with one."""
     if name is None:
         return
@@ -57,15 +57,15 @@ def check_strategy(name: str | None, runtime: str, *, offload: bool, in_slices: 
         )
     if offload:
         raise UsageError("a strategy says itself what waits on the host: leave offload out")
-    if in_slices:
+    if in_chunks:
         raise UsageError("a strategy is one of the step in one piece: leave chunk out")
 
 
-def sliced_graph(runtime: str, *, several_devices: bool) -> str:
-    """Return the runtime that a step in slices is planned for."""
+def chunked_graph(runtime: str, *, several_devices: bool) -> str:
+    """Return the runtime that a step in chunks is planned for."""
     if several_devices:
-        raise UsageError("a step in slices is planned for one device: leave out chunk")
-    return whole_graph(runtime, "a step in slices is planned on the whole graph")
+        raise UsageError("a step in chunks is planned for one device: leave out chunk")
+    return whole_graph(runtime, "a step in chunks is planned on the whole graph")
 
 
 def check_can_run(plan: Plan) -> None:

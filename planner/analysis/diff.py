@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from planner.common.options import slices_of
+from planner.common.options import chunks_of
 from planner.errors import UsageError
 from planner.ir.layers import layer_among
 from planner.plans.plan import LayerPlacement, Plan
@@ -37,7 +37,7 @@ _HEADER: dict[str, Callable[[Plan], Any]] = {
     "static_bytes": lambda plan: plan.total_static_bytes,
     "host_budget_bytes": lambda plan: plan.offloading.host_budget_bytes if plan.offloading else 0,
     "offload_lossy": lambda plan: plan.offloading is not None and plan.offloading.lossy,
-    "slices": lambda plan: slices_of(plan.fingerprint),
+    "slices": lambda plan: chunks_of(plan.fingerprint),
     "solver": lambda plan: plan.solver,
     "status": lambda plan: plan.status,
 }

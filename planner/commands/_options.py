@@ -55,7 +55,7 @@ def _chunk(text: str) -> Chunk:
     try:
         return text if text in (AUTO, OFF) else count(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of slices") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, off or a number of chunks") from None
 
 
 _TOLD: dict[str, dict[str, Any]] = {
@@ -156,7 +156,7 @@ def planning_options(parser: argparse.ArgumentParser) -> None:
         metavar="auto|off|N",
         type=_chunk,
         default=OFF,
-        help="compute what makes the peak in N slices; auto tries several (default off)",
+        help="compute what makes the peak in N chunks; auto tries several (default off)",
     )
 
 

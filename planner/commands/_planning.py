@@ -29,7 +29,7 @@ def check(args: argparse.Namespace) -> None:
     if budget := args.budget or args.activation_budget:
         parse_size(budget, whole_bytes=2**60)
     plan_file = getattr(args, "plan", None)
-    check_strategy(args.strategy, args.runtime, offload=args.offload, in_slices=args.chunk not in (1, OFF))
+    check_strategy(args.strategy, args.runtime, offload=args.offload, in_chunks=args.chunk not in (1, OFF))
     if args.strategy is not None:
         if plan_file:
             raise UsageError("--plan says what is done: leave --strategy out")

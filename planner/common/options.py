@@ -211,10 +211,10 @@ class Training:
             raise UsageError("fsdp2 of layers that are spread by tensor_parallel is not planned: use one of the two")
 
 
-# Slices.
+# Chunks.
 
-SLICES = "slices"
-"""Where the fingerprint of a plan says how many slices there are."""
+CHUNKS = "slices"
+"""Where the fingerprint of a plan says how many chunks there are, as schema 1 has it."""
 
 AUTO, OFF = "auto", "off"
 
@@ -222,15 +222,15 @@ COUNTS = (2, 4, 8, 16, 32, 64)
 """What is tried in turn where the planner is to choose."""
 
 TOLERANCE = 2e-6
-"""How far loss and gradients of a sliced step may be from those of the step in one piece; see
+"""How far loss and gradients of a chunked step may be from those of the step in one piece; see
 :func:`planner.diagnose.verification.compare`. Products and sums are the same, added up in another order."""
 
 Chunk = int | str
-"""``"off"``, ``"auto"``, or how many slices; 1 is ``"off"``."""
+"""``"off"``, ``"auto"``, or how many chunks; 1 is ``"off"``."""
 
 
 def check_chunk(chunk: Chunk) -> Chunk:
-    """Return the number of slices that is asked for, 1 for none, or :data:`AUTO`; refuse all else.
+    """Return the number of chunks that is asked for, 1 for none, or :data:`AUTO`; refuse all else.
 
     >>> check_chunk("off"), check_chunk(8), check_chunk("auto")
     (1, 8, 'auto')
@@ -241,9 +241,9 @@ def check_chunk(chunk: Chunk) -> Chunk:
         return 1
     near = difflib.get_close_matches(str(chunk), (AUTO, OFF), n=1)
     hint = f": did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"chunk must be 'auto', 'off' or a number of slices above zero, not {chunk!r}{hint}")
+    raise UsageError(f"chunk must be 'auto', 'off' or a number of chunks above zero, not {chunk!r}{hint}")
 
 
-def slices_of(fingerprint: Mapping[str, str | int]) -> int:
-    """Return the number of slices that a plan was made for, 1 if its step is in one piece."""
-    return int(fingerprint.get(SLICES, 1))
+def chunks_of(fingerprint: Mapping[str, str | int]) -> int:
+    """Return the number of chunks that a plan was made for, 1 if its step is in one piece."""
+    return int(fingerprint.get(CHUNKS, 1))

@@ -18,7 +18,7 @@ from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import install_call, installed_call, uninstall_call
-from planner.common.options import TOLERANCE, Budget, slices_of
+from planner.common.options import TOLERANCE, Budget, chunks_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import Plan, Verification
 from planner.runtimes import Running
@@ -89,7 +89,7 @@ def verify(
             "baseline": chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes))),
         }
         timed = list(running.items())
-        if slices_of(plan.fingerprint) > 1:
+        if chunks_of(plan.fingerprint) > 1:
             running["in one piece"] = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
         results, peaks = {}, {}
         seconds: dict[str, list[float]] = {name: [] for name, _ in timed}
@@ -116,9 +116,9 @@ def verify(
     lossy = plan.offloading is not None and plan.offloading.rounded > 0
     tolerance = ROUNDED if lossy else chosen.tolerance
     differences = compare(results["baseline"], results["planned"], tolerance=tolerance, in_roundings=not lossy)
-    one_piece, in_slices = results.get("in one piece"), results["baseline" if lossy else "planned"]
+    one_piece, in_chunks = results.get("in one piece"), results["baseline" if lossy else "planned"]
     if one_piece is not None:
-        far = compare(one_piece, in_slices, tolerance=TOLERANCE)
+        far = compare(one_piece, in_chunks, tolerance=TOLERANCE)
         differences += [f"{line}, held against the step in one piece" for line in far]
     ratios = [planned / baseline for planned, baseline in zip(seconds["planned"], seconds["baseline"], strict=True)]
     return Verification(
@@ -131,7 +131,7 @@ def verify(
         differences=tuple(differences),
         steps=timed_steps,
         tolerance=tolerance,
-        from_one_piece=0.0 if one_piece is None else distance(one_piece, in_slices),
+        from_one_piece=0.0 if one_piece is None else distance(one_piece, in_chunks),
         rounding_error=_rounding_error(results["baseline"], results["planned"]) if lossy else None,
     )
 

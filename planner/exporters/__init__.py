@@ -13,7 +13,7 @@ from functools import cache
 from typing import Protocol, runtime_checkable
 
 from planner.analysis.study import Study
-from planner.common.options import slices_of
+from planner.common.options import chunks_of
 from planner.common.registry import defined, unknown
 from planner.common.units import format_bytes
 from planner.errors import UsageError
@@ -132,7 +132,7 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     Raises
     ------
     UsageError
-        If there is no such exporter, the plan is for a step in slices, or the study is needed and missing, or is for
+        If there is no such exporter, the plan is for a step in chunks, or the study is needed and missing, or is for
         another runtime.
     PlanMismatchError
         If the study is of another step.
@@ -146,9 +146,9 @@ def export(plan: Plan, *, to: str, study: Study | None = None) -> Export:
     <Label.EXACT: 'exact'>
     """
     exporter = get(to)
-    if slices_of(plan.fingerprint) > 1:
+    if chunks_of(plan.fingerprint) > 1:
         raise UsageError(
-            f"the plan is for a step in {slices_of(plan.fingerprint)} slices, which no framework can be told: plan "
+            f"the plan is for a step in {chunks_of(plan.fingerprint)} chunks, which no framework can be told: plan "
             "without chunk, or run the plan with auto_wrap"
         )
     if study is not None:

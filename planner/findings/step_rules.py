@@ -150,14 +150,14 @@ BOTTLENECKS = (
         severity=Severity.WARNING,
         evidence=_logits,
         cause="logits, their logarithms and their gradient are there at once, whatever is recomputed elsewhere",
-        fix="compute the loss in slices (--chunk auto, chunk='auto'), or with a fused linear cross-entropy",
+        fix="compute the loss in chunks (--chunk auto, chunk='auto'), or with a fused linear cross-entropy",
     ),
     Rule(
         name="one-value-dominates",
         severity=Severity.WARNING,
         evidence=_one_value,
         cause="no plan has a lower peak than its largest operation",
-        fix="compute it in slices (--chunk auto, chunk='auto'), where its rows are independent of each other",
+        fix="compute it in chunks (--chunk auto, chunk='auto'), where its rows are independent of each other",
     ),
 )
 """What limits any plan; asked of a plan that recomputes, and of the step without recompute."""

@@ -128,7 +128,7 @@ class Verification:
     tolerance : float
         What the runtime allows; 0 means equal to the last bit.
     from_one_piece : float
-        How far loss and gradients are from those of the step in one piece, if the plan's is in slices: the largest
+        How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
         difference as a share of the length, see :func:`planner.diagnose.verification.distance`.
     rounding_error : float, optional
         How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the

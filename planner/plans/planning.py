@@ -331,7 +331,7 @@ def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: Infeasib
     if retained_bytes > problem.budget_bytes:
         return f"{format_bytes(retained_bytes)} of gradients and outputs are left when the step ends"
     return (
-        "raise the budget, make the batch or the sequence smaller, or compute what is largest in slices "
+        "raise the budget, make the batch or the sequence smaller, or compute what is largest in chunks "
         "(--chunk auto, chunk='auto')"
     )
 

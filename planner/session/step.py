@@ -32,7 +32,7 @@ from planner.capture.operands import is_opaque
 from planner.capture.provenance import kinds_of
 from planner.capture.torch_internals import outside_tracing
 from planner.common import timings
-from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, picked, slices_of
+from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, chunks_of, picked
 from planner.common.units import Size
 from planner.errors import PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
@@ -70,7 +70,7 @@ class Options:
     runtime : str
         Name of the runtime that is to carry the plan out.
     chunk : int or str
-        In how many slices to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
+        In how many chunks to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
     name : str
         Name of the model in reports.
     maximum_shapes : int
@@ -144,7 +144,7 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         taken_over=plan,
         runtime=plan.runtime,
         name=plan.model,
-        chunk=slices_of(plan.fingerprint),
+        chunk=chunks_of(plan.fingerprint),
     )
     return replace(made, **changes)
 

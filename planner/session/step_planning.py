@@ -1,4 +1,4 @@
-"""Plan a captured step, in one piece or in slices: planning and running both come through here."""
+"""Plan a captured step, in one piece or in chunks: planning and running both come through here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.provenance import Places
-from planner.common.options import AUTO, COUNTS, SLICES, TOLERANCE, Budget, slices_of
+from planner.common.options import AUTO, CHUNKS, COUNTS, TOLERANCE, Budget, chunks_of
 from planner.common.units import format_percent
 from planner.errors import UsageError
 from planner.findings.finding import Finding, Severity, collapsed
@@ -30,7 +30,7 @@ from planner.transforms.chunk_region import ChunkRegion, find_region
 from planner.transforms.chunk_rewrite import in_chunks
 
 Candidate = tuple[LoweredStep, Study]
-"""A step, in one piece or in slices, lowered and costed."""
+"""A step, in one piece or in chunks, lowered and costed."""
 
 Made = TypeVar("Made")
 
@@ -44,14 +44,14 @@ def plan_step(
     ----------
     reuse : Plan, optional
         A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget; its step
-        is then in as many slices.
+        is then in as many chunks.
     must_match : bool
         Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
 
     Raises
     ------
     UsageError
-        If slices are asked for, and there is nothing to be sliced.
+        If chunks are asked for, and nothing can be computed in chunks.
     PlanMismatchError
         If ``must_match`` and the plan does not match, with what differs.
     InfeasibleBudgetError
@@ -59,13 +59,13 @@ def plan_step(
     """
     whole = lower_as_run(model, joint, options)
     if reuse is not None:
-        slices = slices_of(reuse.fingerprint)
-        region = find_region(whole.lowered) if slices > 1 else None
+        chunks = chunks_of(reuse.fingerprint)
+        region = find_region(whole.lowered) if chunks > 1 else None
         if region is None:
             return plan_lowered(model, whole, options, reuse=reuse, must_match=must_match)
         if options.budget.is_share:
             options = _in_bytes(options, study_lowered(model, whole, options))
-        step = _sliced(model, whole, region, slices, options)
+        step = _chunked(model, whole, region, chunks, options)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     if options.chunk == 1:
         return plan_lowered(model, whole, options)
@@ -75,37 +75,37 @@ def plan_step(
         steps = candidates(model, whole, study, options)
         return cheapest(steps, lambda found, why: _planned(found, why, options), lambda made: made.plan)
     assert isinstance(options.chunk, int)
-    return plan_lowered(model, sliced(model, whole, options.chunk, options), options)
+    return plan_lowered(model, chunked(model, whole, options.chunk, options), options)
 
 
-def sliced(model: nn.Module, whole: LoweredStep, slices: int, options: Options) -> LoweredStep:
-    """Return a lowered step in slices.
+def chunked(model: nn.Module, whole: LoweredStep, chunks: int, options: Options) -> LoweredStep:
+    """Return a lowered step in chunks.
 
     Raises
     ------
     UsageError
-        If there is nothing to be sliced.
+        If nothing can be computed in chunks.
     """
     region = find_region(whole.lowered)
     if region is None:
         raise UsageError(
-            f"chunk={slices}: nothing that is large at the peak can be computed in slices. Its rows must be "
+            f"chunk={chunks}: nothing that is large at the peak can be computed in chunks. Its rows must be "
             "independent of each other, and nobody may need it whole; leave chunk out"
         )
-    return _sliced(model, whole, region, slices, options)
+    return _chunked(model, whole, region, chunks, options)
 
 
 def cheapest(
     steps: Iterable[Candidate], plan: Callable[[Candidate, str], Made], plan_of: Callable[[Made], Plan]
 ) -> Made:
-    """Plan in one piece, then in more and more slices as long as that makes a plan feasible, or cheaper.
+    """Plan in one piece, then in more and more chunks as long as that makes a plan feasible, or cheaper.
 
     Parameters
     ----------
     steps : iterable of Candidate
         See :func:`candidates`.
     plan : callable
-        Plans one of them, and is told why slices are wanted. Raises NoPlanFitsError.
+        Plans one of them, and is told why chunks are wanted. Raises NoPlanFitsError.
     plan_of : callable
         Gives the plan of what that made.
     """
@@ -134,14 +134,14 @@ def cheapest(
 
 
 def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Options) -> Iterator[Candidate]:
-    """Return a step in one piece, and then in more and more slices, each made when it is asked for."""
+    """Return a step in one piece, and then in more and more chunks, each made when it is asked for."""
     yield whole, study
     region = find_region(whole.lowered)
     if region is not None:
-        for slices in COUNTS:
-            if slices <= region.rows:
-                options.search.tell(f"planning in {slices} slices")
-                step = _sliced(model, whole, region, slices, options)
+        for chunks in COUNTS:
+            if chunks <= region.rows:
+                options.search.tell(f"planning in {chunks} chunks")
+                step = _chunked(model, whole, region, chunks, options)
                 yield step, study_lowered(model, step, options)
 
 
@@ -161,22 +161,22 @@ def _seconds(plan: Plan) -> float:
     return plan.baseline_step_seconds + plan.added_seconds
 
 
-def _sliced(model: nn.Module, whole: LoweredStep, region: ChunkRegion, slices: int, options: Options) -> LoweredStep:
-    """Lower a step with a region of it in slices."""
+def _chunked(model: nn.Module, whole: LoweredStep, region: ChunkRegion, chunks: int, options: Options) -> LoweredStep:
+    """Lower a step with a region of it in chunks."""
     joint = whole.lowered.joint
-    step = lower_step(model, in_chunks(joint, region, slices), options)
+    step = lower_step(model, in_chunks(joint, region, chunks), options)
     return replace(
         step,
-        facts={**step.facts, SLICES: slices},
-        warnings=(*step.warnings, _note(joint, region, slices)),
+        facts={**step.facts, CHUNKS: chunks},
+        warnings=(*step.warnings, _note(joint, region, chunks)),
         capture_seconds=whole.capture_seconds,
     )
 
 
-def _note(joint: JointGraph, region: ChunkRegion, slices: int) -> Finding:
+def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:
     places = Places(joint.graph)
     modules = collapsed([places[node].module or "the model" for node in region.splits])
-    size = -(-region.rows // slices)
+    size = -(-region.rows // chunks)
     last = region.rows % size
     return Finding(
         rule="in-slices",
@@ -185,16 +185,16 @@ def _note(joint: JointGraph, region: ChunkRegion, slices: int) -> Finding:
         "time" + (f", and {last:,} at last" if last else ""),
         cause="products and sums are added up in another order: loss and gradients are those of the step in one piece "
         f"to within {TOLERANCE:g} of their length in float32, and as many roundings in other types",
-        fix="nothing: recompute changes no bit of the sliced step, and 'verify' holds it against the one in one piece",
+        fix="nothing: recompute changes no bit of the chunked step, and 'verify' holds it against the one in one piece",
     )
 
 
 def _why(why: str, step: LoweredStep) -> Iterator[Finding]:
-    if why and SLICES in step.facts:
+    if why and CHUNKS in step.facts:
         yield Finding(
             rule="why-slices",
             severity=Severity.NOTE,
             evidence=why,
-            cause="recompute makes no single operation smaller; slices do",
+            cause="recompute makes no single operation smaller; chunks do",
             fix="nothing: leave out chunk to plan in one piece",
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from cost_models.measured import Profile
 from planner.analysis.audit import Audit, audit_study, read_current
-from planner.analysis.compatibility import check_solver, offloading_runtime, sliced_graph
+from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import check_budgets
@@ -24,7 +24,7 @@ from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.session.step import Options, attention_for, lower_as_run, study_eager, study_lowered, with_loss
-from planner.session.step_planning import sliced
+from planner.session.step_planning import chunked
 
 
 def study(
@@ -53,7 +53,7 @@ def study(
     runtime : str
         What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules.
     chunk : int or str
-        In how many slices to compute what makes the peak, or ``"off"``; percentages are then of the peak in slices.
+        In how many chunks to compute what makes the peak, or ``"off"``; percentages are then of the peak in chunks.
     **training
         The fields of :class:`planner.common.options.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
@@ -81,21 +81,21 @@ def study(
     check_model(model)
     if runtime not in ("graph", "modules"):
         raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
-    slices = check_chunk(chunk)
-    if slices == AUTO:
-        raise UsageError("a step is studied in one number of slices: give it, or use planner.plan with chunk='auto'")
-    if slices != 1:
-        sliced_graph(runtime, several_devices=training.get("tensor_parallel", 1) > 1 or has_several_ranks())
+    chunks = check_chunk(chunk)
+    if chunks == AUTO:
+        raise UsageError("a step is studied in one number of chunks: give it, or use planner.plan with chunk='auto'")
+    if chunks != 1:
+        chunked_graph(runtime, several_devices=training.get("tensor_parallel", 1) > 1 or has_several_ranks())
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = with_loss(model, Options.of(asked, training=Training(**training), chunk=slices), loss_fn, inputs)
+    options = with_loss(model, Options.of(asked, training=Training(**training), chunk=chunks), loss_fn, inputs)
     if runtime == "modules":
         return study_eager(model, inputs, options)
     options.search.tell("capturing forward and backward")
     check_plannable(model, inputs)
     joint = capture(model, inputs, attention=attention_for(model, options))
     step = lower_as_run(model, joint, options)
-    if isinstance(slices, int) and slices > 1:
-        step = sliced(model, step, slices, options)
+    if isinstance(chunks, int) and chunks > 1:
+        step = chunked(model, step, chunks, options)
     return study_lowered(model, step, options)
 
 

@@ -135,11 +135,11 @@ def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> No
     assert "--offload --host-budget" in answer(audit) or audit.best.overhead == audit.now.overhead
 
 
-def test_a_plan_in_slices_is_refused() -> None:
+def test_a_plan_in_chunks_is_refused() -> None:
     plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
-    sliced = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
-    with pytest.raises(PlanMismatchError, match="in 4 slices"):
-        audit_study(study_of(), sliced)
+    chunked = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
+    with pytest.raises(PlanMismatchError, match="in 4 chunks"):
+        audit_study(study_of(), chunked)
 
 
 def test_set_ups_that_are_not_known(tmp_path: Path) -> None:

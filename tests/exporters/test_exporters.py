@@ -204,7 +204,7 @@ def test_layers_are_counted_only_in_one_row(to: str):
 # What is chosen.
 
 
-def test_what_offloads_is_chosen_anew_and_what_is_in_slices_is_refused():
+def test_what_offloads_is_chosen_anew_and_what_is_in_chunks_is_refused():
     study = replace(STUDY, device=cost_models.device("h100"))
     plan = study.plan(budget="75%", offload=True, host_budget="1GiB", time_limit_seconds=1.0)
     assert plan.offloading is not None and plan.offloading.values
@@ -212,9 +212,9 @@ def test_what_offloads_is_chosen_anew_and_what_is_in_slices_is_refused():
         exporters.export(plan, to="jax")
     made = exporters.export(plan, to="jax", study=study)
     assert made.label is not Label.EXACT and any("host's memory" in line for line in made.lost)
-    sliced = replace(plan, fingerprint={**plan.fingerprint, "slices": 8})
-    with pytest.raises(UsageError, match="in 8 slices, which no framework"):
-        exporters.export(sliced, to="jax", study=study)
+    chunked = replace(plan, fingerprint={**plan.fingerprint, "slices": 8})
+    with pytest.raises(UsageError, match="in 8 chunks, which no framework"):
+        exporters.export(chunked, to="jax", study=study)
 
 
 def test_figures_are_those_of_the_schedule():

@@ -11,7 +11,7 @@ from torch import nn
 import planner
 from planner import runtimes
 from planner.capture.memory import measure_peak
-from planner.common.options import slices_of
+from planner.common.options import chunks_of
 from planner.common.units import parse_size
 from tests.tiers import tiered
 
@@ -128,7 +128,7 @@ def test_compiling_a_wrapped_model_runs_the_plan(runtime: runtimes.Runtime, full
 
 
 class Wide(nn.Module):
-    """Perceptrons far wider than what goes between them, which slices are for."""
+    """Perceptrons far wider than what goes between them, which chunks are for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_percentage_stays_one_of_the_step_in_one_piece() -> None:
         model(rows(count)).backward()
         plan = planner.plan_of(model)
         budgets.append(plan.budget_bytes)
-        assert slices_of(plan.fingerprint) == 4
+        assert chunks_of(plan.fingerprint) == 4
     whole = [planner.study(Wide(), rows(count)).problem("80%") for count in SIZES[:2]]
     expected = [problem.budget_bytes + problem.graph.total_static_bytes for problem in whole]
     assert budgets == [*expected, expected[1]]

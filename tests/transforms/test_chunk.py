@@ -1,4 +1,4 @@
-"""A step in slices: it needs less, runs as predicted, and gives the numbers of the step in one piece."""
+"""A step in chunks: it needs less, runs as predicted, and gives the numbers of the step in one piece."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
-from planner.common.options import TOLERANCE, check_chunk, slices_of
+from planner.common.options import TOLERANCE, check_chunk, chunks_of
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.plan import Plan
 from planner.session.step import Options, lower_as_run
@@ -147,13 +147,13 @@ def targets(region: ChunkRegion) -> set[str]:
 
 def assert_as_promised(model: nn.Module, inputs: Any, plan: Plan) -> None:
     proof = planner.verify(model, inputs, plan, timed_steps=1)
-    assert proof.exact, "recompute changes no bit of the sliced step"
+    assert proof.exact, "recompute changes no bit of the chunked step"
     assert proof.agrees, proof.differences
     assert proof.from_one_piece <= TOLERANCE
     for predicted, measured in (
         (plan.peak_bytes, proof.peak_bytes),
         (plan.baseline_peak_bytes, proof.baseline_peak_bytes),
-    ):  # sizes are rounded up to 64 bytes, and a slice has scalars of its own
+    ):  # sizes are rounded up to 64 bytes, and a chunk has scalars of its own
         assert measured <= predicted <= 1.001 * measured
 
 
@@ -168,11 +168,11 @@ def assert_as_promised(model: nn.Module, inputs: Any, plan: Plan) -> None:
 def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_predicted(model) -> None:
     built, inputs = model(), tokens()
     in_one_piece = smallest(built, inputs)
-    in_slices = smallest(built, inputs, chunk=5)
+    in_chunks = smallest(built, inputs, chunk=5)
     logits_bytes = ROWS * VOCABULARY * 4
-    assert in_slices < in_one_piece - logits_bytes
-    plan = planner.plan(built, inputs, budget=in_slices, chunk=5, time_limit_seconds=0.5)
-    assert slices_of(plan.fingerprint) == 5
+    assert in_chunks < in_one_piece - logits_bytes
+    plan = planner.plan(built, inputs, budget=in_chunks, chunk=5, time_limit_seconds=0.5)
+    assert chunks_of(plan.fingerprint) == 5
     assert_as_promised(built, inputs, plan)
 
 
@@ -195,15 +195,15 @@ def test_a_count_that_does_not_divide_the_rows_leaves_a_smaller_last_slice() -> 
     assert_as_promised(model, inputs, plan)
 
 
-def test_every_layer_that_is_built_alike_is_sliced() -> None:
+def test_every_layer_that_is_built_alike_is_chunked() -> None:
     model, inputs = Wide(), rows()
     region = region_of(model, inputs)
     assert region is not None
     assert len(set(region.parts.values())) == 3
     assert region.rows == 60
-    in_slices = smallest(model, inputs, chunk=4)
-    assert in_slices < smallest(model, inputs)
-    plan = planner.plan(model, inputs, budget=in_slices, chunk=4, time_limit_seconds=0.5)
+    in_chunks = smallest(model, inputs, chunk=4)
+    assert in_chunks < smallest(model, inputs)
+    plan = planner.plan(model, inputs, budget=in_chunks, chunk=4, time_limit_seconds=0.5)
     assert_as_promised(model, inputs, plan)
 
 
@@ -213,25 +213,25 @@ def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_pie
     assert_as_promised(model, inputs, plan)
 
 
-def test_a_chain_of_pointwise_operations_is_sliced_from_end_to_end() -> None:
+def test_a_chain_of_pointwise_operations_is_chunked_from_end_to_end() -> None:
     model, inputs = Chain(), (rows(128, 200)[0].requires_grad_(),)
-    in_slices = smallest(model, inputs, chunk=8)
-    assert in_slices < smallest(model, inputs)
-    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_slices, chunk=8, time_limit_seconds=0.5))
+    in_chunks = smallest(model, inputs, chunk=8)
+    assert in_chunks < smallest(model, inputs)
+    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_chunks, chunk=8, time_limit_seconds=0.5))
 
 
-def test_batch_entries_are_sliced_where_tokens_depend_on_each_other() -> None:
+def test_batch_entries_are_chunked_where_tokens_depend_on_each_other() -> None:
     model, inputs = Scores(), (torch.randn(6, 80, WIDTH, generator=torch.Generator().manual_seed(1)),)
     region = region_of(model, inputs)
     assert region is not None
     assert region.rows == 6
     assert "aten.bmm.default" in targets(region)
-    in_slices = smallest(model, inputs, chunk=3)
-    assert in_slices < smallest(model, inputs)
-    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_slices, chunk=3, time_limit_seconds=0.5))
+    in_chunks = smallest(model, inputs, chunk=3)
+    assert in_chunks < smallest(model, inputs)
+    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_chunks, chunk=3, time_limit_seconds=0.5))
 
 
-def test_tokens_that_attention_mixes_are_never_sliced_through_it() -> None:
+def test_tokens_that_attention_mixes_are_never_chunked_through_it() -> None:
     model, inputs = Scores(), (torch.randn(6, 80, WIDTH),)
     joint = capture(model, Inputs.of(inputs, None))
     for seed in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default):
@@ -247,9 +247,9 @@ def test_random_numbers_and_statistics_over_rows_end_a_region(inner, target) -> 
     assert region is None or not any(target in name for name in targets(region))
 
 
-def test_what_cannot_be_sliced_is_refused_with_the_reason() -> None:
+def test_what_cannot_be_chunked_is_refused_with_the_reason() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.BatchNorm1d(4), nn.Conv1d(4, 4, 3))
-    with pytest.raises(UsageError, match="nothing that is large at the peak can be computed in slices"):
+    with pytest.raises(UsageError, match="nothing that is large at the peak can be computed in chunks"):
         planner.plan(model, torch.randn(4, 4, 50), budget="100%", chunk=2)
 
 
@@ -267,19 +267,19 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
         planner.plan(Wide(), rows(), budget="100%", **asked)
 
 
-def test_auto_slices_only_where_that_makes_a_plan_feasible_or_cheaper() -> None:
+def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper() -> None:
     model, inputs = GPT(), tokens()
-    assert slices_of(planner.plan(model, inputs, budget="100%", chunk="auto").fingerprint) == 1
+    assert chunks_of(planner.plan(model, inputs, budget="100%", chunk="auto").fingerprint) == 1
     budget = smallest(model, inputs) - ROWS * VOCABULARY * 4
     plan = planner.plan(model, inputs, budget=budget, chunk="auto", time_limit_seconds=0.5)
-    assert slices_of(plan.fingerprint) > 1
+    assert chunks_of(plan.fingerprint) > 1
     (why,) = (w for w in plan.warnings if w.rule == "why-slices")
     assert "in one piece no plan" in why.evidence
     with pytest.raises(InfeasibleBudgetError, match="--chunk auto"):
         planner.plan(model, inputs, budget=budget, time_limit_seconds=0.5)
 
 
-def test_a_saved_plan_rebuilds_its_slices(tmp_path: Path) -> None:
+def test_a_saved_plan_rebuilds_its_chunks(tmp_path: Path) -> None:
     model, inputs = GPT(), tokens()
     made = planner.plan(model, inputs, budget="85%", chunk=4, time_limit_seconds=0.5)
     made.save(tmp_path / "plan")
@@ -292,21 +292,21 @@ def test_a_saved_plan_rebuilds_its_slices(tmp_path: Path) -> None:
     assert planner.plan_of(model).recomputations == made.recomputations
 
 
-def test_a_wrapped_model_slices_other_sizes_too() -> None:
+def test_a_wrapped_model_chunks_other_sizes_too() -> None:
     model, (ids, labels) = GPT(), tokens()
     planner.auto_wrap(model, (ids, labels), budget="90%", chunk=4, time_limit_seconds=0.5)
     model(ids, labels).backward()
     model(ids[:, :20], labels[:, :20]).backward()
-    assert slices_of(planner.plan_of(model).fingerprint) == 4
+    assert chunks_of(planner.plan_of(model).fingerprint) == 4
 
 
-def test_a_step_in_slices_can_be_studied() -> None:
+def test_a_step_in_chunks_can_be_studied() -> None:
     model, inputs = GPT(), tokens()
     whole, step = planner.study(model, inputs), planner.study(model, inputs, chunk=4)
     assert step.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
     plan = step.plan(budget="90%", time_limit_seconds=0.5)
-    assert slices_of(plan.fingerprint) == 4 and planner.explain(plan).values
-    with pytest.raises(UsageError, match="in one number of slices"):
+    assert chunks_of(plan.fingerprint) == 4 and planner.explain(plan).values
+    with pytest.raises(UsageError, match="in one number of chunks"):
         planner.study(model, inputs, chunk="auto")
 
 
@@ -317,7 +317,7 @@ def test_a_percentage_is_of_the_step_in_one_piece() -> None:
     assert plan.budget_bytes == whole.budget_bytes + whole.graph.total_static_bytes
 
 
-def test_numbers_of_slices() -> None:
+def test_numbers_of_chunks() -> None:
     assert [check_chunk(chunk) for chunk in ("off", 1, 7, "auto")] == [1, 1, 7, "auto"]
 
 
