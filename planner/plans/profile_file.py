@@ -62,7 +62,6 @@ def to_json(profile: Profile) -> str:
     """Return the text of a profile file: each signature once, operations by its number."""
     numbers = {signature: number for number, signature in enumerate(profile.measurements)}
     data = {"schema": SCHEMA, "kind": KIND, **to_data(profile)}
-    del data["scaled_from"]
     data["measurements"] = [{"signature": signature, **row} for signature, row in data["measurements"].items()]
     for row in data["operations"]:
         row["measurement"] = numbers.get(row.pop("signature"))
