@@ -61,16 +61,7 @@ _UNREAD = {
 
 
 def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
-    """Count the floating-point operations of one call.
-
-    Parameters
-    ----------
-    target : OpOverload or HigherOrderOperator
-        What is called; anything that makes no tensor counts nothing.
-    args, kwargs
-        What it is called with, tensors as (fake) tensors.
-    output
-        What it returns: a tensor, or several.
+    """Count the floating-point operations of one call, given its (fake) tensors; what makes no tensor counts nothing.
 
     Examples
     --------
@@ -90,22 +81,10 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
 
 
 def moved_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
-    """Count the bytes that one call has to read and write.
+    """Count the bytes that one call has to read and write, given its (fake) tensors.
 
-    Parameters
-    ----------
-    target : OpOverload or HigherOrderOperator
-        What is called.
-    args, kwargs
-        What it is called with, tensors as (fake) tensors.
-    output
-        What it returns: a tensor, or several.
-
-    Returns
-    -------
-    int
-        Every storage read once, of a view no more than it shows, and every output written once.
-        What is gathered from (an embedding's table) counts as much as is taken out of it.
+    Every storage is read once, of a view no more than it shows, and every output is written once. What is gathered
+    from (an embedding's table) counts as much as is taken out of it.
 
     Examples
     --------

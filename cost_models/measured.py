@@ -51,33 +51,18 @@ class ProfiledOperation:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Measured costs of one step on one device.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    device : str
-        Name of the device.
-    torch : str
-        Version of torch.
-    date : str
-        Day of the measurement.
-    inputs : tuple of tuple of int
-        Shapes of what the step was called with, parameters left out.
-    measurements : mapping of str to Measurement
-        By signature.
-    operations : tuple of ProfiledOperation
-        In base order.
-    """
+    """Measured costs of one step, by the names of model and device, the version of torch and the day."""
 
     model: str
     device: str
     torch: str
     date: str
     inputs: tuple[tuple[int, ...], ...]
+    """Shapes of what the step was called with, parameters left out."""
     measurements: Mapping[str, Measurement] = field(hash=False)
+    """By signature."""
     operations: tuple[ProfiledOperation, ...] = ()
+    """In base order."""
 
 
 @dataclass(frozen=True, slots=True)

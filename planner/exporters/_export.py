@@ -24,24 +24,16 @@ class Label(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What a framework is told to run again.
-
-    Parameters
-    ----------
-    groups : tuple of tuple of str
-        Paths of modules; those of one group run again together, as one.
-    saved : tuple of str
-        Names of what is kept inside of them.
-    saves : callable, optional
-        Whether what an operation makes is among ``saved``.
-    settings : dict
-        The framework's own words for it.
-    """
+    """What a framework is told to run again."""
 
     groups: tuple[tuple[str, ...], ...] = ()
+    """Paths of modules; those of one group run again together, as one."""
     saved: tuple[str, ...] = ()
+    """Names of what is kept inside of them."""
     saves: Saved | None = None
+    """Whether what an operation makes is among ``saved``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    """The framework's own words for it."""
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -135,10 +136,8 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
     times_ns = [at_ns for at_ns, _ in recording.changes]
     for index, output_bytes in outputs_bytes.items():
         begin_ns, end_ns = recording.windows[f"{_LABEL}{index}"]
-        live_bytes = peak_bytes = 0
-        for _, change_bytes in recording.changes[bisect_left(times_ns, begin_ns) : bisect_right(times_ns, end_ns)]:
-            live_bytes += change_bytes
-            peak_bytes = max(peak_bytes, live_bytes)
+        during = recording.changes[bisect_left(times_ns, begin_ns) : bisect_right(times_ns, end_ns)]
+        peak_bytes = max(accumulate((change_bytes for _, change_bytes in during), initial=0))
         yield index, max(0, peak_bytes - output_bytes)
 
 

@@ -43,7 +43,7 @@ class ChunkRegion:
     """The number of the connected part that each call is in."""
 
     def passes(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Whether a call reads another chunk by chunk."""
+        """Say :func:`passes` of this region."""
         return passes(self.splits, self.forms, source, reader)
 
 

@@ -30,28 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooModel:
-    """A model and what to call it with.
-
-    Parameters
-    ----------
-    name : str
-        Name in the zoo, or the specification that it was loaded from.
-    model : torch.nn.Module
-        In training mode.
-    example_args : tuple
-        Positional arguments of one training step.
-    example_kwargs : dict
-        Keyword arguments of one training step.
-    loss_fn : callable, optional
-        From the model's output to the loss. Without it the output is the loss, or has one as
-        ``.loss``.
-    """
+    """A model in training mode, and what to call it with in one training step."""
 
     name: str
+    """Name in the zoo, or the specification that it was loaded from."""
     model: torch.nn.Module
     example_args: tuple[Any, ...] = ()
     example_kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any], torch.Tensor] | None = None
+    """From the model's output to the loss. Without it the output is the loss, or has one as ``.loss``."""
 
 
 def names() -> tuple[str, ...]:
