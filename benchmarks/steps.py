@@ -12,7 +12,7 @@ from torch import nn
 
 from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.torch_internals import install_call, uninstall_call
+from planner.capture.torch_internals import install_call
 from planner.zoo import ZooModel
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 400
@@ -31,7 +31,7 @@ def step_of(loaded: ZooModel) -> Callable[[], Any]:
 
 def use(model: nn.Module, call: Any) -> None:
     """Let the model run a runtime's call, or itself if that is None."""
-    uninstall_call(model) if call is None else install_call(model, call)
+    install_call(model, call)
     model.zero_grad(set_to_none=True)
 
 

@@ -21,7 +21,7 @@ from planner.analysis.compatibility import (
     whole_graph,
 )
 from planner.capture.inputs import Inputs, LossFunction, check_model
-from planner.capture.joint_capture import capture, is_fake
+from planner.capture.joint_capture import is_fake
 from planner.capture.parallel import has_several_ranks
 from planner.capture.torch_internals import install_untraced_call, installed_call
 from planner.common.limits import Progress
@@ -32,7 +32,7 @@ from planner.errors import UsageError
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.plan import Plan, Verification
-from planner.session.step import Options, cost, lower_step, offload_of, with_loss
+from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 from planner.wrapped import running_on, unwrap
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -158,24 +158,32 @@ def plan(
     >>> planner.plan(model, torch.randn(256, 64), budget="80%").status
     'optimal'
     """
-    asked = locals()
+    options = Options.of(locals(), chunk=check_chunk(chunk))
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options.of(asked, chunk=check_chunk(chunk))
-    if tensor_parallel > 1:
-        runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
-    runtime = offloading_runtime(runtime, options.offload)
-    check_solver(runtime, solver)
-    check_strategy(strategy, runtime, offload=offload, in_chunks=options.chunk != 1)
-    if options.chunk != 1:
-        runtime = chunked_graph(runtime, several_devices=tensor_parallel > 1 or has_several_ranks())
-    options.budget.check(or_none=strategy is not None)
-    chosen = runtimes.get(runtime)
+    options = _settled(options)
+    chosen = runtimes.get(options.runtime)
     begun = time.perf_counter()
-    options = with_loss(model, replace(options, runtime=runtime), loss_fn, inputs)
+    options = with_loss(model, options, loss_fn, inputs)
     looked = time.perf_counter() - begun
     made = chosen.plan(model, inputs, options)
     return replace(made, capture_seconds=made.capture_seconds + looked)
+
+
+def _settled(options: Options) -> Options:
+    """Settle the runtime, and refuse what does not go together."""
+    runtime, in_chunks = options.runtime, options.chunk != 1
+    several_devices = options.training.tensor_parallel > 1
+    if several_devices:
+        runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
+    if in_chunks:
+        runtime = chunked_graph(runtime, several_devices=several_devices or has_several_ranks())
+    runtime = offloading_runtime(runtime, options.offload)
+    plan = options.taken_over
+    check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, options.search.solver)
+    check_strategy(options.strategy, runtime, offload=options.offload.offload, in_chunks=in_chunks)
+    options.budget.check(or_none=options.strategy is not None)
+    return replace(options, runtime=runtime)
 
 
 def profile(
@@ -216,8 +224,7 @@ def profile(
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options.of(asked, target=Target(cost_model=MeasuredCosts.name))
     options = with_loss(model, options, loss_fn, inputs)
-    joint = capture(model, inputs)
-    step = lower_step(model, joint, options)
+    step = lower_step(model, captured(model, inputs, options), options)
     costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
     assert costing.profile is not None
     return costing.profile
@@ -310,20 +317,14 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
-    chunks = check_chunk(chunk)
-    if chunks != 1:
-        runtime = chunked_graph(runtime, several_devices=has_several_ranks())
-    options = Options.of({**asked, "compare": False}, chunk=chunks, taken_over=plan, together=True)
+    options = Options.of({**asked, "compare": False}, chunk=check_chunk(chunk), taken_over=plan, together=True)
     if plan is not None and not options.budget.is_given:
         options = replace(options, budget=Budget(budget=plan.budget_bytes))
     if plan is not None and plan.offloading is not None:
-        options = replace(options, offload=offload_of(plan, offload_at_least))
         runtime = plan.runtime if runtime == "auto" else runtime
-    runtime = offloading_runtime(runtime, options.offload)
-    check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, solver)
-    options = replace(options, runtime=runtime)
-    options.budget.check()
-    chosen = runtimes.get(runtime)
+        options = replace(options, offload=offload_of(plan, offload_at_least), runtime=runtime)
+    options = _settled(options)
+    chosen = runtimes.get(options.runtime)
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)

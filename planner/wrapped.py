@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from planner.capture.torch_internals import uninstall_call, untraced_call
+from planner.capture.torch_internals import install_call, untraced_call
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.runtimes import Running
@@ -60,5 +60,5 @@ def unwrap(model: ModelT) -> ModelT:
     running = running_on(model)
     if running is not None:
         running.stop()
-        uninstall_call(model)
+        install_call(model, None)
     return model

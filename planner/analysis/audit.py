@@ -9,10 +9,9 @@ from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
-from planner.common.options import LEAST_BYTES, chunks_of
+from planner.common.options import LEAST_BYTES, Budget, Offload, Search, chunks_of
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
-from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans.allocator import optimizer_peak_bytes
@@ -106,13 +105,7 @@ def _best(plan: Plan) -> dict[str, Any]:
 
 
 def read_current(current: str | Path | Plan) -> str | Plan:
-    """Return a set-up by its name, or the plan that a file holds.
-
-    Raises
-    ------
-    UsageError
-        If it is neither, or the file is damaged.
-    """
+    """Return a set-up by its name, or the plan that a file holds; it is a UsageError if it is neither."""
     if isinstance(current, Plan):
         return current
     if isinstance(current, str) and (current == _NONE or strategies.find(current) is not None):
@@ -127,39 +120,23 @@ def read_current(current: str | Path | Plan) -> str | Plan:
     )
 
 
-def audit_study(
-    study: Study,
-    current: str | Path | Plan,
-    *,
-    budget: Size | None = None,
-    solver: str = "auto",
-    time_limit_seconds: float = 10.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Audit:
+def audit_study(study: Study, current: str | Path | Plan, search: Search, budget: Size | None = None) -> Audit:
     """Set a present set-up beside the best plans of a captured step; see :func:`planner.audit`.
 
-    Raises
-    ------
-    UsageError
-        If the set-up or the budget is not understood, or the step cannot be set up so.
+    Raises UsageError if the set-up or the budget is not understood, or the step cannot be set up so.
     """
-    search: dict[str, Any] = {
-        "solver": solver,
-        "time_limit_seconds": time_limit_seconds,
-        "deterministic": deterministic,
-        "seed": seed,
-        "progress": progress,
-    }
     known = read_current(current)
-    if isinstance(known, Plan) and known.offloading is not None:
-        study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
+    if isinstance(known, Plan):
+        name = "the plan given" if isinstance(current, Plan) else f"the plan in {current}"
+        if known.offloading is not None:
+            study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
+    else:
+        name = known
     schedule, notes = _schedule(study, known)
     setup = evaluate(
         replace(study.problem(), host=study.unlimited_host()),
         schedule,
-        known if isinstance(known, str) else _name_of_plan(current),
+        name,
         optimizer_peak_bytes=optimizer_peak_bytes(study.graph, study.static_memory),
     )
     audit = Audit(
@@ -170,8 +147,7 @@ def audit_study(
     )
     if budget is None:
         return audit
-    problem = study.problem(budget)
-    budget_bytes = problem.budget_bytes + study.graph.total_static_bytes
+    budget_bytes = study.problem(budget).budget_bytes + study.graph.total_static_bytes
     try:
         return replace(audit, budget_bytes=budget_bytes, within_budget=_cheapest(study, setup, budget_bytes, search))
     except NoPlanFitsError as error:
@@ -183,22 +159,22 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
     return study.as_plan(setup.schedule, setup.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
 
 
-def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: dict[str, Any]) -> Plan:
+def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search) -> Plan:
     """Return the cheapest plan that is known within a budget, which may be the set-up itself.
 
     It may offload as much as the set-up does, and round what it offloads if that does.
     """
     fits = setup.peak_bytes <= budget_bytes
+    offload = Offload()
     if setup.host_bytes:
-        search = {
-            **search,
-            "offload": True,
-            "host_budget": setup.host_bytes,
-            "offload_at_least": study.least_offloaded(setup.schedule),
-            "offload_lossy": any(offload.lossy for offload in setup.schedule.offloads),
-        }
+        offload = Offload(
+            offload=True,
+            host_budget=setup.host_bytes,
+            offload_at_least=study.least_offloaded(setup.schedule),
+            offload_lossy=any(offload.lossy for offload in setup.schedule.offloads),
+        )
     try:
-        found = study.plan(budget=budget_bytes, compare=False, **search)
+        found = study.planned(Budget(budget=budget_bytes), replace(search, compare=False), offload)
     except NoPlanFitsError as error:
         if not fits:
             raise
@@ -243,7 +219,3 @@ def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ..
     if theirs.get("graph") != ours.get("graph"):
         notes.append("The plan is for other sizes, or another version of torch; its decisions are simulated here.")
     return schedule, tuple(notes)
-
-
-def _name_of_plan(current: str | Path | Plan) -> str:
-    return "the plan given" if isinstance(current, Plan) else f"the plan in {current}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from planner.common.options import chunks_of
@@ -45,20 +46,11 @@ _HEADER: dict[str, Callable[[Plan], Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDifference:
-    """What changes in one layer from plan A to plan B.
-
-    Parameters
-    ----------
-    module : str
-        Path of the layer.
-    block : bool
-        Whether it is one of a numbered row of blocks.
-    a, b : LayerPlacement
-        What either plan does with it.
-    """
+    """What plan A and plan B do with a layer, and the change from A to B."""
 
     module: str
     block: bool
+    """Whether it is one of a numbered row of blocks."""
     a: LayerPlacement
     b: LayerPlacement
 
@@ -80,27 +72,16 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A value that one plan keeps and the other does not.
-
-    Parameters
-    ----------
-    operation : str
-        Key of the operation that makes it.
-    output : int, optional
-        Which of that operation's results it is; None for all of them, where a plan has no table of its values.
-    block : str
-        Path of the block that makes it, ``""`` if none does.
-    size_bytes : int, optional
-        Its size, None if it is not known or not the same in both.
-    before, after : str
-        ``"kept"``, ``"recomputed"``, ``"offloaded"`` or ``"let go"``; of an operation ``"run once"`` or
-        ``"run again"``.
-    """
+    """A value that one plan keeps and the other does not; before and after are the words above."""
 
     operation: str
+    """Key of the operation that makes it."""
     output: int | None
+    """Which of that operation's results it is; None for all of them, where a plan has no table of its values."""
     block: str
+    """Path of the block that makes it, ``""`` if none does."""
     size_bytes: int | None
+    """None if it is not known or not the same in both."""
     before: str
     after: str
 
@@ -172,20 +153,19 @@ class Difference:
 
     def report(self) -> dict[str, Any]:
         """Return the difference as JSON has it; changes are those from A to B."""
+
+        def both(of: Callable[[Plan], float]) -> dict[str, float]:
+            a, b = of(self.a), of(self.b)
+            return {"a": a, "b": b, "change": b - a}
+
         return {
             "schema": SCHEMA,
             "model": self.b.model,
             "same_inputs": self.same_inputs,
             "same_costs": self.same_costs,
-            "peak_bytes": {"a": self.a.peak_bytes, "b": self.b.peak_bytes, "change": self.peak_bytes},
-            "recompute_seconds": {
-                "a": self.a.recompute_seconds,
-                "b": self.b.recompute_seconds,
-                "change": self.recompute_seconds,
-            },
-            "added_seconds": {"a": self.a.added_seconds, "b": self.b.added_seconds, "change": self.added_seconds},
-            "host_bytes": {"a": _host_bytes(self.a), "b": _host_bytes(self.b), "change": self.host_bytes},
-            "overhead": {"a": self.a.overhead, "b": self.b.overhead, "change": self.b.overhead - self.a.overhead},
+            **{name: both(attrgetter(name)) for name in ("peak_bytes", "recompute_seconds", "added_seconds")},
+            "host_bytes": both(_host_bytes),
+            "overhead": both(attrgetter("overhead")),
             "header": {name: {"a": a, "b": b} for name, (a, b) in self.header.items()},
             "layers": [
                 {

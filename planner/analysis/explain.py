@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import UsageError
-from planner.ir.layers import layer_among
+from planner.ir.layers import is_within, layer_among, path_prefixes
 from planner.plans.plan import Plan
 from planner.plans.plan_file import SCHEMA
 from planner.plans.values import ValueRow, ValueTable
@@ -20,22 +20,15 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedValue:
-    """A value and the reason for what the plan does with it.
-
-    Parameters
-    ----------
-    block : str
-        Path of the block that makes it, ``""`` if none does.
-    reason : str
-        Begins with ``"kept"``, ``"recomputed"`` or ``"offloaded"``.
-    made_from : tuple of ValueRow
-        What its operation reads, as far as the plan keeps or recomputes it.
-    """
+    """A value, and why the plan does with it what it does."""
 
     value: ValueRow
     block: str
+    """Path of the block that makes it, ``""`` if none does."""
     reason: str
+    """Begins with ``"kept"``, ``"recomputed"`` or ``"offloaded"``."""
     made_from: tuple[ValueRow, ...]
+    """What its operation reads, as far as the plan keeps or recomputes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,26 +37,18 @@ class Explanation:
 
     Parameters
     ----------
-    model : str
-        Name of the model.
+    plan : Plan
+    table : ValueTable
+        Of the plan.
     module : str
         Path of the module; ``""`` for the whole model.
-    budget_bytes, peak_bytes, baseline_peak_bytes : int
-        Of the plan.
-    steps, baseline_peak_step, peak_step : int
-        Operations of the step, and where the two peaks stand.
     values : tuple of ExplainedValue
         In the order in which the forward makes them.
     """
 
-    model: str
+    plan: Plan
+    table: ValueTable
     module: str
-    budget_bytes: int
-    peak_bytes: int
-    baseline_peak_bytes: int
-    steps: int
-    baseline_peak_step: int
-    peak_step: int
     values: tuple[ExplainedValue, ...]
 
     @property
@@ -74,9 +59,7 @@ class Explanation:
     @property
     def freed_bytes(self) -> int:
         """What the backward waits for and the plan does not hold on the device: it is made again."""
-        return sum(
-            v.value.size_bytes for v in self.values if v.value.needed and not v.value.kept and not v.value.offloaded
-        )
+        return sum(v.value.size_bytes for v in self.values if v.value.dropped)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -98,14 +81,14 @@ class Explanation:
         """Return the explanation as JSON has it."""
         return {
             "schema": SCHEMA,
-            "model": self.model,
+            "model": self.plan.model,
             "module": self.module,
-            "budget_bytes": self.budget_bytes,
-            "peak_bytes": self.peak_bytes,
-            "baseline_peak_bytes": self.baseline_peak_bytes,
-            "steps": self.steps,
-            "baseline_peak_step": self.baseline_peak_step,
-            "peak_step": self.peak_step,
+            "budget_bytes": self.plan.budget_bytes,
+            "peak_bytes": self.plan.peak_bytes,
+            "baseline_peak_bytes": self.plan.baseline_peak_bytes,
+            "steps": self.table.steps,
+            "baseline_peak_step": self.table.baseline_peak_step,
+            "peak_step": self.table.peak_step,
             "kept_bytes": self.kept_bytes,
             "freed_bytes": self.freed_bytes,
             "offloaded_bytes": self.offloaded_bytes,
@@ -160,14 +143,9 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
     reasons = _Reasons(plan, table)
     blocks = {layer.module for layer in plan.placement if layer.block}
     return Explanation(
-        model=plan.model,
+        plan=plan,
+        table=table,
         module=module or "",
-        budget_bytes=plan.budget_bytes,
-        peak_bytes=plan.peak_bytes,
-        baseline_peak_bytes=plan.baseline_peak_bytes,
-        steps=table.steps,
-        baseline_peak_step=table.baseline_peak_step,
-        peak_step=table.peak_step,
         values=tuple(
             ExplainedValue(
                 value=row,
@@ -182,13 +160,7 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
 
 
 def table_of(plan: Plan) -> ValueTable:
-    """Return the table of a plan's values.
-
-    Raises
-    ------
-    UsageError
-        If it has none, with what to do.
-    """
+    """Return the table of a plan's values, or raise UsageError with what to do if it has none."""
     if plan.values is not None:
         return plan.values
     if plan.runtime == "modules":
@@ -203,23 +175,12 @@ def table_of(plan: Plan) -> ValueTable:
     )
 
 
-def is_within(module: str, prefix: str) -> bool:
-    """Whether a module is another, or inside it.
-
-    Examples
-    --------
-    >>> is_within("h.1.mlp", "h.1"), is_within("h.10", "h.1")
-    (True, False)
-    """
-    return module == prefix or module.startswith(f"{prefix}.")
-
-
 def _check_known(plan: Plan, table: ValueTable, module: str) -> None:
     paths = {row.module for row in table.rows} | {layer.module for layer in plan.placement}
-    known = {".".join(parts[:end]) for path in paths if (parts := path.split(".")) for end in range(1, len(parts) + 1)}
+    known = {prefix for path in paths for prefix in path_prefixes(path)}
     if module in known:
         return
-    near = difflib.get_close_matches(module, sorted(known - {""}), n=3)
+    near = difflib.get_close_matches(module, sorted(known), n=3)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave the module out to see the largest values"
     raise UsageError(f"the plan for {plan.model or 'this model'} keeps and recomputes nothing of {module!r}; {hint}")
 
@@ -238,15 +199,12 @@ class _Reasons:
         self.largest: dict[str, ValueRow] = {}
         """For each of these operations, the largest of these results."""
         for row in table.rows:
-            if row.needed and not row.kept and not row.offloaded:
+            if row.dropped:
                 self.freed[row.operation] += row.size_bytes
                 largest = self.largest.setdefault(row.operation, row)
                 self.largest[row.operation] = max(largest, row, key=lambda one: one.size_bytes)
-        prices = [
-            self.freed[row.operation] / row.again_seconds
-            for row in table.rows
-            if row.again_seconds and row.needed and not row.kept and not row.offloaded
-        ]
+        dropped = (row for row in table.rows if row.dropped)
+        prices = (self.freed[row.operation] / row.again_seconds for row in dropped if row.again_seconds)
         self.lowest_price = min(prices, default=None)
         """Bytes that the worst bargain of the plan frees, for a second."""
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from planner import solvers, strategies
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.common.limits import SolveLimits
+from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.ir.problem import Problem, Progress
+from planner.ir.problem import Problem
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
 from planner.plans.plan_file import SCHEMA
@@ -24,25 +24,12 @@ NEAR = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incumbent:
-    """One strategy on a step.
+    """One strategy on a step; its name has the number that it was taken with, its note says what its figures leave out.
 
-    Parameters
-    ----------
-    name : str
-        With the number that it was taken with.
-    peak_bytes : int
-        On the whole device, the optimizer's own step included.
-    overhead : float
-        Recompute time, and time of waiting for transfers, over the step without them.
-    best_overhead, lower_bound_overhead : float, optional
-        Of the best plan that is known for this peak with as much of the host's memory, which may be the strategy's
-        own; and proven, no such plan has a smaller one. None where values are divided over devices: plans are of one.
-    solver : str
-        Who found the best plan; the strategy's name if nothing better is known.
-    host_bytes : int
-        What it offloads to the host's memory.
-    note : str
-        What its figures leave out.
+    The peak is of the whole device, the optimizer's own step included, and overhead is recompute and waiting for
+    transfers over the step without them. Beside it stand the best plan that is known for this peak with as much of the
+    host's memory, which may be the strategy's own, and what is proven of all such plans: neither where values are
+    divided over devices, for plans are of one.
     """
 
     name: str
@@ -52,6 +39,7 @@ class Incumbent:
     best_overhead: float | None
     lower_bound_overhead: float | None
     solver: str
+    """Who found the best plan; the strategy's name if nothing better is known."""
     host_bytes: int = 0
     note: str = ""
 
@@ -68,19 +56,7 @@ class Incumbent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Established:
-    """What established systems do with a step.
-
-    Parameters
-    ----------
-    model, device, cost_model, torch : str
-        What the step is of.
-    baseline_peak_bytes, baseline_step_seconds : int, float
-        The step without recompute.
-    rows : tuple of Incumbent
-        From the smallest peak to the largest.
-    absent : dict of str to str
-        Why a strategy does not apply, by its name.
-    """
+    """What established systems do with a step, from the smallest peak to the largest, and why others do not apply."""
 
     model: str
     device: str
@@ -106,39 +82,17 @@ class Established:
 
 
 class _Best(NamedTuple):
-    """The best plan that is known beside a strategy, and what is proven of all such plans."""
-
     added_seconds: float
     lower_bound_seconds: float
     solver: str
 
 
-def compare(
-    study: Study,
-    names: Sequence[str] = (),
-    *,
-    solver: str = "auto",
-    time_limit_seconds: float = 20.0,
-    deterministic: bool = False,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Established:
-    """Set strategies beside the best plans at their own peaks.
+def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Established:
+    """Set strategies, by default all, beside the best plans at their own peaks.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Of strategies; by default all.
-    solver, deterministic, seed, progress
-        See :func:`planner.plan`.
-    time_limit_seconds : float
-        Roughly, for the plans at all peaks together. Those without offload are each solved from what is known at the
-        others; for each way that offloads, a plan is looked for that may use as much of the host's memory.
-
-    Raises
-    ------
-    UsageError
-        If there is no strategy of some name, or the step is an eager one.
+    The limit is for the plans at all peaks together. Those without offload are each solved from what is known at the
+    others; for each strategy that offloads, a plan is looked for that may use as much of the host's memory. Raises
+    UsageError if there is no strategy of some name, or the step is an eager one.
     """
     if study.origin.runtime == "modules":
         raise UsageError(
@@ -160,11 +114,10 @@ def compare(
     of_one_device = [one for one in found.values() if named[one.name].step is None]
     offloading = [one for one in of_one_device if one.host_bytes]
     others = [one for one in of_one_device if not one.host_bytes]
-    share_seconds = time_limit_seconds / max(len(of_one_device), 1)
-    each = SolveLimits(time_limit_seconds=share_seconds, deterministic=deterministic, seed=seed)
-    best = dict(_best_beside(study, others, solver, each, progress))
+    each = replace(search, time_limit_seconds=search.time_limit_seconds / max(len(of_one_device), 1))
+    best = dict(_best_beside(study, others, each))
     for one in offloading:
-        best[one.name] = _best_offloading_beside(study, one, others, solver, each, progress)
+        best[one.name] = _best_offloading_beside(study, one, others, each)
     baseline = problem.baseline
     rows = [_row(one, named[one.name], best.get(one.name), baseline.seconds or 1.0) for one in found.values()]
     return Established(
@@ -206,24 +159,20 @@ def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, se
     )
 
 
-def _best_beside(
-    study: Study, found: list[Evaluated], solver: str, each: SolveLimits, progress: Progress | None
-) -> Iterator[tuple[str, _Best]]:
+def _best_beside(study: Study, found: list[Evaluated], each: Search) -> Iterator[tuple[str, _Best]]:
     if not found:
         return
-    effort = replace(each, time_limit_seconds=each.time_limit_seconds * len(found))
+    search = replace(each, time_limit_seconds=each.time_limit_seconds * len(found))
     budgets = ",".join(str(peak) for peak in sorted({one.peak_bytes for one in found}))
-    tracing = CurveSweep(study, budgets=budgets, solver=solver, effort=effort)
-    tracing.run(progress=progress)
+    sweep = CurveSweep(study, search, budgets=budgets)
+    sweep.run()
     for one in found:
-        known = (cheapest_within(one.peak_bytes, found), cheapest_within(one.peak_bytes, tracing.found))
+        known = (cheapest_within(one.peak_bytes, found), cheapest_within(one.peak_bytes, sweep.found))
         best = min(filter(None, known), key=lambda plan: plan.added_seconds)
-        yield one.name, _Best(best.added_seconds, tracing.bound_seconds(one.peak_bytes), best.name)
+        yield one.name, _Best(best.added_seconds, sweep.bound_seconds(one.peak_bytes), best.name)
 
 
-def _best_offloading_beside(
-    study: Study, one: Evaluated, others: list[Evaluated], solver: str, effort: SolveLimits, progress: Progress | None
-) -> _Best:
+def _best_offloading_beside(study: Study, one: Evaluated, others: list[Evaluated], search: Search) -> _Best:
     """Look for a plan that may offload as much as a strategy does."""
     host = study.host(one.host_bytes, at_least=1)
     problem = replace(study.problem(one.peak_bytes), host=host)
@@ -231,8 +180,8 @@ def _best_offloading_beside(
     for known in (one, *(other for other in others if other.peak_bytes <= one.peak_bytes)):
         incumbent.update(known.schedule, known.name)
     try:
-        able = solver if solvers.get(solver).offloads else AutoSolver.name
-        study.improve(incumbent, solver=able, effort=effort, progress=progress)
+        able = search.solver if solvers.get(search.solver).offloads else AutoSolver.name
+        study.improve(incumbent, solver=able, effort=search, progress=search.progress)
     except InfeasibleBudgetError as error:
         incumbent.raise_bound(error.lower_bound_seconds)
     return _Best(incumbent.added_seconds, incumbent.lower_bound_seconds, incumbent.solver)

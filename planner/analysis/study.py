@@ -74,13 +74,7 @@ class Study:
     varies: bool = False
 
     def problem(self, budget: Size = "100%") -> Problem:
-        """Return the problem that a budget for the whole device poses.
-
-        Raises
-        ------
-        UsageError
-            If the budget cannot be read.
-        """
+        """Return the problem that a budget for the whole device poses."""
         return self.posed(Budget(budget=budget))
 
     def posed(self, budget: Budget, host: Host | None = None) -> Problem:
@@ -134,15 +128,7 @@ class Study:
         return self.planned(picked(Budget, asked), picked(Search, asked), picked(Offload, asked), strategy)
 
     def planned(self, budget: Budget, search: Search, offload: Offload, strategy: str | None = None) -> Plan:
-        """Plan the step, or write out what an established system does with it.
-
-        Raises
-        ------
-        UsageError
-            If what is asked does not go together.
-        NoPlanFitsError
-            If no plan fits.
-        """
+        """Plan the step, or write out what an established system does with it."""
         check_solver(self.origin.runtime, search.solver)
         if self.regions is not None:
             offloading_runtime("modules", offload)

@@ -62,6 +62,7 @@ __all__ = [
     "aot_backend",
     "boxed",
     "call_implementation",
+    "calling",
     "compile_isolated",
     "depends_on_data",
     "dynamic_ranges",
@@ -84,7 +85,6 @@ __all__ = [
     "self_test",
     "storage_id",
     "training_switches",
-    "uninstall_call",
     "version_of",
     "without_dynamic_marks",
     "written_arguments",
@@ -191,9 +191,20 @@ def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         set_eval_frame(before)
 
 
-def install_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``module(...)`` run ``call``, as ``nn.Module.compile`` does."""
+def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let ``module(...)`` run ``call``, as ``nn.Module.compile`` does, or its own call again."""
     module._compiled_call_impl = call
+
+
+@contextmanager
+def calling(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Let ``module(...)`` run ``call`` for as long as the context lasts."""
+    before = installed_call(module)
+    install_call(module, call)
+    try:
+        yield
+    finally:
+        install_call(module, before)
 
 
 def install_untraced_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
@@ -210,11 +221,6 @@ def installed_call(module: torch.nn.Module) -> Any:
 def untraced_call(module: torch.nn.Module) -> Any:
     """Return what :func:`install_untraced_call` was given, or None."""
     return getattr(installed_call(module), "_torchdynamo_orig_callable", None)
-
-
-def uninstall_call(module: torch.nn.Module) -> None:
-    """Undo :func:`install_call`."""
-    module._compiled_call_impl = None
 
 
 def depends_on_data(error: TorchDynamoException) -> bool:
@@ -441,7 +447,7 @@ def self_test() -> None:
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     install_call(model, compile_isolated(lambda y: call_implementation(model)(y), aot_backend(partition)))
     actual = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    uninstall_call(model)
+    install_call(model, None)
     problems = []
 
     def doubled(y: torch.Tensor) -> Any:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.commands._options import DTYPES
-from planner.common.options import Target, Training, picked
+from planner.commands._terminal import quiet, reporting
+from planner.common.limits import Progress
+from planner.common.options import Training, picked
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
-    from planner.analysis.study import Study
-    from planner.common.limits import Progress
     from planner.zoo import ZooModel
+
+Answer = TypeVar("Answer")
 
 
 def check_model(args: argparse.Namespace) -> None:
@@ -67,8 +71,7 @@ def check_offload(args: argparse.Namespace) -> None:
     from planner.ir.host import host_of
     from planner.plans import device_file
 
-    given = {"--host-budget": args.host_budget, "--offload-lossy": args.offload_lossy}
-    for option, value in given.items():
+    for option, value in {"--host-budget": args.host_budget, "--offload-lossy": args.offload_lossy}.items():
         if value and not args.offload:
             raise UsageError(f"{option} is for what is offloaded: give --offload too")
     if args.offload and args.device:
@@ -86,22 +89,29 @@ def keywords(args: argparse.Namespace, *groups: type[Any]) -> dict[str, Any]:
     return given
 
 
-def of_model(loaded: ZooModel, progress: Progress | None = None) -> dict[str, Any]:
-    """Return what a public function is told of the model beside its positional inputs, and whom to report to."""
-    return {
-        "example_kwargs": loaded.example_kwargs,
-        "loss_fn": loaded.loss_fn,
-        "name": loaded.name,
-        "progress": progress,
-    }
+def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | None = None, **asked: Any) -> Answer:
+    """Call a public function with a model, its inputs and its loss."""
+    return function(
+        loaded.model,
+        loaded.example_args,
+        example_kwargs=loaded.example_kwargs,
+        loss_fn=loaded.loss_fn,
+        name=loaded.name,
+        progress=progress,
+        **asked,
+    )
 
 
-def study(args: argparse.Namespace, loaded: ZooModel, runtime: str, progress: Progress | None = None) -> Study:
-    """Capture and cost a step of a model."""
-    import planner
+@contextmanager
+def working(args: argparse.Namespace, *, real: bool = False) -> Iterator[tuple[Progress, ZooModel]]:
+    """Build the model that is named; torch is silent, and progress is shown, until the work is done."""
+    with quiet(args.debug), reporting(args.debug) as progress:
+        progress("building the model")
+        if real or getattr(args, "cost_model", None) == "measured":
+            from planner.capture.memory import keep_freed_memory
 
-    asked = {**of_model(loaded, progress), **keywords(args, Target, Training)}
-    return planner.study(loaded.model, loaded.example_args, runtime=runtime, **asked)
+            keep_freed_memory()  # this process is ours, and its times are to mean something
+        yield progress, load(args, real=real)
 
 
 def load(args: argparse.Namespace, *, real: bool) -> ZooModel:

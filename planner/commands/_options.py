@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from planner.common.options import AUTO, OFF, PARALLEL, Chunk, Offload, Search, Target, Training
+from planner.common.units import parse_size
 from planner.errors import UsageError
 from planner.plans.pipeline_schedules import PipelineSchedule
 
@@ -18,6 +21,9 @@ DTYPES = {
 """Names of element types as people write them."""
 
 
+Read = TypeVar("Read")
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
@@ -26,18 +32,14 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def count(text: str) -> int:
-    """Read a whole number above zero."""
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:19]) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
-    return int(text)
-
-
-def whole(text: str) -> int:
+def whole(text: str, least: int = 0, what: str = "a whole number") -> int:
     """Read a whole number."""
-    if not (text.isascii() and text.isdigit() and int(text[:19]) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    if not (text.isascii() and text.isdigit() and least <= int(text[:19]) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(text)
+
+
+count = partial(whole, least=1, what="a whole number above zero")
 
 
 def seconds(text: str) -> float:
@@ -49,6 +51,38 @@ def seconds(text: str) -> float:
     if not (math.isfinite(number) and number > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above zero")
     return number
+
+
+def reading(read: Callable[[str], Read]) -> Callable[[str], Read]:
+    """Let the parser say, with the name of the option, why something cannot be read."""
+
+    def checked(text: str) -> Read:
+        try:
+            return read(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+@reading
+def size(text: str) -> str:
+    """Refuse what is no size, in bytes or as a percentage."""
+    parse_size(text, whole_bytes=2**60)
+    return text
+
+
+def names(text: str) -> list[str]:
+    """Read names with commas between them."""
+    found = [name.strip() for name in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name: write names with commas between them")
+    return found
+
+
+SIZE: dict[str, Any] = {"metavar": "SIZE", "type": size}
+NAMES: dict[str, Any] = {"metavar": "NAMES", "type": names, "default": ()}
+"""What the parser is told of options that are sizes, and lists of names."""
 
 
 def _chunk(text: str) -> Chunk:
@@ -91,16 +125,9 @@ _TOLD: dict[str, dict[str, Any]] = {
 
 
 def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told: dict[str, Any]) -> None:
-    """Add the options of a group, each of which sets the field of its name.
+    """Add the options of a group of :mod:`planner.common.options`, or only some: each sets the field of its name.
 
-    Parameters
-    ----------
-    group : type
-        One of :mod:`planner.common.options`, or ``Training``.
-    *only : str
-        Names of fields; all if there are none.
-    **told
-        By name, what the parser is told of this one in this place.
+    ``told`` is by name what the parser is told of an option in this place alone.
     """
     for field in fields(group):
         if field.name in _TOLD and (not only or field.name in only):
@@ -108,6 +135,27 @@ def add(parser: argparse._ActionsContainer, group: type[Any], *only: str, **told
             if field.default is False:
                 how["action"] = "store_true"
             parser.add_argument(how.pop("flag", f"--{field.name.replace('_', '-')}"), **how)
+
+
+class AboutModel:
+    """A command that is about a step of a model."""
+
+    def parents(self) -> Sequence[Parser]:
+        """Return the options on the model, and on what surrounds the step."""
+        return model_options(), training_options()
+
+
+class Alone:
+    """A command that needs no model."""
+
+    def parents(self) -> Sequence[Parser]:
+        """Return nothing."""
+        return ()
+
+
+def json_option(parser: argparse._ActionsContainer) -> None:
+    """Add where the report goes as JSON."""
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
 
 
 def model_options() -> Parser:
@@ -139,7 +187,7 @@ def solving_options(
     add(group, Target)
     limit = {"default": default_seconds, "help": f"seconds {limits} (default {default_seconds:g})"}
     add(group, Search, time_limit_seconds=limit)
-    group.add_argument("--json", metavar="FILE", help="write the report as JSON; '-' writes it to stdout, alone")
+    json_option(group)
     return group
 
 
@@ -161,15 +209,15 @@ def planning_options(parser: argparse.ArgumentParser) -> None:
 
 
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
-    """Add the budgets to a command, of which one at most is given, and what may stand in place of one."""
+    """Add the budgets, of which one at most is given, and what may stand in place of one."""
     parser.add_argument(
         "--strategy",
         metavar="NAME",
         help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
     )
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--budget", metavar="SIZE", help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
-    group.add_argument("--activation-budget", metavar="SIZE", help="what the step may add to what is resident")
+    group.add_argument("--budget", **SIZE, help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
+    group.add_argument("--activation-budget", **SIZE, help="what the step may add to what is resident")
     return group
 
 
@@ -206,9 +254,4 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
         name=schedule,
         chunks=args.chunks or (2 if schedule == "interleaved" else 1),
     )
-    return {
-        "stages": made.stages,
-        "micro_batches": made.micro_batches,
-        "schedule": made.name,
-        "chunks": made.chunks,
-    }
+    return {"stages": made.stages, "micro_batches": made.micro_batches, "schedule": made.name, "chunks": made.chunks}

@@ -22,6 +22,13 @@ _IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░─│└├·…", "   ##
 """What stands for what a report draws with; half a block and more are a whole one."""
 
 
+def hand_out(report: dict[str, Any], path: str | None, draw: Callable[[Any], None]) -> None:
+    """Write a report as JSON where that is asked for, and show it, unless standard output is for the JSON alone."""
+    write_json(report, path)
+    if path != "-":
+        show(draw)
+
+
 def show(draw: Callable[[Any], None]) -> None:
     """Print what is drawn on a console of the terminal's width, in whatever encoding standard output has."""
     from rich.console import Console
@@ -82,47 +89,32 @@ def reporting(debug: bool) -> Iterator[Progress]:
 
 
 class Bar:
-    """How far a long search is, on standard error: a line that says what is being done, and how much is.
+    """How far a long search is: a line that says what is being done, and how much is; rich's ``Progress`` shows it."""
 
-    Parameters
-    ----------
-    draw : callable, optional
-        ``draw(line=..., done=..., total=...)``, each of them optional.
-    """
-
-    def __init__(self, draw: Callable[..., None] | None = None) -> None:
-        self._draw = draw
+    def __init__(self, shown: Any) -> None:
+        self._shown, self._task = shown, shown.add_task("starting", total=None)
 
     def __call__(self, line: str) -> None:
         """Say what is being done."""
-        if self._draw is not None:
-            self._draw(line=line)
+        from rich.markup import escape
+
+        self._shown.update(self._task, description=escape(line))
 
     def count(self, done: int, total: int) -> None:
         """Say how much of it is done."""
-        if self._draw is not None:
-            self._draw(done=done, total=total)
+        self._shown.update(self._task, completed=done, total=total)
 
 
 @contextmanager
 def counting(debug: bool) -> Iterator[Bar]:
     """Show a progress bar on standard error, if that is a terminal."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
     console = Console(stderr=True)
-    if debug or not console.is_terminal:
-        yield Bar()
-        return
     columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as shown:
-        task = shown.add_task("starting", total=None)
-
-        def draw(line: str | None = None, done: int | None = None, total: int | None = None) -> None:
-            shown.update(task, description=escape(line) if line else None, completed=done, total=total)
-
-        yield Bar(draw)
+    with Progress(*columns, console=console, transient=True, disable=debug or not console.is_terminal) as shown:
+        yield Bar(shown)
 
 
 class Interrupts:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from planner.commands._options import Parser
+from planner.commands._options import Alone
 
 
-class _Cache:
+class _Cache(Alone):
     name = "cache"
     summary = "show what is kept of earlier searches, or clear it"
     examples = ("cache", "cache --clear")
-
-    def parents(self) -> Sequence[Parser]:
-        return ()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--clear", action="store_true", help="remove all that is kept")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from functools import partial
 
 from planner.commands import _asked
-from planner.commands._options import Parser
+from planner.commands._options import Alone
 from planner.commands._terminal import quiet, reporting, show
 from planner.errors import UsageError
 
 
-class _Calibrate:
+class _Calibrate(Alone):
     name = "calibrate"
     summary = "measure how fast this machine is"
     examples = ("calibrate --output this-machine.json",)
-
-    def parents(self) -> Sequence[Parser]:
-        return ()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output", metavar="FILE.json", required=True, help="write a device file for --device")
@@ -34,7 +31,7 @@ class _Calibrate:
         device_file.save(spec, args.output)
         from planner.report import render_device
 
-        show(lambda console: render_device(spec, args.output, console))
+        show(partial(render_device, spec, args.output))
         return 0
 
 

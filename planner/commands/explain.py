@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from functools import partial
 
 from planner.commands import _asked
-from planner.commands._options import Parser
-from planner.commands._terminal import show, write_json
+from planner.commands._options import Alone, json_option
+from planner.commands._terminal import hand_out
 from planner.errors import UsageError
 
 _LARGEST = 10
 
 
-class _Explain:
+class _Explain(Alone):
     name = "explain"
     summary = "say why a plan keeps or recomputes each value"
     examples = ("explain gpt2.plan", "explain gpt2.plan transformer.h.0.mlp")
-
-    def parents(self) -> Sequence[Parser]:
-        return ()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("plan", metavar="PLAN", help="a plan that 'plan --save' wrote")
@@ -30,22 +27,19 @@ class _Explain:
             help=f"path of a module, with all inside it: transformer.h.0; without it, the {_LARGEST} largest values",
         )
         parser.add_argument("--all", action="store_true", help="every value of the model")
-        parser.add_argument("--json", metavar="FILE", help="write it as JSON; '-' writes it to stdout, alone")
+        json_option(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         from planner.analysis.explain import explain
         from planner.plans.plan import Plan
+        from planner.report import render_explanation
 
         if args.all and args.module:
             raise UsageError("--all shows every module: leave it out, or leave out the module")
         _asked.check_writable(args.json)
         explanation = explain(Plan.load(args.plan), args.module)
-        write_json(explanation.report(), args.json)
-        if args.json != "-":
-            from planner.report import render_explanation
-
-            largest = None if args.all or args.module else _LARGEST
-            show(lambda console: render_explanation(explanation, console, largest=largest))
+        largest = None if args.all or args.module else _LARGEST
+        hand_out(explanation.report(), args.json, partial(render_explanation, explanation, largest=largest))
         return 0
 
 

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from planner.commands import _asked
-from planner.commands._options import Parser, add, model_options, training_options
-from planner.commands._terminal import quiet, reporting, write_json
-from planner.common.options import Target
+from planner.commands._options import AboutModel, add, json_option
+from planner.commands._terminal import write_json
+from planner.common.options import Target, Training
 from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from planner.analysis.study import Study
 
 
-class _Export:
+class _Export(AboutModel):
     name = "export"
     summary = "put a plan into the words of another framework"
     examples = (
         "export gpt2 gpt2.plan --to huggingface --output checkpointing.py",
         "export my_model.py:make my.plan --to fsdp --json -",
     )
-
-    def parents(self) -> Sequence[Parser]:
-        return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("plan", metavar="PLAN", help="a saved plan; the model and its sizes must be those it is of")
@@ -35,9 +31,7 @@ class _Export:
         )
         parser.add_argument("--output", metavar="FILE", help="write the text to a file, and the verdict to stdout")
         add(parser, Target)
-        parser.add_argument(
-            "--json", metavar="FILE", help="write label, reason and figures as JSON; '-': stdout, alone"
-        )
+        json_option(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         from planner import exporters
@@ -70,19 +64,17 @@ class _Export:
 
 def _study(args: argparse.Namespace, runtime: str) -> Study:
     """Study the step of the model that is named."""
-    with quiet(args.debug), reporting(args.debug) as progress:
+    import planner
 
-        def studied(*, real: bool) -> Study:
-            progress("building the model")
-            loaded = _asked.load(args, real=real)
-            return _asked.study(args, loaded, runtime, progress)
-
+    asked = _asked.keywords(args, Target, Training)
+    with _asked.working(args) as (progress, loaded):
         try:
-            return studied(real=False)
+            return _asked.ask(planner.study, loaded, progress, runtime=runtime, **asked)
         except CaptureError:
             if ":" not in (args.model or args.name):
                 raise
-            return studied(real=True)  # what it runs may depend on data
+            progress("building the model for real: what it runs may depend on data")
+            return _asked.ask(planner.study, _asked.load(args, real=True), progress, runtime=runtime, **asked)
 
 
 COMMAND = _Export()

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from planner.commands._options import Parser
+from planner.commands._options import Alone
 
 
-class _Models:
+class _Models(Alone):
     name = "models"
     summary = "list the models that can be named"
     examples = ("models",)
-
-    def parents(self) -> Sequence[Parser]:
-        return ()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         pass

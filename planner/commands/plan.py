@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from planner.commands import _asked, _planning
-from planner.commands._options import (
-    Parser,
-    budget_options,
-    model_options,
-    pipeline_of,
-    pipeline_options,
-    planning_options,
-    training_options,
-)
-from planner.commands._terminal import quiet, reporting, show, write_json
+from planner.commands._options import AboutModel, budget_options, pipeline_of, pipeline_options, planning_options
+from planner.commands._terminal import hand_out
 from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
 
@@ -24,7 +16,7 @@ if TYPE_CHECKING:
     from planner.plans.plan import Plan
 
 
-class _Plan:
+class _Plan(AboutModel):
     name = "plan"
     summary = "plan a model; nothing is run"
     examples = (
@@ -32,9 +24,6 @@ class _Plan:
         "plan my_model.py:make --budget 8GiB --optimizer adamw --save my.plan --verify",
         "plan minigpt --strategy every-2 --verify",
     )
-
-    def parents(self) -> Sequence[Parser]:
-        return model_options(), training_options()
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
@@ -53,14 +42,12 @@ class _Plan:
         _asked.check_writable(args.save, args.html, args.memory_viz)
         if args.verify and args.tensor_parallel > 1:
             raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
-        if pipeline_of(args):
-            return _run_pipeline(args)
-        return _planning.report_plan(
-            args, verify=args.verify, write=lambda plan: _write(plan, args), show_tree=args.tree
-        )
+        if pipeline := pipeline_of(args):
+            return _run_pipeline(args, pipeline)
+        return _planning.report_plan(args, write=partial(_write, args))
 
 
-def _write(plan: Plan, args: argparse.Namespace) -> None:
+def _write(args: argparse.Namespace, plan: Plan) -> None:
     """Write the files that are asked for."""
     from planner.common.atomic import write_text
     from planner.plans import memory_viz
@@ -73,33 +60,20 @@ def _write(plan: Plan, args: argparse.Namespace) -> None:
         write_text(args.html, plan.to_html())
 
 
-def _run_pipeline(args: argparse.Namespace) -> int:
+def _run_pipeline(args: argparse.Namespace, pipeline: dict[str, Any]) -> int:
     from planner.plans.pipeline_types import NoPipelineFitsError
     from planner.report import render_infeasible_pipeline, render_pipeline
 
     try:
-        with quiet(args.debug), reporting(args.debug) as progress:
+        with _asked.working(args) as (progress, loaded):
             import planner
 
-            progress("building the model")
-            loaded = _asked.load(args, real=False)
-            plan = planner.plan_pipeline(
-                loaded.model,
-                loaded.example_args,
-                **_asked.of_model(loaded, progress),
-                **_asked.keywords(args, Target, Search, Training),
-                budget=args.budget,
-                **pipeline_of(args),
-            )
+            asked = _asked.keywords(args, Target, Search, Training)
+            plan = _asked.ask(planner.plan_pipeline, loaded, progress, budget=args.budget, **pipeline, **asked)
     except NoPipelineFitsError as error:
-        report = error.report
-        write_json(report, args.json)
-        if args.json != "-":
-            show(lambda console: render_infeasible_pipeline(report, console))
+        hand_out(error.report, args.json, partial(render_infeasible_pipeline, error.report))
         raise
-    write_json(plan.report(), args.json)
-    if args.json != "-":
-        show(lambda console: render_pipeline(plan, console))
+    hand_out(plan.report(), args.json, partial(render_pipeline, plan))
     return 0
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from planner.commands import _asked
 from planner.commands._options import Parser, add, model_options
-from planner.commands._terminal import quiet, reporting, show
+from planner.commands._terminal import show
 from planner.common.options import Search
 
 
@@ -21,30 +22,22 @@ class _Profile:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--output", metavar="FILE", required=True, help="write the measured costs to a file")
+        parser.set_defaults(cost_model="measured")
         limit = {"default": 60.0, "help": "seconds to measure (default 60)"}
         add(parser, Search, "time_limit_seconds", time_limit_seconds=limit)
 
     def run(self, args: argparse.Namespace) -> int:
-        _asked.check_model(args)
-        _asked.check_writable(args.output)
-        with quiet(args.debug), reporting(args.debug) as progress:
-            from planner import api
-            from planner.capture.memory import keep_freed_memory
-            from planner.plans.profile_file import save
-
-            progress("building the model")
-            keep_freed_memory()
-            loaded = _asked.load(args, real=False)
-            made = api.profile(
-                loaded.model,
-                loaded.example_args,
-                time_limit_seconds=args.time_limit_seconds,
-                **_asked.of_model(loaded, progress),
-            )
-        save(made, args.output)
+        from planner.plans import profile_file
         from planner.report import render_profile
 
-        show(lambda console: render_profile(made, args.output, console))
+        _asked.check_model(args)
+        _asked.check_writable(args.output)
+        with _asked.working(args) as (progress, loaded):
+            from planner import api
+
+            made = _asked.ask(api.profile, loaded, progress, time_limit_seconds=args.time_limit_seconds)
+        profile_file.save(made, args.output)
+        show(partial(render_profile, made, args.output))
         return 0
 
 

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from planner.commands import _planning
-from planner.commands._options import (
-    Parser,
-    budget_options,
-    model_options,
-    planning_options,
-    training_options,
-)
+from planner.commands._options import AboutModel, budget_options, planning_options
 from planner.errors import UsageError
 
 
-class _Verify:
+class _Verify(AboutModel):
     name = "verify"
     summary = "plan, and run real steps"
-    examples = (
-        "verify minigpt --plan minigpt.plan",
-        "verify my_model.py:make --budget 70% --cost-model measured",
-    )
-
-    def parents(self) -> Sequence[Parser]:
-        return model_options(), training_options()
+    examples = ("verify minigpt --plan minigpt.plan", "verify my_model.py:make --budget 70% --cost-model measured")
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser).add_argument("--plan", metavar="PLAN", help="a saved plan, in place of a budget")
         planning_options(parser)
+        parser.set_defaults(verify=True, tree=False)
 
     def run(self, args: argparse.Namespace) -> int:
         _planning.check(args)
         if args.tensor_parallel > 1:
             raise UsageError("--tensor-parallel is planned for, not run: use 'plan'")
-        return _planning.report_plan(args, verify=True, plan_file=args.plan)
+        return _planning.report_plan(args)
 
 
 COMMAND = _Verify()

@@ -9,10 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from planner.analysis.trade_off.ranges import parse_sizes
 from planner.commands import _asked
-from planner.commands._options import Parser, add, count, model_options, solving_options, training_options
-from planner.commands._terminal import Bar, Interrupts, counting, quiet, show, write_json
-from planner.common.options import Offload, Search, Training, picked
+from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
+from planner.commands._terminal import Bar, Interrupts, counting, hand_out, quiet
+from planner.common.options import Offload, Search, Target, Training, picked
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _DEFAULT_SECONDS = 25.0
 
+_AXES = (("batch_size", "batch size", "samples"), ("seq_len", "sequence length", "tokens"))
+
 _ROW_SHARE = 0.2
 """What each size and each device may take of the time limit for the curve."""
 
 
-class _WhatIf:
+class _WhatIf(AboutModel):
     name = "what-if"
     summary = "overhead over budget, and other batch sizes, devices and solvers"
     examples = (
@@ -42,23 +45,29 @@ class _WhatIf:
         "what-if gpt2 --device h100 --dtype bf16 --offload --host-budget 64GiB",
     )
 
-    def parents(self) -> tuple[Parser, ...]:
-        return model_options(), training_options()
-
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         curve = parser.add_argument_group("curve")
-        curve.add_argument("--budget", metavar="SIZE", help="mark this budget and say what 1 GiB more buys: 8GiB, 60%%")
-        curve.add_argument("--points", type=_points, metavar="N", default=20, help="budgets on the curve (default 20)")
+        curve.add_argument("--budget", **SIZE, help="mark this budget and say what 1 GiB more buys: 8GiB, 60%%")
+        curve.add_argument(
+            "--points",
+            type=partial(whole, least=2, what="a number of points: a curve has at least 2 points"),
+            metavar="N",
+            default=20,
+            help="budgets on the curve (default 20)",
+        )
         curve.add_argument(
             "--budgets",
             metavar="RANGE",
             help="4GiB..16GiB or 4GiB,8GiB,16GiB; by default from the smallest feasible to the peak without recompute",
         )
         axes = parser.add_argument_group("further axes (sizes are asked at --budget)")
-        axes.add_argument("--batch-sizes", metavar="RANGE", help="1..64 or 1,2,4: the largest that fits, samples/s")
-        axes.add_argument("--seq-lens", metavar="RANGE", help="128..4096 or 512,1024: the longest that fits, tokens/s")
-        axes.add_argument("--devices", metavar="NAMES", help="h100,a100-40: fits or not in the memory of each")
-        axes.add_argument("--solvers", metavar="NAMES", help="solvers, strategies, pytorch: on the same axes")
+        for option, what, each in (
+            ("--batch-sizes", "batch sizes", "1..64 or 1,2,4: the largest that fits, samples/s"),
+            ("--seq-lens", "sequence lengths", "128..4096 or 512,1024: the longest that fits, tokens/s"),
+        ):
+            axes.add_argument(option, metavar="RANGE", type=reading(partial(parse_sizes, what=what)), help=each)
+        axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
+        axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
         group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a size or a device has a fifth of that")
         add(group, Offload)
         group.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
@@ -71,19 +80,11 @@ class _WhatIf:
         with quiet(args.debug), counting(args.debug) as bar:
             asking = _Asking(args, bar)
             interrupted = asking.run()
-        answers = asking.answers(interrupted=interrupted)
-        _hand_out(answers, args)
+        _hand_out(asking.answers(interrupted=interrupted), args)
         if interrupted:
             print("interrupted: what was done by then is kept", file=sys.stderr)
             return _INTERRUPTED
         return 0
-
-
-def _points(text: str) -> int:
-    number = count(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError("a curve has at least 2 points")
-    return number
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -91,24 +92,20 @@ def _check(args: argparse.Namespace) -> None:
     from planner import solvers, zoo
     from planner.analysis.compatibility import check_solver, offloading_runtime
     from planner.analysis.trade_off import methods, ranges
-    from planner.common.units import parse_size
     from planner.report import curve_chart
 
     _asked.check_model(args)
     picked(Training, vars(args))
     _asked.check_offload(args)
-    able = solvers.get(args.solver).offloads
-    if args.offload and not able:
+    if args.offload and not solvers.get(args.solver).offloads:
         raise UsageError(f"solver {args.solver!r} does not offload: leave out --offload, or name it with --solvers")
-    _asked.check_target(args, *_names(args, "devices"))
+    _asked.check_target(args, *args.devices)
     check_solver(args.runtime, args.solver)
     offloading_runtime(args.runtime, picked(Offload, vars(args)))
-    methods.check(_names(args, "solvers"), args.runtime)
-    if args.budget:
-        parse_size(args.budget, whole_bytes=2**60)
+    methods.check(args.solvers, args.runtime)
     if args.budgets is not None:
         ranges.check_budgets(args.budgets)
-    sizes = [size for size in ("batch_size", "seq_len") if _sizes(args, size) is not None]
+    sizes = [name for name, *_ in _AXES if getattr(args, f"{name}s") is not None]
     if sizes and not args.budget:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
     zoo.check_sizes(args.model or args.name, sizes)
@@ -117,36 +114,16 @@ def _check(args: argparse.Namespace) -> None:
         curve_chart.check_picture(args.plot)
 
 
-def _names(args: argparse.Namespace, option: str) -> list[str]:
-    """Read a list of names."""
-    given = getattr(args, option)
-    if given is None:
-        return []
-    names = [name.strip() for name in given.split(",")]
-    if not all(names):
-        raise UsageError(f"--{option} {given!r} has an empty name: write names with commas between them")
-    return names
-
-
-def _sizes(args: argparse.Namespace, size: str) -> Any:
-    """Read a range of sizes; None if none is given."""
-    from planner.analysis.trade_off.ranges import parse_sizes
-
-    given = getattr(args, f"{size}s")
-    what = {"batch_size": "batch sizes", "seq_len": "sequence lengths"}[size]
-    return None if given is None else parse_sizes(given, what=what)
-
-
 class _Asking:
     """All that is asked about a model, one after the other."""
 
     def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
         self.args = args
         self.bar = bar
-        self.effort = picked(Search, vars(args))
-        self.row_effort = replace(self.effort, time_limit_seconds=_ROW_SHARE * self.effort.time_limit_seconds)
+        self.search = replace(picked(Search, vars(args)), progress=bar)
+        self.offload = picked(Offload, vars(args))
         self.samples = 1
-        self.tracing: CurveSweep | None = None
+        self.sweep: CurveSweep | None = None
         self.sizes: dict[str, SizeSearch] = {}
         self.devices: DeviceSearch | None = None
         self.methods: MethodSweep | None = None
@@ -155,17 +132,11 @@ class _Asking:
         """Ask, and say whether that was interrupted; before anything is done that is an error."""
         from planner.analysis.trade_off.curve import CurveSweep
 
-        args = self.args
-        study = self.study()
+        args, study = self.args, self.study()
         self.bar("looking for the smallest peak")
-        self.tracing = CurveSweep(
-            study,
-            points=args.points,
-            budgets=args.budgets,
-            asked=args.budget,
-            solver=args.solver,
-            effort=self.effort,
-            host=study.host_for(picked(Offload, vars(args))),
+        host = study.host_for(self.offload)
+        self.sweep = CurveSweep(
+            study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host
         )
 
         def count(done: int, total: int) -> None:
@@ -174,7 +145,7 @@ class _Asking:
 
         with Interrupts() as interrupts:
             try:
-                self.tracing.run(progress=self.bar, count=count)
+                self.sweep.run(count)
                 for start in self.further():
                     start()
                     interrupts.check()
@@ -190,41 +161,33 @@ class _Asking:
         """Return the searches along the other axes."""
         from planner.analysis.trade_off.accelerators import DeviceSearch
         from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
-        from planner.analysis.trade_off.sizes import SizeSearch
+        from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 
-        args, tracing = self.args, self.tracing
-        assert tracing is not None
-        for size, name, unit in (("batch_size", "batch size", "samples"), ("seq_len", "sequence length", "tokens")):
-            sizes = _sizes(args, size)
+        args, sweep = self.args, self.sweep
+        assert sweep is not None
+        row_search = replace(self.search, time_limit_seconds=_ROW_SHARE * self.search.time_limit_seconds)
+        for option, name, unit in _AXES:
+            sizes = getattr(args, f"{option}s")
             if sizes is None:
                 continue
-            assert tracing.asked_bytes is not None, "sizes are asked with a budget"
+            assert sweep.asked_bytes is not None, "sizes are asked with a budget"
             by_sample = unit == "samples"
-            self.sizes[size] = search = SizeSearch(
-                sizes,
-                partial(self.study_at, size),
-                budget_bytes=tracing.asked_bytes,
-                name=name,
-                unit=unit,
+            self.sizes[option] = SizeSearch(
+                sizes=sizes,
+                study_at=partial(self.study_at, option),
+                axis_so_far=SizeAxis(name=name, unit=unit, budget_bytes=sweep.asked_bytes),
+                search=row_search,
+                offload=self.offload,
                 units_of_one=1 if by_sample else self.samples,
                 step=1 if by_sample else sizes.coarse_step,
-                solver=args.solver,
-                effort=self.row_effort,
-                **_asked.keywords(args, Offload),
             )
-            yield partial(search.run, progress=self.bar)
-        if devices := _names(args, "devices"):
-            self.devices = DeviceSearch(
-                devices,
-                partial(self.study_at, "device"),
-                solver=args.solver,
-                effort=self.row_effort,
-                **_asked.keywords(args, Offload),
-            )
-            yield partial(self.devices.run, progress=self.bar)
-        if names := [*([RECOMPUTE_ALONE] if args.offload else []), *_names(args, "solvers")]:
-            self.methods = MethodSweep(names, tracing, effort=self.effort, pytorch=self.partitioned)
-            yield partial(self.methods.run, progress=self.bar, count=self.bar.count)
+            yield self.sizes[option].run
+        if args.devices:
+            self.devices = DeviceSearch(args.devices, partial(self.study_at, "device"), row_search, self.offload)
+            yield self.devices.run
+        if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
+            self.methods = MethodSweep(solvers, sweep, self.partitioned)
+            yield partial(self.methods.run, self.bar.count)
 
     def study_at(self, option: str, value: Any) -> Study:
         """Capture the step with another value of an option."""
@@ -232,6 +195,7 @@ class _Asking:
 
     def study(self, **changes: Any) -> Study:
         """Capture the step, at other sizes or for another device where these are given."""
+        import planner
         from planner.capture.inputs import Inputs
 
         args = argparse.Namespace(**{**vars(self.args), **changes})
@@ -240,30 +204,28 @@ class _Asking:
             self.bar("capturing forward and backward")
             first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
             self.samples = first.shape[0] if first.dim() else 1
-        return _asked.study(args, loaded, args.runtime)
+        asked = _asked.keywords(args, Target, Training)
+        return _asked.ask(planner.study, loaded, runtime=args.runtime, **asked)
 
     def partitioned(self) -> Iterator[Schedule]:
         """Let PyTorch's partitioner decide on the same step."""
+        from planner.capture.inputs import Inputs
         from planner.session import min_cut
+        from planner.session.step import Options
 
-        args = self.args
-        loaded = _asked.load(args, real=False)
-        return min_cut.schedules(
-            loaded.model,
-            loaded.example_args,
-            example_kwargs=loaded.example_kwargs,
-            device=args.device,
-            **_asked.keywords(args, Training),
-        )
+        loaded = _asked.load(self.args, real=False)
+        inputs = Inputs.of(loaded.example_args, loaded.example_kwargs)
+        target, training = Target(device=self.args.device), picked(Training, vars(self.args))
+        return min_cut.schedules(loaded.model, inputs, Options(target=target, training=training))
 
     def answers(self, *, interrupted: bool) -> Answers:
         """Return what is done."""
         from planner.analysis.trade_off.answers import Answers
 
-        assert self.tracing is not None
-        axes = {size: search.axis_so_far for size, search in self.sizes.items()}
+        assert self.sweep is not None
+        axes = {option: search.axis_so_far for option, search in self.sizes.items()}
         return Answers(
-            curve=self.tracing.curve(),
+            curve=self.sweep.curve(),
             batch_sizes=axes.get("batch_size"),
             seq_lens=axes.get("seq_len"),
             devices=self.devices.rows if self.devices else (),
@@ -278,7 +240,6 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     from planner.common.atomic import write_text
     from planner.report import curve_chart, render_what_if
 
-    write_json(answers.report(), args.json)
     if args.csv:
         write_text(args.csv, csv_text(answers.curve))
     if args.html:
@@ -287,8 +248,7 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
         write_text(args.html, what_if_page(answers))
     if args.plot:
         curve_chart.write_picture(args.plot, answers.curve, answers.methods)
-    if args.json != "-":
-        show(lambda console: render_what_if(answers, console))
+    hand_out(answers.report(), args.json, partial(render_what_if, answers))
 
 
 COMMAND = _WhatIf()

@@ -96,6 +96,10 @@ class Search(SolveLimits):
         if self.progress is not None:
             self.progress(line)
 
+    def under(self, name: str) -> Search:
+        """Return the same search, each of whose lines begins with a name."""
+        return replace(self, progress=lambda line: self.tell(f"{name}: {line}"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from planner.capture.inputs import Inputs, LossFunction, check_module
-from planner.capture.joint_capture import capture
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.common.units import Size
 from planner.diagnose.observe import observe
@@ -19,7 +18,7 @@ from planner.findings.rules import examine
 from planner.findings.subject import CapturedStep, Subject
 from planner.ir.problem import Problem, Progress
 from planner.ir.schedule import Schedule
-from planner.session.step import Options, attention_for, cost, lower_step, with_loss
+from planner.session.step import Options, captured, cost, lower_step, with_loss
 
 RULES = (*checkpoint_rules.RULES, *model_rules.RULES, *step_rules.RULES)
 """All rules, in the order in which findings of the same severity are shown."""
@@ -76,7 +75,6 @@ def check(
     options = Options.of(asked)
     options.search.tell("following the forward")
     seen = observe(model, inputs)
-    options.search.tell("capturing forward and backward")
     step, not_captured = None, ""
     try:
         step = _step(model, inputs, options, loss_fn)
@@ -98,7 +96,7 @@ def check(
 
 def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunction | None) -> CapturedStep:
     """Capture a step, with the schedule that recomputes nothing."""
-    joint = capture(model, inputs, attention=attention_for(model, options))
+    joint = captured(model, inputs, options)
     options = with_loss(model, options, loss_fn, inputs)
     lowered = lower_step(model, joint, options)
     graph, costs = lowered.lowered.graph, cost(model, lowered.lowered, lowered.spec, options).costs

@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -27,7 +27,6 @@ from planner.capture.storages import StorageRecorder, tensors_in
 from planner.capture.torch_internals import (
     CHECKPOINT,
     FakeTensor,
-    FakeTensorMode,
     call_implementation,
     is_mutable,
     storage_id,
@@ -42,17 +41,7 @@ _CHOOSING = (aten.topk, aten.sort, aten.argmax)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What was seen of one forward.
-
-    Parameters
-    ----------
-    cast_while_tied : tuple of str
-        Tied parameters that were cast to another type.
-    returned_cache : bool, optional
-        Whether a cache of keys and values was given back; None if the forward did not end.
-    unseen : str
-        Why it did not.
-    """
+    """What was seen of one forward; see :class:`~planner.findings.subject.Subject`."""
 
     calls: tuple[CheckpointCall, ...]
     cast_while_tied: tuple[str, ...]
@@ -84,31 +73,22 @@ class _Call:
     """A checkpointed region, while it is being filled in."""
 
     frame: FrameType
-    region: str
-    reentrant: bool
-    preserves_random_state: bool
-    selective: bool
-    nested: bool
-    gets_gradient: bool
+    begun: CheckpointCall
+    """What is known when it is called."""
     trainable: bool = False
     draws: list[str] = field(default_factory=list)
-    updates: list[str] = field(default_factory=list)
+    updates: dict[str, None] = field(default_factory=dict)
     overwrites: list[str] = field(default_factory=list)
     chooses: list[str] = field(default_factory=list)
     products: set[int] = field(default_factory=set)
     """Storages of the results of matrix products."""
 
     def told(self) -> CheckpointCall:
-        return CheckpointCall(
-            region=self.region,
-            reentrant=self.reentrant,
-            preserves_random_state=self.preserves_random_state,
-            selective=self.selective,
-            nested=self.nested,
-            gets_gradient=self.gets_gradient,
+        return replace(
+            self.begun,
             trainable=self.trainable,
             draws=tuple(self.draws),
-            updates=tuple(dict.fromkeys(self.updates)),
+            updates=tuple(self.updates),
             overwrites=tuple(self.overwrites),
             chooses=tuple(self.chooses),
         )
@@ -145,7 +125,7 @@ class _Watcher(StorageRecorder):
         super().entered(module, _inputs)
         for call in self.open:
             if updates_statistics(module):
-                call.updates.append(f"{path} ({type(module).__name__})")
+                call.updates[f"{path} ({type(module).__name__})"] = None
 
     def _profile(self, frame: FrameType, event: str, _argument: Any) -> None:
         if frame.f_code is not CHECKPOINT:
@@ -178,7 +158,7 @@ class _Watcher(StorageRecorder):
             if func.overloadpacket in _CHOOSING:
                 call.chooses.append(place)
             if written is not None and storage_id(written) in self.state:
-                call.updates.append(self.state[storage_id(written)])
+                call.updates[self.state[storage_id(written)]] = None
             if written is not None and self.number(written) in call.products:
                 call.overwrites.append(place)
             if func.overloadpacket in _PRODUCTS and (number := self.number(output)) is not None:
@@ -189,8 +169,7 @@ def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _
     given = frame.f_locals
     function = given["function"]
     module = _module_of(function)
-    return _Call(
-        frame=frame,
+    begun = CheckpointCall(
         region=paths.get(module) or str(getattr(function, "__qualname__", type(function).__name__)),
         reentrant=given["use_reentrant"] is not False,  # torch takes silence for yes
         preserves_random_state=bool({"preserve_rng_state": True, **given["kwargs"], **given}["preserve_rng_state"]),
@@ -198,6 +177,7 @@ def _opened(frame: FrameType, paths: dict[nn.Module, str], *, nested: bool) -> _
         nested=nested,
         gets_gradient=any(isinstance(x, torch.Tensor) and x.requires_grad for x in given["args"]),
     )
+    return _Call(frame, begun)
 
 
 def _module_of(function: Any) -> Any:
@@ -208,16 +188,11 @@ def _module_of(function: Any) -> Any:
     return function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
 
 
-def _mode_of(model: nn.Module, inputs: Inputs) -> FakeTensorMode:
-    """Return the fake mode that a model was built under, or a new one for a real model."""
-    tensors = [*model.parameters(), *model.buffers(), *inputs.tensors()]
-    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
-
-
 @contextmanager
 def _left_alone(model: nn.Module, inputs: Inputs) -> Iterator[None]:
-    """Enter a fake mode, and give modules back the attributes and buffers that they had."""
-    mode = _mode_of(model, inputs)
+    """Enter the fake mode that the model was built under, or a new one, and leave modules as they were."""
+    tensors = (*model.parameters(), *model.buffers(), *inputs.tensors())
+    mode = next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
     attributes = {module: dict(vars(module)) for module in model.modules()}
     buffers = {module: dict(module.named_buffers(recurse=False)) for module in attributes}
     try:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.torch_internals import install_call, installed_call, uninstall_call
+from planner.capture.torch_internals import calling
 from planner.common.options import TOLERANCE, Budget, chunks_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import Plan, Verification
@@ -50,81 +51,44 @@ def verify(
     inputs: Inputs,
     plan: Plan,
     *,
-    loss_fn: LossFunction | None = None,
-    loss: LossMemory | None = None,
-    timed_steps: int = 5,
+    loss_fn: LossFunction | None,
+    loss: LossMemory | None,
+    timed_steps: int,
 ) -> Verification:
-    """Run real steps with the plan and with the full-save graph, interleaved, and compare.
+    """Run real steps with the plan and with the full-save graph, interleaved, and compare; see :func:`planner.verify`.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        A real model; its parameters, buffers, gradients and the random state are put back afterwards.
-    loss_fn : callable, optional
-        From the model's output to a scalar loss.
-    loss : LossMemory, optional
-        What that loss takes.
-    timed_steps : int
-        Pairs of steps that are timed; the overhead is the median of their ratios, so that a machine that
-        becomes slower or faster meanwhile does not count.
-
-    Returns
-    -------
-    Verification
-        Peaks are of the whole device: what is resident is added to what the step was seen to allocate.
-
-    Raises
-    ------
-    PlanMismatchError
-        If the plan is of another model or of other shapes.
+    ``loss`` is what ``loss_fn`` takes. What is resident is added to what a step was seen to allocate.
     """
-    device = next((t.device for t in [*model.parameters(), *inputs.tensors()]), torch.device("cpu"))
-    resident_bytes = sum(plan.static_bytes.values())
-    options = options_of(plan, loss=loss)
+    options, chosen = options_of(plan, loss), runtimes.get(plan.runtime)
     unbounded_bytes = 4 * max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)  # code may hold more than the graph
-    chosen = runtimes.get(plan.runtime)
-    with _restored(model):
-        running = {
-            "planned": chosen.start(model, options, plan=plan, replan=False),
-            "baseline": chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes))),
-        }
-        timed = list(running.items())
+    one_piece = None
+    with _restored(model) as start:
+        step = _Step(model, inputs, loss_fn)
+        planned = chosen.start(model, options, plan=plan, replan=False)
+        baseline = chosen.start(model, replace(options, budget=Budget(budget=unbounded_bytes)))
+        peak_bytes, actual = step.measured(planned, start)
+        baseline_peak_bytes, expected = step.measured(baseline, start)
         if chunks_of(plan.fingerprint) > 1:
-            running["in one piece"] = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
-        results, peaks = {}, {}
-        seconds: dict[str, list[float]] = {name: [] for name, _ in timed}
-        start = _ModelState(model)
-        for name, runtime in running.items():
-            with _running(model, runtime):
-                _step(model, inputs, loss_fn)  # captures, plans and compiles
-                start.put_back(model)
-                peak_bytes, kept = measure_peak(lambda: _step(model, inputs, loss_fn), device)
-                peaks[name] = peak_bytes + resident_bytes
-                results[name] = _result(model, kept)
-                del kept
-                start.put_back(model)
+            whole = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
+            _, one_piece = step.measured(whole, start)
+        ratios = []
         for number in range(timed_steps):
-            for name, runtime in reversed(timed) if number % 2 else timed:  # neither always goes first
-                with _running(model, runtime):
-                    model.zero_grad(set_to_none=True)
-                    begun = time.perf_counter()
-                    _step(model, inputs, loss_fn)
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-                    seconds[name].append(time.perf_counter() - begun)
-    kinds = {line.split(" ", 1)[0] for line in compare(results["baseline"], results["planned"])}
+            order = (baseline, planned) if number % 2 else (planned, baseline)  # neither always goes first
+            seconds = {id(running): step.seconds(running) for running in order}
+            ratios.append(seconds[id(planned)] / seconds[id(baseline)])
+    kinds = {line.split(" ", 1)[0] for line in compare(expected, actual)}
     lossy = plan.offloading is not None and plan.offloading.rounded > 0
     tolerance = ROUNDED if lossy else chosen.tolerance
-    differences = compare(results["baseline"], results["planned"], tolerance=tolerance, in_roundings=not lossy)
-    one_piece, in_chunks = results.get("in one piece"), results["baseline" if lossy else "planned"]
+    differences = compare(expected, actual, tolerance=tolerance, in_roundings=not lossy)
+    in_chunks = expected if lossy else actual
     if one_piece is not None:
         far = compare(one_piece, in_chunks, tolerance=TOLERANCE)
         differences += [f"{line}, held against the step in one piece" for line in far]
-    ratios = [planned / baseline for planned, baseline in zip(seconds["planned"], seconds["baseline"], strict=True)]
+    resident_bytes = plan.total_static_bytes
     return Verification(
-        peak_bytes=peaks["planned"],
-        baseline_peak_bytes=peaks["baseline"],
-        overhead=statistics.median(ratios) - 1.0,
+        peak_bytes=peak_bytes + resident_bytes,
+        baseline_peak_bytes=baseline_peak_bytes + resident_bytes,
+        overhead=statistics.median(ratios) - 1.0,  # a machine that becomes slower meanwhile does not count
         loss_equal="loss" not in kinds,
         gradients_bitwise_equal="gradient" not in kinds,
         buffers_equal=not kinds & {"buffer", "random"},
@@ -132,8 +96,53 @@ def verify(
         steps=timed_steps,
         tolerance=tolerance,
         from_one_piece=0.0 if one_piece is None else distance(one_piece, in_chunks),
-        rounding_error=_rounding_error(results["baseline"], results["planned"]) if lossy else None,
+        rounding_error=_rounding_error(expected, actual) if lossy else None,
     )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that runs as whatever stands in for the model's call says."""
+
+    model: nn.Module
+    inputs: Inputs
+    loss_fn: LossFunction | None
+
+    @property
+    def device(self) -> torch.device:
+        return next((t.device for t in (*self.model.parameters(), *self.inputs.tensors())), torch.device("cpu"))
+
+    def run(self) -> Any:
+        outputs = self.model(*self.inputs.args, **self.inputs.kwargs)
+        run_backward(outputs, self.loss_fn)
+        return outputs
+
+    def measured(self, running: Running, start: _ModelState) -> tuple[int, StepResult]:
+        """Return what the second step allocates, and leaves behind; the first captures, plans and compiles."""
+        model = self.model
+        with calling(model, running):
+            self.run()
+            start.put_back(model)
+            peak_bytes, outputs = measure_peak(self.run, self.device)
+            result = StepResult(
+                loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
+                gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+                buffers={name: b.clone() for name, b in model.named_buffers()},
+                random_states=_random_states(),
+            )
+            del outputs
+            start.put_back(model)
+        return peak_bytes, result
+
+    def seconds(self, running: Running) -> float:
+        """Return the time of one step."""
+        with calling(self.model, running):
+            self.model.zero_grad(set_to_none=True)
+            begun = time.perf_counter()
+            self.run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            return time.perf_counter() - begun
 
 
 def compare(
@@ -150,26 +159,20 @@ def compare(
     in_roundings : bool
         Whether that is for float32 and for other types as many roundings, or the same share for all.
     """
+    close = partial(_close, tolerance=tolerance, in_roundings=in_roundings)
     shortest = _shortest(expected)
     lines = []
-    if len(expected.loss) != len(actual.loss) or not all(
-        _close(a, b, tolerance, in_roundings=in_roundings) for a, b in zip(expected.loss, actual.loss, strict=True)
-    ):
+    if len(expected.loss) != len(actual.loss) or not all(map(close, expected.loss, actual.loss)):
         lines.append("loss or outputs differ")
     for name, gradient in expected.gradients.items():
         other = actual.gradients[name]
-        if (gradient is None) != (other is None):
-            lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
-        elif (
-            gradient is not None
-            and other is not None
-            and not _close(gradient, other, tolerance, shortest, in_roundings=in_roundings)
-        ):
+        if gradient is None or other is None:
+            if gradient is not other:
+                lines.append(f"gradient of {name} is {'absent' if other is None else 'present'}, unlike unplanned")
+        elif not close(gradient, other, shortest=shortest):
             lines.append(f"gradient of {name} differs by up to {(gradient - other).abs().max().item():.3g}")
     lines += [
-        f"buffer {name} differs"
-        for name, buffer in expected.buffers.items()
-        if not _close(buffer, actual.buffers[name], tolerance, in_roundings=in_roundings)
+        f"buffer {name} differs" for name, own in expected.buffers.items() if not close(own, actual.buffers[name])
     ]
     if not all(map(torch.equal, expected.random_states, actual.random_states)):
         lines.append("random state after the step differs")
@@ -208,7 +211,7 @@ def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_
 
 
 def _close(
-    expected: torch.Tensor, actual: torch.Tensor, tolerance: float, shortest: float = 0.0, *, in_roundings: bool
+    expected: torch.Tensor, actual: torch.Tensor, *, tolerance: float, shortest: float = 0.0, in_roundings: bool
 ) -> bool:
     """Whether two tensors are equal to the last bit, or as near as the tolerance says."""
     if bitwise_equal(expected, actual):
@@ -223,21 +226,6 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
-
-
-def _step(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None) -> Any:
-    outputs = model(*inputs.args, **inputs.kwargs)
-    run_backward(outputs, loss_fn)
-    return outputs
-
-
-def _result(model: nn.Module, outputs: Any) -> StepResult:
-    return StepResult(
-        loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
-        gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
-        buffers={name: b.clone() for name, b in model.named_buffers()},
-        random_states=_random_states(),
-    )
 
 
 def _random_states() -> tuple[torch.Tensor, ...]:
@@ -264,24 +252,15 @@ class _ModelState:
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def _restored(model: nn.Module) -> Iterator[_ModelState]:
+    """Let steps begin without gradients, and leave the model as it was; give what every step begins with."""
     state = _ModelState(model)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     try:
-        yield
+        yield state
     finally:
         state.put_back(model)
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name]
-
-
-@contextmanager
-def _running(model: nn.Module, runtime: Running) -> Iterator[None]:
-    previous = installed_call(model)
-    install_call(model, runtime)
-    try:
-        yield
-    finally:
-        uninstall_call(model) if previous is None else install_call(model, previous)

@@ -6,6 +6,7 @@ from planner.common.units import format_bytes
 from planner.findings.finding import Severity, collapsed
 from planner.findings.rules import Rule
 from planner.findings.subject import ModuleFacts, Subject
+from planner.ir.layers import is_within
 
 
 def _not_captured(subject: Subject) -> str:
@@ -73,7 +74,7 @@ def _loss(subject: Subject, *, counted: bool) -> str:
 
 
 def _beneath(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
+    return not outer or is_within(path, outer)
 
 
 RULES = (

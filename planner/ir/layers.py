@@ -71,6 +71,17 @@ def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[i
     return {block: tuple(operations) for block, operations in inside.items()}
 
 
+def is_within(module: str, outer: str) -> bool:
+    """Whether a module is another, or inside it.
+
+    Examples
+    --------
+    >>> is_within("h.1.mlp", "h.1"), is_within("h.10", "h.1")
+    (True, False)
+    """
+    return module == outer or module.startswith(f"{outer}.")
+
+
 def path_prefixes(module: str) -> list[str]:
     """Return the prefixes of a path, shortest first, the path itself last."""
     return list(accumulate(module.split("."), "{}.{}".format)) if module else []

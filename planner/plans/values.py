@@ -61,6 +61,11 @@ class ValueRow:
         return self.operation.partition("|")[0]
 
     @property
+    def dropped(self) -> bool:
+        """Whether it must be made again for the backward."""
+        return self.needed and not self.kept and not self.offloaded
+
+    @property
     def target(self) -> str:
         """The operator that makes it."""
         return self.operation.partition("|")[2].partition("|")[0]

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from planner.analysis.explain import ExplainedValue, Explanation, per_ms
 from planner.common.units import format_bytes, format_seconds
+from planner.ir.layers import is_within
 from planner.report.alike import alike, result_name
 from planner.report.style import print_parts, print_verdict
 
@@ -30,7 +31,7 @@ def render(explanation: Explanation, console: Console, *, largest: int | None = 
 
 def answer(explanation: Explanation) -> str:
     """Return the answer as one line."""
-    name = explanation.module or explanation.model or "the model"
+    name = explanation.module or explanation.plan.model or "the model"
     if not explanation.values:
         return f"{name} makes nothing that the backward waits for"
     parts = [f"{name} keeps {format_bytes(explanation.kept_bytes)}"]
@@ -51,10 +52,11 @@ def answer(explanation: Explanation) -> str:
 
 
 def _peaks(explanation: Explanation) -> str:
+    plan, table = explanation.plan, explanation.table
     return (
-        f"Of {explanation.steps} steps, the peak without recompute is step {explanation.baseline_peak_step + 1} "
-        f"({format_bytes(explanation.baseline_peak_bytes)}), the plan's step {explanation.peak_step + 1} "
-        f"({format_bytes(explanation.peak_bytes)} of {format_bytes(explanation.budget_bytes)})"
+        f"Of {table.steps} steps, the peak without recompute is step {table.baseline_peak_step + 1} "
+        f"({format_bytes(plan.baseline_peak_bytes)}), the plan's step {table.peak_step + 1} "
+        f"({format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)})"
     )
 
 
@@ -98,6 +100,6 @@ def _where(explained: ExplainedValue) -> str:
 
 def _inside(module: str, block: str) -> str:
     """Shorten the path of a module by the block that is spoken of."""
-    if block and f"{module}.".startswith(f"{block}."):
+    if block and is_within(module, block):
         module = module[len(block) + 1 :]
     return f"{module} " if module else ""

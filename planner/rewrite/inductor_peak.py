@@ -25,30 +25,16 @@ from planner.ir.static_memory import LossMemory
 def peak_of_drafts(
     forward: Draft,
     backward: Draft,
-    *,
-    outputs: int,
     lowered: LoweredGraph,
     costs: Sequence[OperationCost],
-    loss: LossMemory = LossMemory(),  # noqa: B008
+    loss: LossMemory,
 ) -> int:
-    """Return the most bytes that a step holds on top of what is resident.
+    """Return the most bytes that a step holds on top of what is resident, from the drafts of its two graphs.
 
-    Parameters
-    ----------
-    outputs : int
-        How many results of the forward go to the model's caller; the others are saved for the backward.
-    lowered : LoweredGraph
-        The graph that they were drafted for: it says which calls need workspace.
-    costs : sequence of OperationCost
-        One for each operation of it.
-    loss : LossMemory
-        What a loss outside takes.
-
-    Returns
-    -------
-    int
-        An upper bound: a call of other sizes than any in the graph needs the most workspace of its operator.
+    The graph that they were drafted for, and its costs, say which calls need workspace. It is an upper bound: a call of
+    other sizes than any in the graph needs the most workspace of its operator.
     """
+    outputs = lowered.joint.num_forward_outputs
     mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
     recorder = _Allocations(lowered, costs, forward.inputs)
     with mode, recorder:

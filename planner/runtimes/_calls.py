@@ -1,38 +1,40 @@
-"""What runtimes share: the calls of one wrapped model, and how they start."""
+"""What runtimes share: the calls of one wrapped model, how they start, and when they need another plan."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from torch import nn
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
-    from planner.capture.inputs import Inputs
-    from planner.plans.plan import Plan
-    from planner.runtimes import Prepare, Running
-    from planner.session.step import Options
-
-
-class Settings(TypedDict, total=False):
-    """How a runtime starts; see :meth:`planner.runtimes.Runtime.start`."""
-
-    plan: Plan | None
-    replan: bool
-    prepare: Prepare | None
+from planner.capture.hugging_face import masking_of
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import call_implementation, training_switches
+from planner.plans.plan import Plan
+from planner.runtimes import Prepare, Running
+from planner.session.step import Options
 
 
 class PlannedCalls:
     """The calls of one wrapped model: the plan in force, and what was asked of it, from one input size to the next."""
 
-    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
-        self.model = model
-        self.options = options
-        self.plan = settings.get("plan")
-        self.prepare = settings.get("prepare")
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
+    ) -> None:
+        self.model, self.options, self.plan, self.prepare = model, options, plan, prepare
         self.is_confirmed = False
         """Whether the model was seen to be what the first plan is for."""
-        self._must_match = self.plan is not None and not settings.get("replan", True)
+        self._must_match = plan is not None and not replan
 
     @property
     def must_match(self) -> bool:
@@ -53,12 +55,72 @@ class PlannedCalls:
         self.options = self.options.after(plan)
 
 
+class Decided(Protocol):
+    """What was decided for some calls."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that it carries out."""
+        ...
+
+
+DecidedT = TypeVar("DecidedT", bound=Decided)
+
+
+class CallsInSituations(PlannedCalls, ABC, Generic[DecidedT]):
+    """Calls of the model itself, with parts of it replaced: decided anew where a call differs in more than data."""
+
+    def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
+        super().__init__(model, options, **settings)
+        self._decided: dict[Any, DecidedT] = {}
+
+    @abstractmethod
+    def decide(self, inputs: Inputs) -> DecidedT:
+        """Plan a call."""
+
+    @abstractmethod
+    def installed(self, decided: DecidedT) -> AbstractContextManager[Any]:
+        """Replace parts of the model for as long as the forward lasts."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, planned if gradients are on."""
+        implementation = call_implementation(self.model)
+        if not torch.is_grad_enabled():
+            return implementation(*args, **kwargs)
+        inputs = Inputs(args, kwargs)
+        situation = situation_of(self.model, inputs)
+        if situation not in self._decided:
+            self._decided[situation] = self.decide(inputs)
+        decided = self._decided[situation]
+        self.plan = decided.plan
+        with self.installed(decided):
+            return implementation(*args, **kwargs)
+
+
+def situation_of(model: nn.Module, inputs: Inputs) -> Any:
+    """Return all that a step's plan depends on, as far as it can change between calls: two are equal or not.
+
+    It is asked in every step, so it is quick to find.
+    """
+    leaves = pytree.tree_leaves((inputs.args, inputs.kwargs))
+    described = tuple(
+        (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+        if isinstance(x, (torch.Tensor, bool, str))
+    )
+    kind = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
+    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return described, cast, training_switches(model), masking_of(model, inputs)
+
+
 class StartsCalls:
-    """A runtime whose calls are those of one class."""
+    """A runtime whose calls are those of one class, and whose numbers and peaks are exact."""
 
     calls: ClassVar[Any]
+    tolerance = 0.0
+    exact_peak = True
 
-    def start(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> Running:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
         """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
         running: Running = self.calls(model, options, **settings)
         return running

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -69,22 +68,16 @@ class _Again(AbstractContextManager[None]):
     def __init__(self, module: nn.Module, giving: TorchDispatchMode | None) -> None:
         self.module = module
         self.giving = giving
-        self.entered: TorchDispatchMode | None = None
-        self.statistics: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.stack = ExitStack()
 
     def __enter__(self) -> None:
-        parts = [part for part in self.module.modules() if keeps_statistics(part)]
-        self.statistics = [(part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)]
-        for part, name, buffer in self.statistics:
-            setattr(part, name, buffer.clone())
-        self.entered, self.giving = self.giving, None
-        if self.entered is not None:
-            self.entered.__enter__()
+        for part in filter(keeps_statistics, self.module.modules()):
+            for name, buffer in part.named_buffers(recurse=False):
+                self.stack.callback(setattr, part, name, buffer)
+                setattr(part, name, buffer.clone())
+        if self.giving is not None:
+            self.stack.enter_context(self.giving)
+            self.giving = None
 
     def __exit__(self, *raised: Any) -> None:
-        if self.entered is not None:
-            self.entered.__exit__(*raised)
-            self.entered = None
-        for part, name, buffer in self.statistics:
-            setattr(part, name, buffer)
-        self.statistics = []
+        self.stack.__exit__(*raised)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,21 +44,16 @@ def reach_of(joint: JointGraph) -> Reach | None:
 
 
 def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None:
-    """Put hooks on the backward of one call.
+    """Put hooks on the backward of one call, whose planned forward returned these outputs that require gradients.
 
-    Parameters
-    ----------
-    outputs : sequence of torch.Tensor
-        What the planned forward returned, those that require gradients.
-    reach : tuple, optional
-        From :func:`reach_of`; without it every gradient is passed on as it is.
+    Without a reach every gradient is passed on as it is.
     """
     node = _planned_node(outputs)
     if node is None:
         return
     node.register_prehook(_refuse_double_backward)
     if reach is not None:
-        node.register_hook(_WithoutUnreached(reach))
+        node.register_hook(partial(_without_unreached, reach))
 
 
 def _refuse_double_backward(_gradients: Any) -> None:
@@ -68,23 +64,18 @@ def _refuse_double_backward(_gradients: Any) -> None:
         )
 
 
-class _WithoutUnreached:
-    """Turns the zeros of gradients that no arriving gradient reaches into None."""
-
-    def __init__(self, reach: Reach) -> None:
-        self.reach = reach
-
-    def __call__(self, gradients: tuple[Any, ...], arrived: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        raw_outputs, depends = self.reach
-        present = {tangent for tangent, raw in enumerate(raw_outputs) if arrived[raw] is not None}
-        if len(present) == len(raw_outputs):
-            return None
-        if len(gradients) != len(depends):
-            raise PlannerError(f"{len(gradients)} gradients, planned are {len(depends)}; please report this as a bug")
-        return tuple(
-            None if needed and needed.isdisjoint(present) else gradient
-            for gradient, needed in zip(gradients, depends, strict=True)
-        )
+def _without_unreached(reach: Reach, gradients: tuple[Any, ...], arrived: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Turn the zeros of gradients that no arriving gradient reaches into None."""
+    raw_outputs, depends = reach
+    present = {tangent for tangent, raw in enumerate(raw_outputs) if arrived[raw] is not None}
+    if len(present) == len(raw_outputs):
+        return None
+    if len(gradients) != len(depends):
+        raise PlannerError(f"{len(gradients)} gradients, planned are {len(depends)}; please report this as a bug")
+    return tuple(
+        None if needed and needed.isdisjoint(present) else gradient
+        for gradient, needed in zip(gradients, depends, strict=True)
+    )
 
 
 def _planned_node(outputs: Sequence[torch.Tensor]) -> Any:
@@ -100,29 +91,17 @@ def _planned_node(outputs: Sequence[torch.Tensor]) -> Any:
 class LateGradients:
     """The way back for outputs that the plan detached, should a gradient arrive for one after all.
 
-    The captured program is run again from its inputs under the random state that it began with, and
-    differentiated: what a plain checkpoint around the whole model would do. It is right and slow,
-    so ``replan`` is told, and the next call is planned with these outputs.
-
-    Parameters
-    ----------
-    graph_module : torch.fx.GraphModule
-        The program as Dynamo captured it.
-    positions : sequence of int
-        Outputs that were detached.
-    replan : callable
-        Called when a gradient arrives.
+    The program, as Dynamo captured it, is run again from its inputs under the random state that it began with, and
+    differentiated: what a plain checkpoint around the whole model would do. It is right and slow, so ``replan`` is
+    called, and the next call is planned with these outputs.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, positions: Sequence[int], replan: Callable[[], None]) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, joint: JointGraph, positions: Sequence[int], replan: Callable[[], None]
+    ) -> None:
         self.graph_module = graph_module
         self.positions = positions
         self.replan = replan
-        self.repeatable = True
-        self.random = True
-
-    def learn(self, joint: JointGraph) -> None:
-        """Find out whether the traced program is random, and whether it overwrites what a second run reads."""
         nodes = [n for n in joint.graph.nodes if n.op == "call_function"]
         self.random = any(is_random(node) for node in nodes)
         written = {n.args[0] for n in nodes if mutates(n)}

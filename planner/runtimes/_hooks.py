@@ -195,12 +195,13 @@ def split_arguments(
     """Take the tensors out of a call's arguments: give what is to be called with them, and them."""
     arguments = [*args, *kwargs.values()]
     count, names = len(args), list(kwargs)
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     positions = [position for position, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)]
-    rest = [None if isinstance(argument, torch.Tensor) else argument for argument in arguments]
+    tensors = [arguments[position] for position in positions]
+    for position in positions:
+        arguments[position] = None  # the call must hold none of them
 
     def run(*given: torch.Tensor) -> Any:
-        filled = list(rest)
+        filled = list(arguments)
         for position, tensor in zip(positions, given, strict=True):
             filled[position] = tensor
         return call(*filled[:count], **dict(zip(names, filled[count:], strict=True)))

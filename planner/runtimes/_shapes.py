@@ -18,12 +18,8 @@ class PlansBySize:
     """The plans of one wrapped model, by how many elements the inputs had that they were made for.
 
     What keeps the budget for large inputs nearly always does for smaller ones, so the plan of the
-    nearest size above is the one to try first: it fits, and recomputes least of those that do.
-
-    Parameters
-    ----------
-    given : Plan, optional
-        A plan made before, for sizes that are not known: tried where there is none from above.
+    nearest size above is the one to try first: it fits, and recomputes least of those that do. One that was
+    given, for sizes that are not known, is tried where there is none from above.
     """
 
     def __init__(self, given: Plan | None = None) -> None:
@@ -47,10 +43,7 @@ def marked(inputs: Inputs) -> list[torch.Tensor]:
 def largest_sizes(inputs: Inputs) -> Sizes | None:
     """Return the largest sizes that the marks allow, tensor by tensor; None if they name none.
 
-    Raises
-    ------
-    UsageError
-        If an input is larger than its mark says.
+    Raises UsageError if an input is larger than its mark says.
     """
     bounded = False
     sizes = []

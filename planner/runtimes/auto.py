@@ -36,20 +36,12 @@ def choose() -> str:
 
 
 class AutoRuntime:
-    """What ``model(...)`` runs: the first choice, and once that cannot capture the model, the other one.
-
-    Parameters
-    ----------
-    model, options, plan, replan, prepare
-        See :meth:`planner.runtimes.Runtime.start`.
-    """
+    """What ``model(...)`` runs: the first choice, and once that cannot capture the model, the other one."""
 
     def __init__(
         self, model: nn.Module, options: Options, *, plan: Plan | None, replan: bool, prepare: Prepare | None
     ) -> None:
-        self._settings: dict[str, Any] = {"replan": replan, "prepare": prepare}
-        self._model = model
-        self._options = options
+        self._model, self._options, self._replan, self._prepare = model, options, replan, prepare
         self._note = next((w for w in plan.warnings if w.rule == _RULE), None) if plan is not None else None
         self._running = self._start(plan.runtime if plan is not None else choose(), plan)
         self._may_change = plan is None or replan
@@ -78,12 +70,9 @@ class AutoRuntime:
         self._running.stop()
 
     def _start(self, name: str, plan: Plan | None) -> Running:
-        prepare = self._settings["prepare"]
-        if prepare is not None:
-            settings = {**self._settings, "prepare": lambda seen: _for(name, prepare(seen))}
-        else:
-            settings = self._settings
-        return runtimes.get(name).start(self._model, _for(name, self._options), plan=plan, **settings)
+        prepare, options = self._prepare, _for(name, self._options)
+        completed = (lambda seen: _for(name, prepare(seen))) if prepare is not None else None
+        return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=completed)
 
 
 class _Auto:
@@ -106,12 +95,11 @@ class _Auto:
         except (CaptureError, RuntimeUnsupportedError) as refusal:
             if choose() != FIRST:
                 raise
-            reason = refusal
-        try:
-            plan = made_by(INSTEAD)
-        except (CaptureError, RuntimeUnsupportedError):
-            raise reason from None  # it is the model that fails, not its capture
-        return _with(plan, _said(reason, options))
+            try:
+                plan = made_by(INSTEAD)
+            except (CaptureError, RuntimeUnsupportedError):
+                raise refusal from None  # it is the model that fails, not its capture
+            return _with(plan, _said(refusal, options))
 
     def start(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,10 +19,10 @@ from planner.capture.torch_internals import Compiler, aot_backend, call_implemen
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
+from planner.runtimes._calls import PlannedCalls, StartsCalls
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
-from planner.session.step import Options, PlannedStep, attention_for, input_elements
+from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
 
 
@@ -32,25 +32,19 @@ class GraphRuntime(PlannedCalls):
     The first call with gradients captures the model, plans, and writes the graphs; later calls with
     the same input sizes run them. Other sizes are captured again, and a plan at hand is carried over if
     the simulator says that it fits. So is whatever else makes the graph another: modules, parameters or
-    hooks added, ``requires_grad`` or the mode switched. Calls without gradients run the model as it is.
-
-    Parameters
-    ----------
-    model, options, **settings
-        See :meth:`planner.runtimes.Runtime.start`.
-    compiler : callable, optional
-        What makes code of the planned graphs; see :class:`planner.capture.joint_capture.Backend`.
+    hooks added, ``requires_grad`` or the mode switched. Calls without gradients run the model as it is. ``compiler``
+    makes code of the planned graphs; see :class:`planner.capture.joint_capture.Backend`.
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, *, compiler: Compiler = aot_backend, **settings: Unpack[Settings]
+        self, model: nn.Module, options: Options, *, compiler: Compiler = aot_backend, **settings: Any
     ) -> None:
         super().__init__(model, options, **settings)
         self._plans = PlansBySize(self.plan)
         self._graphs = 0
         self._planned_ahead: set[Sizes] = set()
         self.compiler = compiler
-        self._prepared_for: list[torch.Size] | None = None
+        self._completed_for: list[torch.Size] | None = None
         self._joint: JointGraph | None = None
         self._expected: list[int] | None = None
         self._call = self._new_call()
@@ -71,8 +65,10 @@ class GraphRuntime(PlannedCalls):
         inputs = Inputs(args, kwargs)
         if not self.is_confirmed:
             check_plannable(self.model, inputs)
-        if self.prepare is not None:
-            self._prepare_for(inputs)
+        sizes = [tensor.shape for tensor in inputs.tensors()]
+        if sizes != self._completed_for:
+            self.complete_options(inputs)
+            self._completed_for = sizes
         if varying := marked(inputs):
             self._plan_ahead(inputs)
         try:
@@ -85,12 +81,6 @@ class GraphRuntime(PlannedCalls):
         except CaptureError:
             check_plannable(self.model, inputs)  # what was added since may say it better
             raise
-
-    def _prepare_for(self, inputs: Inputs) -> None:
-        sizes = [tensor.shape for tensor in inputs.tensors()]
-        if self.prepare is not None and sizes != self._prepared_for:
-            self.complete_options(inputs)
-            self._prepared_for = sizes
 
     def _plan_ahead(self, inputs: Inputs) -> None:
         """Plan for the largest sizes that are allowed, so that the decisions are there for all others."""
@@ -129,12 +119,15 @@ class GraphRuntime(PlannedCalls):
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""
-        reuse = self._plans.nearest(input_elements(self.model, joint.inputs))
+        reuse = self._plans.nearest(self._elements(joint))
         return plan_step(self.model, joint, self.options, reuse=reuse, must_match=self.must_match)
 
     def _remember(self, step: PlannedStep, joint: JointGraph) -> None:
         self.put_in_force(step.plan)
-        self._plans.add(input_elements(self.model, joint.inputs), step.plan)
+        self._plans.add(self._elements(joint), step.plan)
+
+    def _elements(self, joint: JointGraph) -> int:
+        return sum(tensor.numel() for tensor in called_with(self.model, joint))
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
         if self._graphs == self.options.maximum_shapes:
@@ -166,8 +159,7 @@ class GraphRuntime(PlannedCalls):
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
         reach = reach_of(joint)
         if others:
-            late = LateGradients(graph_module, others, lambda: expect([*differentiable, *others]))
-            late.learn(joint)
+            late = LateGradients(graph_module, joint, others, lambda: expect([*differentiable, *others]))
 
         def finished(*inputs: Any) -> Any:
             before = late.state() if late else None
@@ -186,19 +178,16 @@ class _Graph(StartsCalls):
     calls = GraphRuntime
     name = "graph"
     summary = "forward and backward as planned graphs of the whole model"
-    tolerance = 0.0
-    exact_peak = True
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
         begun = time.perf_counter()
-        options.search.tell("capturing forward and backward")
         check_plannable(model, inputs)
-        joint = capture(model, inputs, attention=attention_for(model, options))
-        captured = time.perf_counter() - begun
+        joint = captured(model, inputs, options)
+        capture_seconds = time.perf_counter() - begun
         plan = plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
-        return replace(plan, capture_seconds=plan.capture_seconds + captured)
+        return replace(plan, capture_seconds=plan.capture_seconds + capture_seconds)
 
 
 RUNTIME = _Graph()

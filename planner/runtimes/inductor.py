@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -29,7 +29,7 @@ from planner.measure import devices
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
-from planner.runtimes._calls import Settings, StartsCalls
+from planner.runtimes._calls import StartsCalls
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import PlannedStep, attention_for, lower_step
 from planner.session.step_planning import plan_step
@@ -47,7 +47,7 @@ ATTEMPTS = 6
 class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
-    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
+    def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, compiler=self._compiler, **settings)
         self._step: PlannedStep | None = None
         self._fits = False
@@ -145,15 +145,8 @@ class InductorRuntime(GraphRuntime):
 
     def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
         forward, backward = drafts
-        graph = step.lowered.graph
-        return graph.total_static_bytes + peak_of_drafts(
-            forward,
-            backward,
-            outputs=step.lowered.joint.num_forward_outputs,
-            lowered=step.lowered,
-            costs=step.costs,
-            loss=self.options.loss or LossMemory(),
-        )
+        loss = self.options.loss or LossMemory()
+        return step.lowered.graph.total_static_bytes + peak_of_drafts(forward, backward, step.lowered, step.costs, loss)
 
 
 def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
@@ -193,7 +186,7 @@ class _Inductor(StartsCalls):
         plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
-    def start(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> Running:
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
         _check(model, options)
         return super().start(model, options, **settings)
 

@@ -6,26 +6,25 @@ Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from planner.capture.inputs import Inputs
-from planner.capture.torch_internals import call_implementation, install_call, installed_call, uninstall_call
+from planner.capture.torch_internals import call_implementation, calling
 from planner.errors import PlanMismatchError
 from planner.plans.module_choices import modules_of
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
-from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
+from planner.runtimes._calls import CallsInSituations, StartsCalls
 from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments
-from planner.runtimes._situation import situation_of
-from planner.session.step import Options, plan_eager
+from planner.session.step import plan_eager
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +37,15 @@ class _Chosen:
     modules: Mapping[str, nn.Module]
 
 
-class ModulesRuntime(PlannedCalls):
+class ModulesRuntime(CallsInSituations[_Chosen]):
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients records a step and plans it; calls of other sizes or settings are
     recorded again, and the choice of modules is carried over if the simulator says that it fits.
-    Modules are replaced during the forward only.
-
-    Parameters
-    ----------
-    model, options, plan, replan, prepare
-        See :meth:`planner.runtimes.Runtime.start`.
     """
 
-    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, options, **settings)
-        self._chosen: dict[Any, _Chosen] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, with checkpoints if gradients are on."""
-        if not torch.is_grad_enabled():
-            return call_implementation(self.model)(*args, **kwargs)
-        inputs = Inputs(args, kwargs)
-        situation = situation_of(self.model, inputs)
-        if situation not in self._chosen:
-            self._chosen[situation] = self._choose(inputs)
-        chosen = self._chosen[situation]
-        self.plan = chosen.plan
-        with _installed(chosen):
-            return call_implementation(self.model)(*args, **kwargs)
-
-    def _choose(self, inputs: Inputs) -> _Chosen:
+    def decide(self, inputs: Inputs) -> _Chosen:
+        """Record a step, and choose modules."""
         self.complete_options(inputs)
         plan = plan_eager(self.model, inputs, self.options, reuse=self.plan, must_match=self.must_match)
         self.put_in_force(plan)
@@ -81,20 +58,15 @@ class ModulesRuntime(PlannedCalls):
         checkpointed = {name: plan.kept.get(name, {}) for name in modules_of(plan)}
         return _Chosen(plan, checkpointed, offloaded, {name: by_name[name] for name in names})
 
-
-@contextmanager
-def _installed(chosen: _Chosen) -> Iterator[None]:
-    """Let calls of these modules be checkpointed, and send what they save."""
-    before = [(module, installed_call(module)) for module in chosen.modules.values()]
-    waiting = Waiting(chosen.offloaded)
-    for name, module in chosen.modules.items():
-        install_call(module, partial(_run, name, module, chosen, waiting))
-    try:
-        yield
-    finally:
-        waiting.end()
-        for module, call in before:
-            uninstall_call(module) if call is None else install_call(module, call)
+    @contextmanager
+    def installed(self, decided: _Chosen) -> Iterator[None]:
+        """Let calls of the chosen modules be checkpointed, and send what they save."""
+        waiting = Waiting(decided.offloaded)
+        with ExitStack() as stack:
+            for name, module in decided.modules.items():
+                stack.enter_context(calling(module, partial(_run, name, module, decided, waiting)))
+            stack.callback(waiting.end)
+            yield
 
 
 def _run(name: str, module: nn.Module, chosen: _Chosen, waiting: Waiting, *args: Any, **kwargs: Any) -> Any:
@@ -125,13 +97,7 @@ class _Modules(StartsCalls):
     calls = ModulesRuntime
     name = "modules"
     summary = "the model itself, with chosen modules under torch.utils.checkpoint: no capture"
-    tolerance = 0.0
-    exact_peak = True
-
-    def plan(
-        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-    ) -> Plan:
-        return plan_eager(model, inputs, options, reuse=reuse, must_match=must_match)
+    plan = staticmethod(plan_eager)
 
 
 RUNTIME = _Modules()

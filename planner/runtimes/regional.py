@@ -7,11 +7,11 @@ training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
-import torch
 from torch import fx, nn
 
 from planner.capture.blocks.regions import Block, Step, forwards, placeholders_given
@@ -24,49 +24,37 @@ from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.parallel import is_sharded
 from planner.capture.provenance import kinds_of
-from planner.capture.torch_internals import call_implementation
 from planner.common.units import round_up
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import PlannedCalls, Settings, StartsCalls
+from planner.runtimes._calls import CallsInSituations, StartsCalls
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
-from planner.runtimes._situation import situation_of
 from planner.session.agreement import plan_together
-from planner.session.step import LoweredStep, Options, attention_for, static_memory_of
+from planner.session.step import LoweredStep, Options, attention_for, described, static_memory_of
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
 
 
-class RegionalRuntime(PlannedCalls):
-    """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
+class RegionalRuntime(CallsInSituations["_Planned"]):
+    """What ``model(...)`` runs while a plan is in force."""
 
-    def __init__(self, model: nn.Module, options: Options, **settings: Unpack[Settings]) -> None:
-        super().__init__(model, options, **settings)
-        self._known: dict[Any, _Planned] = {}
+    @contextmanager
+    def installed(self, decided: _Planned) -> Iterator[None]:
+        """Run planned blocks in place of the model's own."""
+        with explain_failures(self.model), forwards(decided.forwards):
+            yield
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, with planned blocks if gradients are on."""
-        implementation = call_implementation(self.model)
-        if not torch.is_grad_enabled():
-            return implementation(*args, **kwargs)
-        inputs = Inputs(args, kwargs)
-        situation = situation_of(self.model, inputs)
-        if situation not in self._known:
-            self._known[situation] = self._planned(inputs)
-        planned = self._known[situation]
-        self.plan = planned.plan
-        with explain_failures(self.model), forwards(planned.forwards):
-            return implementation(*args, **kwargs)
-
-    def _planned(self, inputs: Inputs) -> _Planned:
+    def decide(self, inputs: Inputs) -> _Planned:
+        """Plan the blocks."""
         if is_sharded(self.model):
             return _Planned(self.model, self._planned_before(inputs))
         check_plannable(self.model, inputs)
@@ -85,7 +73,7 @@ class RegionalRuntime(PlannedCalls):
                 "the model was sharded before it was planned: give example inputs to planner.auto_wrap, and call "
                 "fully_shard after it"
             )
-        shapes = _described(inputs)
+        shapes = described(inputs.tensors())
         if self.plan.fingerprint["inputs"] != shapes:
             raise PlanMismatchError(
                 f"the sharded model was planned for inputs {self.plan.fingerprint['inputs']}, and is called with "
@@ -109,7 +97,7 @@ class _Planned:
         def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
             reach.append(reach_of(joint))
             own = [*block.parameters(), *block.buffers()]
-            lowered = _lower(joint, placeholders_given(joint, own), alignment_bytes=1)
+            lowered = lower(joint, alignment_bytes=1, static_bytes={}, given=placeholders_given(joint, own))
             schedule = part_of(self.plan, path, lowered.graph)
             self.bytes_left -= _peak_bytes(lowered.graph, schedule)
             if self.bytes_left < 0:
@@ -139,16 +127,12 @@ class _Planned:
 def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
     """Return the schedule of a block's own graph that a plan for the whole step asks for.
 
-    Raises
-    ------
-    PlanMismatchError
-        If the plan names operations that the block does not have.
+    Raises PlanMismatchError if the plan names operations that the block does not have.
     """
     index_of = {prefixed(path, operation.key): index for index, operation in enumerate(graph.operations)}
     before: dict[int, tuple[int, ...]] = {}
     for key, keys in plan.recomputations.items():
-        module = key.partition("|")[0]
-        if module != path and not module.startswith(f"{path}."):
+        if not is_within(key.partition("|")[0], path):
             continue
         missing = [k for k in (key, *keys) if k not in index_of]
         if missing:
@@ -165,10 +149,15 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     """Follow one step of a model on fake tensors, and lower it with its blocks."""
     spec = device_spec(model, options.target.device)
     step = Step(model, inputs, attention_for(model, options))
-    random_state_bytes = CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0
 
     def lower_block(joint: JointGraph, given: Sequence[fx.Node]) -> LoweredGraph:
-        return _lower(joint, given, alignment_bytes=spec.alignment_bytes, random_state_bytes=random_state_bytes)
+        return lower(
+            joint,
+            alignment_bytes=spec.alignment_bytes,
+            static_bytes={},
+            random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
+            given=given,
+        )
 
     blocks, left = step.capture_blocks(lower_block)
     if not blocks:
@@ -216,10 +205,8 @@ def _units(model: nn.Module, blocks: Iterable[str]) -> dict[str, Sequence[Parame
     units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
     for name, parameter in model.named_parameters():
         path = next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
-        shape = tuple(parameter.shape)
-        units[path].append(
-            Parameter(shape=shape, item_bytes=parameter.element_size(), trainable=parameter.requires_grad)
-        )
+        shape, item_bytes = tuple(parameter.shape), parameter.element_size()
+        units[path].append(Parameter(shape=shape, item_bytes=item_bytes, trainable=parameter.requires_grad))
     return dict(units)
 
 
@@ -233,10 +220,6 @@ def _sharded(around: StaticMemory, units: dict[str, Sequence[Parameter]], alignm
     return replace(around, static_bytes=static)
 
 
-def _lower(joint: JointGraph, given: Sequence[fx.Node], **options: Any) -> LoweredGraph:
-    return lower(joint, static_bytes={}, given=given, **options)
-
-
 def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
     """Return what a block holds beyond what it is given, which may be part of something larger."""
     given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
@@ -245,16 +228,10 @@ def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
     return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule).peak_bytes
 
 
-def _described(inputs: Inputs) -> str:
-    return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs.tensors())
-
-
 class _Regional(StartsCalls):
     calls = RegionalRuntime
     name = "regional"
     summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
-    tolerance = 0.0
-    exact_peak = True
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
@@ -271,13 +248,9 @@ class _Regional(StartsCalls):
             return replace(step, capture_seconds=time.perf_counter() - begun)
 
         plan = plan_together(model, prepare, options, reuse=reuse, must_match=must_match)
-        alone = sum(_alone_bytes(plan, block) for block in blocks.values())
+        graphs = {path: block.lowered.graph for path, block in blocks.items()}
+        alone = sum(_peak_bytes(graph, part_of(plan, path, graph)) for path, graph in graphs.items())
         return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
-
-
-def _alone_bytes(plan: Plan, block: Block) -> int:
-    graph = block.lowered.graph
-    return _peak_bytes(graph, part_of(plan, block.path, graph))
 
 
 RUNTIME = _Regional()

@@ -25,21 +25,10 @@ def plan_together(
     reuse: Plan | None = None,
     must_match: bool = False,
 ) -> Plan:
-    """Plan a lowered step, on rank 0 for all ranks if ``options.together`` and there are several.
+    """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks if ``options.together`` and there are several.
 
-    Parameters
-    ----------
-    prepare : callable
-        Captures and lowers the step of this rank.
-    options, reuse, must_match
-        See :func:`planner.session.step_planning.plan_step`.
-
-    Raises
-    ------
-    PlanMismatchError
-        If the ranks' steps differ, naming what.
-    PlannerError
-        If another rank fails, with its message.
+    Raises PlanMismatchError if the ranks' steps differ, naming what, and PlannerError if another rank fails, with its
+    message.
     """
     if not (options.together and has_several_ranks()):
         return plan_lowered(model, prepare(), options, reuse=reuse, must_match=must_match).plan

@@ -5,21 +5,18 @@ It takes an ``activation_memory_budget``, a ratio, and decides what to save and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx, nn
 
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import eliminate_common_subexpressions, min_cut_partition
-from planner.common.options import Target, Training
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
-from planner.session.step import Options, attention_for, lower_step
+from planner.session.step import Options, captured, lower_step
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Values of ``activation_memory_budget`` that are tried."""
@@ -46,11 +43,6 @@ def read_schedule(split: Partition, lowered: LoweredGraph) -> Schedule:
 
     A node keeps its name in both graphs, so one that computes in both runs again. Views and the
     elements of tuples are no operations: what they look at is saved or made again with its owner.
-
-    Raises
-    ------
-    PlannerError
-        If a node that computes something is unknown to the joint graph.
     """
     index_of = {node.name: index for index, node in enumerate(lowered.operation_nodes) if node is not None}
     free = {node.name for node in lowered.alias_nodes}
@@ -64,19 +56,9 @@ def read_schedule(split: Partition, lowered: LoweredGraph) -> Schedule:
     return Schedule((*runs(split.forward), lowered.graph.loss_index, *runs(split.backward)))
 
 
-def schedules(
-    model: nn.Module,
-    example_inputs: Any = None,
-    *,
-    example_kwargs: Mapping[str, Any] | None = None,
-    device: str | None = None,
-    ratios: Sequence[float] = RATIOS,
-    **training: Any,
-) -> Iterator[Schedule]:
+def schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
     """Return what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
-    inputs = Inputs.of(example_inputs, example_kwargs)
-    options = Options(target=Target(device=device), training=Training(**training))
-    joint = capture(model, inputs, attention=attention_for(model, options))
+    joint = captured(model, inputs, options)
     lowered = lower_step(model, joint, options).lowered
-    for ratio in ratios:
+    for ratio in RATIOS:
         yield read_schedule(partition(joint, ratio), lowered)

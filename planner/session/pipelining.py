@@ -10,8 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from cost_models.measured import Profile
-from planner.capture.inputs import Inputs, LossFunction
-from planner.capture.joint_capture import capture
+from planner.capture.inputs import Inputs, LossFunction, check_module
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.common.limits import Progress
@@ -24,7 +23,8 @@ from planner.plans.pipeline import make_pipeline_plan
 from planner.plans.pipeline_schedules import PipelineSchedule
 from planner.plans.pipeline_stages import Stage, cut
 from planner.plans.pipeline_types import PipelinePlan
-from planner.session.step import LoweredStep, Options, attention_for, cost, lower_step, origin_of, with_loss
+from planner.session.step import LoweredStep, Options, captured, cost, lower_step, origin_of, with_loss
+from planner.transforms.local_graph import part_of
 
 
 def plan_pipeline(
@@ -107,31 +107,20 @@ def plan_pipeline(
     training = picked(Training, asked)
     if data_parallel == "fsdp2":
         raise UsageError("fsdp2 inside a pipeline is not planned: use data_parallel='ddp', or no pipeline")
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    check_module(model)
     begun = time.perf_counter()
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options.of(asked, training=Training(tensor_parallel=tensor_parallel), loss=LossMemory())
     options = with_loss(model, options, loss_fn, inputs)
-    options.search.tell("capturing forward and backward")
-    joint = capture(model, inputs, attention=attention_for(model, options))
-    step = lower_step(model, joint, options)
+    step = lower_step(model, captured(model, inputs, options), options)
     costing = cost(model, step.lowered, step.spec, options)
     parts = cut(step.lowered.graph, costing.costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
     devices = [parts[index::stages] for index in range(stages)]
-    return make_pipeline_plan(
-        devices,
-        _surroundings(model, step, devices, training, micro_batches),
-        pipeline,
-        budget=budget,
-        search=options.search,
-        origin=origin_of(
-            costing,
-            step.spec,
-            capture_seconds=time.perf_counter() - begun,
-            warnings=(*costing.warnings, *step.warnings),
-        ),
+    origin = origin_of(
+        costing, step.spec, capture_seconds=time.perf_counter() - begun, warnings=(*costing.warnings, *step.warnings)
     )
+    around = _surroundings(model, step, devices, training, micro_batches)
+    return make_pipeline_plan(devices, around, pipeline, budget=budget, search=options.search, origin=origin)
 
 
 def _surroundings(
@@ -142,46 +131,32 @@ def _surroundings(
     What no operation reads stays on the first device. The inputs of all micro-batches are there from
     the beginning of the step.
     """
-    reads = _resident_reads(step.lowered)
-    given = step.lowered.joint.inputs
+    reads = _storages_read(step.lowered)
     read_by = [
-        {
-            storage_id(given[position])
-            for stage in chunks
-            for index in stage.operations
-            if index < len(reads)
-            for position in reads[index]
-        }
+        set[int]().union(*(reads[index] for stage in chunks for index in stage.operations if index < len(reads)))
         for chunks in devices
     ]
-    read = set[int]().union(*read_by)
     of_model = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    unread = of_model.difference(*read_by)
     found = []
     for device, own in enumerate(read_by):
-        part = nn.Module()
-        for number, parameter in enumerate(model.parameters()):
-            if storage_id(parameter) in own or (not device and storage_id(parameter) not in read):
-                part.register_parameter(f"parameter{number}", step.stand_ins.get(storage_id(parameter), parameter))
-        for number, buffer in enumerate(model.buffers()):
-            if storage_id(buffer) in own or (not device and storage_id(buffer) not in read):
-                part.register_buffer(f"buffer{number}", buffer)
-        inputs = [tensor for tensor in given if storage_id(tensor) in own - of_model]
+        part = part_of(model, step.stand_ins, own if device else own | unread)
+        inputs = [tensor for tensor in step.lowered.joint.inputs if storage_id(tensor) in own - of_model]
         around = static_memory(part, inputs, step.spec, training)
         static_bytes = {**around.static_bytes, "inputs": around.static_bytes["inputs"] * micro_batches}
         found.append(replace(around, static_bytes=static_bytes))
     return found
 
 
-def _resident_reads(lowered: LoweredGraph) -> list[frozenset[int]]:
-    """Return for each operation which of the step's inputs it reads, directly or through views."""
-    looks_at: dict[fx.Node, frozenset[int]] = {
-        node: frozenset({at}) for at, node in enumerate(lowered.joint.placeholders)
-    }
+def _storages_read(lowered: LoweredGraph) -> list[set[int]]:
+    """Return for each operation the storages of the step's inputs that it reads, directly or through views."""
+    given = zip(lowered.joint.placeholders, lowered.joint.inputs, strict=True)
+    looks_at: dict[fx.Node, set[int]] = {node: {storage_id(tensor)} for node, tensor in given}
 
-    def read(node: fx.Node) -> frozenset[int]:
-        return frozenset[int]().union(*(looks_at.get(source, frozenset()) for source in node.all_input_nodes))
+    def read(node: fx.Node) -> set[int]:
+        return set[int]().union(*(looks_at.get(source, set()) for source in node.all_input_nodes))
 
     for node in lowered.joint.graph.nodes:
         if node in lowered.alias_nodes:
             looks_at[node] = read(node)
-    return [read(node) if node is not None else frozenset() for node in lowered.operation_nodes]
+    return [read(node) if node is not None else set() for node in lowered.operation_nodes]

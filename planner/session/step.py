@@ -7,11 +7,10 @@ through here, so both see the same graph.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
 from planner.capture.inputs import Inputs, LossFunction, check_device, check_own_checkpointing
 from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import capture
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.capture.operands import is_opaque
@@ -61,27 +61,7 @@ _NO_TROUBLE = ("full-backward-hooks",)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a person asks of a plan.
-
-    Parameters
-    ----------
-    strategy : str, optional
-        What an established system does, in place of what a solver would choose.
-    runtime : str
-        Name of the runtime that is to carry the plan out.
-    chunk : int or str
-        In how many chunks to compute what makes the peak; 1 for none, ``"auto"`` for the planner to choose.
-    name : str
-        Name of the model in reports.
-    maximum_shapes : int
-        How many sets of input sizes a runtime may have graphs for.
-    taken_over : Plan, optional
-        Its static_memory are taken in place of what ``training`` says.
-    loss : LossMemory, optional
-        What a loss outside the captured graph takes; None if none is known.
-    together : bool
-        Whether all ranks of torch.distributed plan this step at once, and are to have one plan.
-    """
+    """What a person asks of a plan: groups of options, and the keywords of :func:`planner.plan` that are in none."""
 
     budget: Budget = field(default_factory=Budget)
     search: Search = field(default_factory=Search)
@@ -91,31 +71,29 @@ class Options:
     strategy: str | None = None
     runtime: str = "graph"
     chunk: Chunk = 1
+    """In how many chunks; 1 for none, ``"auto"`` for the planner to choose."""
     name: str = ""
     maximum_shapes: int = 64
     taken_over: Plan | None = None
+    """Its static memory is taken in place of what ``training`` says."""
     loss: LossMemory | None = None
+    """What a loss outside the captured graph takes; None if none is known."""
     together: bool = False
+    """Whether all ranks of torch.distributed plan this step at once, and are to have one plan."""
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], **more: Any) -> Options:
         """Return the options that the keywords of a public function ask for, and some that come from elsewhere."""
-        own = {key: asked[key] for key in ("strategy", "runtime", "chunk", "name", "maximum_shapes") if key in asked}
-        groups: dict[str, Any] = {name: picked(kind, asked) for name, kind in _GROUPS.items() if name not in more}
-        return cls(**{**own, **groups, **more})
+        for own in fields(cls):
+            if isinstance(group := own.default_factory, type):
+                more.setdefault(own.name, picked(group, asked))
+            elif own.name in asked:
+                more.setdefault(own.name, asked[own.name])
+        return cls(**more)
 
     def after(self, plan: Plan) -> Options:
         """Return the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
         return replace(self, budget=self.budget.after(plan.budget_bytes))
-
-
-_GROUPS: dict[str, type] = {
-    "budget": Budget,
-    "search": Search,
-    "offload": Offload,
-    "target": Target,
-    "training": Training,
-}
 
 
 def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
@@ -123,20 +101,16 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
     made = plan.offloading
     if made is None:
         return Offload()
-    return Offload(
-        offload=True,
-        host_budget=made.host_budget_bytes,
-        offload_at_least=made.least_bytes or at_least,
-        offload_lossy=made.lossy,
-    )
+    least = made.least_bytes or at_least
+    return Offload(offload=True, host_budget=made.host_budget_bytes, offload_at_least=least, offload_lossy=made.lossy)
 
 
-def options_of(plan: Plan, **changes: Any) -> Options:
+def options_of(plan: Plan, loss: LossMemory | None) -> Options:
     """Return the options under which a plan was made, as far as they decide whether it fits elsewhere.
 
     Times do not, so nothing is measured again.
     """
-    made = Options(
+    return Options(
         budget=Budget(budget=plan.budget_bytes),
         search=Search(compare=False),
         offload=offload_of(plan),
@@ -145,8 +119,8 @@ def options_of(plan: Plan, **changes: Any) -> Options:
         runtime=plan.runtime,
         name=plan.model,
         chunk=chunks_of(plan.fingerprint),
+        loss=loss,
     )
-    return replace(made, **changes)
 
 
 def with_loss(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
@@ -222,6 +196,12 @@ def static_memory_of(
     return around if options.taken_over is None else as_planned(around, options.taken_over)
 
 
+def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
+    """Capture a step as it is on the device that the plan is for."""
+    options.search.tell("capturing forward and backward")
+    return capture(model, inputs, attention=attention_for(model, options))
+
+
 def attention_for(model: nn.Module, options: Options) -> Attention | None:
     """Return the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
     spec = device_spec(model, options.target.device)
@@ -259,21 +239,10 @@ def origin_of(costing: Costing, spec: DeviceSpec, **of_step: Any) -> PlanOrigin:
 
 
 def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, must_match: bool = False) -> Plan:
-    """Plan a step that has been costed.
+    """Plan a step that has been costed, or take over a plan that belongs to it, or fits it and keeps the budget.
 
-    Parameters
-    ----------
-    reuse : Plan, optional
-        A plan to take over if it belongs to this step, or if its decisions fit it and keep the budget.
-    must_match : bool
-        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
-
-    Raises
-    ------
-    PlanMismatchError
-        If ``must_match`` and the plan does not match, with what differs.
-    InfeasibleBudgetError
-        If no plan fits.
+    With ``must_match`` a plan of another model or of other shapes is refused by PlanMismatchError, with what differs;
+    otherwise the step is planned anew.
     """
     if reuse is not None:
         if must_match:
@@ -332,11 +301,7 @@ def problems_of(
     returned_cache: bool = False,
     allowed: Collection[str] = (),
 ) -> Iterator[Finding]:
-    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer.
-
-    ``outside_bytes`` and ``returned_cache`` are those of :class:`~planner.findings.subject.Subject`; rules that are
-    allowed to be broken are of what the runtime has no trouble with.
-    """
+    """Say what is known to stand in the way without running the forward; ``planner.check`` looks closer."""
     subject = Subject(
         modules=module_facts(model),
         returned_cache=returned_cache,
@@ -363,7 +328,7 @@ def cost(
             spec,
             cost_model=options.target.cost_model,
             here=device_here(model, spec),
-            inputs=input_shapes(model, lowered.joint.inputs),
+            inputs=tuple(tuple(tensor.shape) for tensor in called_with(model, lowered.joint)),
             effort=effort_for(model),
             profile=options.target.profile,
             time_limit_seconds=time_limit_seconds,
@@ -371,15 +336,15 @@ def cost(
         )
 
 
-def input_shapes(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of what a step is called with, parameters and buffers left out."""
-    own = {id(p) for p in [*model.parameters(), *model.buffers()]}
-    return tuple(tuple(t.shape) for t in inputs if id(t) not in own)
+def called_with(model: nn.Module, joint: JointGraph) -> list[torch.Tensor]:
+    """Return what a step is called with, parameters and buffers left out."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [tensor for tensor in joint.inputs if id(tensor) not in own]
 
 
-def input_elements(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
-    """Count the elements of what a step is called with."""
-    return sum(math.prod(shape) for shape in input_shapes(model, inputs))
+def described(tensors: Iterable[torch.Tensor]) -> str:
+    """Return sizes and types, as fingerprints have them."""
+    return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
 
 
 def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:
@@ -397,14 +362,10 @@ def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[st
     for operation in operations:
         sizes = [graph.values[v].size_bytes for v in operation.outputs]
         digest.update(f"{operation.key} {operation.inputs} {operation.outputs} {sizes}\n".encode())
-    parameters = {id(p) for p in [*model.parameters(), *model.buffers()]}
-    shapes = [
-        f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in joint.inputs if id(t) not in parameters
-    ]
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": sum(p.numel() for p in model.parameters()),
-        "inputs": "; ".join(shapes),
+        "inputs": described(called_with(model, joint)),
         "device": device,
         "torch": torch.__version__,
         "assumes": ", ".join(joint.assumes),
@@ -419,12 +380,12 @@ def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[st
 def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
-    """Plan one eager step; see :func:`planner.session.step.plan_study`."""
+    """Plan one eager step; see :func:`plan_study`."""
     return plan_study(study_eager(model, inputs, options), options, reuse=reuse, must_match=must_match)
 
 
 def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> Study:
-    """Record and cost one eager step; see :func:`planner.session.studying.study`."""
+    """Record and cost one eager step."""
     check_device(model, inputs)
     check_own_checkpointing(model)
     return _Recorded(model, inputs, options).study(None)
@@ -448,7 +409,6 @@ class _Recorded:
         self.origin: PlanOrigin | None = None
 
     def blocks(self) -> Collection[str]:
-        """Return the paths of the blocks."""
         forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
         return find_blocks(forward, kinds_of(self.model))
 

@@ -38,34 +38,18 @@ Made = TypeVar("Made")
 def plan_step(
     model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> PlannedStep:
-    """Plan a captured step.
+    """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`.
 
-    Parameters
-    ----------
-    reuse : Plan, optional
-        A plan to take over if it belongs to this graph, or if its decisions fit it and keep the budget; its step
-        is then in as many chunks.
-    must_match : bool
-        Refuse instead of planning anew when ``reuse`` is of another model or of other shapes.
-
-    Raises
-    ------
-    UsageError
-        If chunks are asked for, and nothing can be computed in chunks.
-    PlanMismatchError
-        If ``must_match`` and the plan does not match, with what differs.
-    InfeasibleBudgetError
-        If no plan fits.
+    Raises UsageError if chunks are asked for, and there is nothing to be chunked.
     """
-    whole = lower_as_run(model, joint, options)
+    step = whole = lower_as_run(model, joint, options)
     if reuse is not None:
         chunks = chunks_of(reuse.fingerprint)
         region = find_region(whole.lowered) if chunks > 1 else None
-        if region is None:
-            return plan_lowered(model, whole, options, reuse=reuse, must_match=must_match)
-        if options.budget.is_share:
-            options = _in_bytes(options, study_lowered(model, whole, options))
-        step = _chunked(model, whole, region, chunks, options)
+        if region is not None:
+            if options.budget.is_share:
+                options = _in_bytes(options, study_lowered(model, whole, options))
+            step = _chunked(model, whole, region, chunks, options)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     if options.chunk == 1:
         return plan_lowered(model, whole, options)
@@ -79,13 +63,7 @@ def plan_step(
 
 
 def chunked(model: nn.Module, whole: LoweredStep, chunks: int, options: Options) -> LoweredStep:
-    """Return a lowered step in chunks.
-
-    Raises
-    ------
-    UsageError
-        If nothing can be computed in chunks.
-    """
+    """Return a lowered step in chunks, or raise UsageError if there is nothing to be chunked."""
     region = find_region(whole.lowered)
     if region is None:
         raise UsageError(
@@ -100,14 +78,8 @@ def cheapest(
 ) -> Made:
     """Plan in one piece, then in more and more chunks as long as that makes a plan feasible, or cheaper.
 
-    Parameters
-    ----------
-    steps : iterable of Candidate
-        See :func:`candidates`.
-    plan : callable
-        Plans one of them, and is told why chunks are wanted. Raises NoPlanFitsError.
-    plan_of : callable
-        Gives the plan of what that made.
+    ``plan`` plans a candidate, and is told why chunks are wanted; ``plan_of`` gives the plan of what that made. Raises
+    NoPlanFitsError if none fits.
     """
     best: Made | None = None
     refused: NoPlanFitsError | None = None
@@ -137,12 +109,11 @@ def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Opti
     """Return a step in one piece, and then in more and more chunks, each made when it is asked for."""
     yield whole, study
     region = find_region(whole.lowered)
-    if region is not None:
-        for chunks in COUNTS:
-            if chunks <= region.rows:
-                options.search.tell(f"planning in {chunks} chunks")
-                step = _chunked(model, whole, region, chunks, options)
-                yield step, study_lowered(model, step, options)
+    for chunks in COUNTS:
+        if region is not None and chunks <= region.rows:
+            options.search.tell(f"planning in {chunks} chunks")
+            step = _chunked(model, whole, region, chunks, options)
+            yield step, study_lowered(model, step, options)
 
 
 def _planned(found: Candidate, why: str, options: Options) -> PlannedStep:

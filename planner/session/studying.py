@@ -16,14 +16,13 @@ from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import check_budgets
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
-from planner.capture.joint_capture import capture
 from planner.capture.parallel import has_several_ranks
 from planner.common.limits import Progress
-from planner.common.options import AUTO, LEAST_BYTES, OFF, Chunk, Offload, Search, Training, check_chunk, picked
+from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Search, Training, check_chunk, picked
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
-from planner.session.step import Options, attention_for, lower_as_run, study_eager, study_lowered, with_loss
+from planner.session.step import Options, captured, lower_as_run, study_eager, study_lowered, with_loss
 from planner.session.step_planning import chunked
 
 
@@ -77,24 +76,25 @@ def study(
     >>> [step.plan(budget=budget).status for budget in ("100%", "80%")]
     ['optimal', 'optimal']
     """
-    asked = locals()
+    options = Options.of(locals(), training=Training(**training), chunk=check_chunk(chunk))
+    return _studied(model, Inputs.of(example_inputs, example_kwargs), loss_fn, options)
+
+
+def _studied(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, options: Options) -> Study:
     check_model(model)
+    runtime, chunks = options.runtime, options.chunk
     if runtime not in ("graph", "modules"):
         raise UsageError(f"a step is studied for the runtime 'graph' or 'modules', not {runtime!r}")
-    chunks = check_chunk(chunk)
-    if chunks == AUTO:
+    if not isinstance(chunks, int):
         raise UsageError("a step is studied in one number of chunks: give it, or use planner.plan with chunk='auto'")
     if chunks != 1:
-        chunked_graph(runtime, several_devices=training.get("tensor_parallel", 1) > 1 or has_several_ranks())
-    inputs = Inputs.of(example_inputs, example_kwargs)
-    options = with_loss(model, Options.of(asked, training=Training(**training), chunk=chunks), loss_fn, inputs)
+        chunked_graph(runtime, several_devices=options.training.tensor_parallel > 1 or has_several_ranks())
+    options = with_loss(model, options, loss_fn, inputs)
     if runtime == "modules":
         return study_eager(model, inputs, options)
-    options.search.tell("capturing forward and backward")
     check_plannable(model, inputs)
-    joint = capture(model, inputs, attention=attention_for(model, options))
-    step = lower_as_run(model, joint, options)
-    if isinstance(chunks, int) and chunks > 1:
+    step = lower_as_run(model, captured(model, inputs, options), options)
+    if chunks != 1:
         step = chunked(model, step, chunks, options)
     return study_lowered(model, step, options)
 
@@ -162,21 +162,20 @@ def what_if(
     >>> curve.points[-1].overhead
     0.0
     """
-    asked = locals()
+    search, allowed = picked(Search, locals()), picked(Offload, locals())
     if points < 2:
         raise UsageError(f"a curve has at least 2 points, not {points}")
     if budget is not None:
         parse_size(budget, whole_bytes=2**60)
     if budgets is not None:
         check_budgets(budgets)
-    search, allowed = picked(Search, asked), picked(Offload, asked)
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
     step = study(model, example_inputs, runtime=runtime, progress=progress, **options)
     host = step.host_for(allowed)
-    tracing = CurveSweep(step, points=points, budgets=budgets, asked=budget, solver=solver, effort=search, host=host)
-    tracing.run(progress=progress)
-    return tracing.curve()
+    sweep = CurveSweep(step, search, points=points, budgets=budgets, asked=budget, host=host)
+    sweep.run()
+    return sweep.curve()
 
 
 def audit(
@@ -239,6 +238,7 @@ def audit(
     >>> found.now.overhead, found.fits, found.within_budget.status
     (0.0, False, 'optimal')
     """
+    asked = locals()
     known = read_current(current)  # refused before minutes of capture
     if runtime == "auto":
         runtime = "modules" if isinstance(known, Plan) and known.runtime == "modules" else "graph"
@@ -251,26 +251,6 @@ def audit(
             f"{error}; then name it here with current='every-layer', which is simulated on the model without it "
             "(planner.check looks at the model as it is, and names this checkpointing-already-on)"
         ) from error
-    step = study(
-        model,
-        example_inputs,
-        example_kwargs=example_kwargs,
-        loss_fn=loss_fn,
-        device=device,
-        cost_model=cost_model,
-        profile=profile,
-        runtime=runtime,
-        name=name,
-        progress=progress,
-        **training,
-    )
-    return audit_study(
-        step,
-        current,
-        budget=budget,
-        solver=solver,
-        time_limit_seconds=time_limit_seconds,
-        deterministic=deterministic,
-        seed=seed,
-        progress=progress,
-    )
+    options = Options.of({**asked, "runtime": runtime}, budget=Budget(), training=Training(**training))
+    step = _studied(model, Inputs.of(example_inputs, example_kwargs), loss_fn, options)
+    return audit_study(step, current, options.search, budget)

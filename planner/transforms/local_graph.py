@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -39,14 +39,23 @@ class LocalStep:
 
     def model(self, model: nn.Module) -> nn.Module:
         """Return a module that holds what the device holds of a model's parameters and buffers."""
-        if not self.stand_ins:
-            return model
-        part = nn.Module()
-        for number, parameter in enumerate(model.parameters()):
-            part.register_parameter(f"parameter{number}", cast(nn.Parameter, self.here(parameter)))
-        for number, buffer in enumerate(model.buffers()):
-            part.register_buffer(f"buffer{number}", buffer)
-        return part
+        return part_of(model, self.stand_ins) if self.stand_ins else model
+
+
+def part_of(
+    model: nn.Module, stand_ins: Mapping[int, nn.Parameter], storages: Container[int] | None = None
+) -> nn.Module:
+    """Return a module that holds a model's parameters and buffers of these storages, or what stands in for them."""
+
+    def here(tensor: torch.Tensor) -> bool:
+        return storages is None or storage_id(tensor) in storages
+
+    part = nn.Module()
+    for number, parameter in enumerate(filter(here, model.parameters())):
+        part.register_parameter(f"parameter{number}", stand_ins.get(storage_id(parameter), parameter))
+    for number, buffer in enumerate(filter(here, model.buffers())):
+        part.register_buffer(f"buffer{number}", buffer)
+    return part
 
 
 def local_step(joint: JointGraph, devices: int) -> LocalStep:

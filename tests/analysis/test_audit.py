@@ -18,6 +18,7 @@ import cost_models
 import planner
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.study import Study
+from planner.common.options import Search
 from planner.errors import PlanFileError, PlanMismatchError, UsageError
 from planner.ir.graph import Phase
 from planner.ir.schedule import Schedule
@@ -42,6 +43,10 @@ def study_of(graph: Any = GRAPH, costs: Any = COSTS, **around: Any) -> Study:
     )
 
 
+def audited(study: Study, current: Any, budget: Any = None, **search: Any) -> Audit:
+    return audit_study(study, current, Search(**search), budget)
+
+
 def answer(audit: Audit) -> str:
     stream = io.StringIO()
     render_audit(audit, Console(file=stream, width=80, highlight=False))
@@ -54,7 +59,7 @@ def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
     assert schedule is not None
     found = simulate(GRAPH, COSTS, schedule)
     step_seconds = found.seconds - found.recompute_seconds
-    audit = audit_study(study_of(), current, budget="75%", time_limit_seconds=2.0)
+    audit = audited(study_of(), current, budget="75%", time_limit_seconds=2.0)
     assert audit.now.peak_bytes == found.peak_bytes + STATIC
     assert audit.now.overhead == pytest.approx(found.recompute_seconds / step_seconds)
     best = simulate(GRAPH, COSTS, audit.best.schedule_for(GRAPH))
@@ -66,7 +71,7 @@ def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
 
 
 def test_the_verdict() -> None:
-    audit = audit_study(study_of(), "every-layer", time_limit_seconds=2.0)
+    audit = audited(study_of(), "every-layer", time_limit_seconds=2.0)
     first = answer(audit).splitlines()[0]
     percent = r"\+(\d+\.\d)%"
     found = re.fullmatch(
@@ -82,31 +87,31 @@ def test_the_verdict() -> None:
 
 
 def test_the_verdict_at_a_budget() -> None:
-    none = audit_study(study_of(), "none", budget="75%", time_limit_seconds=2.0)
+    none = audited(study_of(), "none", budget="75%", time_limit_seconds=2.0)
     assert re.match(r"you pay nothing; it does not fit .* MiB, where \+\d", answer(none))
-    roomy = audit_study(study_of(), "none", budget="100%", time_limit_seconds=2.0)
+    roomy = audited(study_of(), "none", budget="100%", time_limit_seconds=2.0)
     assert "it fits" in answer(roomy) and "where nothing better is known" in answer(roomy)
-    tight = audit_study(study_of(), "every-layer", budget="38%", time_limit_seconds=2.0)
+    tight = audited(study_of(), "every-layer", budget="38%", time_limit_seconds=2.0)
     assert tight.no_plan_fits is not None and "and no plan is known that does" in answer(tight)
     assert tight.report()["budget"]["no_plan_fits"]["status"] == "infeasible"
-    unproven = audit_study(study_of(), "every-layer", solver="sqrt")
+    unproven = audited(study_of(), "every-layer", solver="sqrt")
     assert "no lower bound proven" in answer(unproven)
 
 
 def test_where_a_solver_finds_nothing_better_the_set_up_stands() -> None:
     best = study_of().plan(budget="60%", time_limit_seconds=2.0)
-    audit = audit_study(study_of(), best, solver="sqrt")
+    audit = audited(study_of(), best, solver="sqrt")
     assert audit.best.recompute_seconds == audit.now.recompute_seconds == best.recompute_seconds
     assert "nothing better is known at the same peak" in answer(audit)
 
 
 def test_sqrt_is_chens_segmentation() -> None:
-    audit = audit_study(study_of(), "sqrt", time_limit_seconds=2.0)
+    audit = audited(study_of(), "sqrt", time_limit_seconds=2.0)
     assert audit.now.overhead > 0 and audit.now.peak_bytes < audit.now.baseline_peak_bytes
 
 
 def test_the_optimizers_step_counts() -> None:
-    audit = audit_study(study_of(optimizer_step_bytes=2**28), "every-layer", time_limit_seconds=1.0)
+    audit = audited(study_of(optimizer_step_bytes=2**28), "every-layer", time_limit_seconds=1.0)
     assert audit.now.whole_step_peak_bytes == audit.now.optimizer_peak_bytes > audit.now.peak_bytes
     assert audit.best.budget_bytes == audit.now.optimizer_peak_bytes and audit.best.overhead == 0
 
@@ -115,12 +120,12 @@ def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
     path = tmp_path / "toy.plan"
     plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
     plan.save(path)
-    audit = audit_study(study_of(), path, time_limit_seconds=2.0)
+    audit = audited(study_of(), path, time_limit_seconds=2.0)
     assert audit.current == f"the plan in {path}" and not audit.notes
     assert (audit.now.peak_bytes, audit.now.recompute_seconds) == (plan.peak_bytes, plan.recompute_seconds)
     larger = study_of(*transformer(4, unit_bytes=2**21))
     larger = dataclasses.replace(larger, origin=PlanOrigin(fingerprint={**larger.origin.fingerprint, "graph": "b"}))
-    scaled = audit_study(larger, path, time_limit_seconds=2.0)
+    scaled = audited(larger, path, time_limit_seconds=2.0)
     assert scaled.now.peak_bytes > plan.peak_bytes and "other sizes" in scaled.notes[0]
 
 
@@ -128,7 +133,7 @@ def test_a_plan_that_offloads_is_set_beside_plans_that_may(tmp_path: Path) -> No
     study = dataclasses.replace(study_of(), device=cost_models.device("h100"))
     plan = study.plan(activation_budget="45%", offload=True, host_budget="1GiB", time_limit_seconds=2, compare=False)
     assert plan.offloading is not None and plan.offloading.values
-    audit = audit_study(study, plan, time_limit_seconds=1.0)
+    audit = audited(study, plan, time_limit_seconds=1.0)
     assert (audit.now.peak_bytes, audit.now.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
     assert audit.now.offloading is not None
     assert audit.now.offloading.host_bytes == plan.offloading.host_bytes
@@ -139,7 +144,7 @@ def test_a_plan_in_chunks_is_refused() -> None:
     plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
     chunked = dataclasses.replace(plan, fingerprint={**plan.fingerprint, "slices": 4})
     with pytest.raises(PlanMismatchError, match="in 4 chunks"):
-        audit_study(study_of(), chunked)
+        audited(study_of(), chunked)
 
 
 def test_set_ups_that_are_not_known(tmp_path: Path) -> None:
@@ -159,15 +164,13 @@ def test_set_ups_that_are_not_known(tmp_path: Path) -> None:
 def test_a_plan_of_another_model_is_refused() -> None:
     other = dataclasses.replace(study_of(), origin=PlanOrigin(fingerprint={"model": "toys.Other", "parameters": 1}))
     with pytest.raises(PlanMismatchError, match=r"another model: model is 'toys\.Other' in the plan"):
-        audit_study(study_of(), other.plan(budget="100%"))
+        audited(study_of(), other.plan(budget="100%"))
     deeper = study_of(*transformer(6)).plan(budget="70%", solver="sqrt")
     with pytest.raises(PlanMismatchError, match="does not have"):
-        audit_study(study_of(), deeper)
+        audited(study_of(), deeper)
     fixed = tuple(dataclasses.replace(op, recomputable=op.phase is not Phase.FORWARD) for op in GRAPH.operations)
     with pytest.raises(PlanMismatchError, match="cannot be carried out"):
-        audit_study(
-            study_of(dataclasses.replace(GRAPH, operations=fixed)), study_of().plan(budget="70%", solver="sqrt")
-        )
+        audited(study_of(dataclasses.replace(GRAPH, operations=fixed)), study_of().plan(budget="70%", solver="sqrt"))
 
 
 def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:
@@ -176,9 +179,9 @@ def test_a_model_without_blocks_has_no_layers_to_checkpoint() -> None:
     b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
     flat = study_of(b.graph("flat", {}), tuple(b.costs))
     with pytest.raises(UsageError, match="no repeated blocks"):
-        audit_study(flat, "every-layer")
+        audited(flat, "every-layer")
     with pytest.raises(UsageError, match="cannot be cut"):
-        audit_study(flat, "sqrt")
+        audited(flat, "sqrt")
 
 
 # Real models.

@@ -26,9 +26,10 @@ from planner.analysis.trade_off.answers import Answers, csv_text
 from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
 from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
-from planner.analysis.trade_off.sizes import SizeSearch
+from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
-from planner.common.limits import Clock, SolveLimits
+from planner.common.limits import Clock
+from planner.common.options import Offload, Search
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
@@ -36,6 +37,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import every_nth_layer
+from planner.plans.evaluated import cheapest_within
 from planner.plans.plan import PlanOrigin
 from planner.report import curve_chart, render_what_if
 from planner.solving.incumbent import Incumbent
@@ -43,7 +45,7 @@ from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-QUICK = SolveLimits(time_limit_seconds=2.0, deterministic=True)
+QUICK = Search(time_limit_seconds=2.0, deterministic=True)
 
 
 def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_memory: Any) -> Study:
@@ -52,9 +54,9 @@ def study_of(graph: TrainingGraph, costs: tuple[OperationCost, ...], **static_me
     return Study(graph=graph, costs=costs, origin=origin, static_memory=StaticMemory(**static_memory))
 
 
-def traced(study: Study, **options: Any) -> CurveSweep:
+def traced(study: Study, solver: str = "auto", **options: Any) -> CurveSweep:
     """Trace a curve to its end."""
-    tracing = CurveSweep(study, effort=QUICK, **options)
+    tracing = CurveSweep(study, dataclasses.replace(QUICK, solver=solver), **options)
     tracing.run()
     return tracing
 
@@ -95,9 +97,9 @@ def test_every_point_is_what_its_plan_simulates_to(toy: CurveSweep) -> None:
     graph, costs = toy.study.graph, toy.study.costs
     step_seconds = sum(cost.seconds for cost in costs)
     for point in toy.curve().points:
-        schedule = toy.schedule(point.budget_bytes)
-        assert schedule is not None
-        evaluation = simulate(graph, costs, schedule)
+        best = cheapest_within(point.budget_bytes, toy.found)
+        assert best is not None
+        evaluation = simulate(graph, costs, best.schedule)
         assert point.predicted_peak_bytes == evaluation.peak_bytes + sum(graph.static_bytes.values())
         assert point.predicted_peak_bytes <= point.budget_bytes
         assert point.overhead == pytest.approx((evaluation.seconds - step_seconds) / step_seconds, abs=1e-12)
@@ -130,7 +132,7 @@ def test_counting_work_gives_the_same_curve_every_time(toy: CurveSweep) -> None:
 
 
 def test_a_wrong_proof_is_not_hidden(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
-    tracing = CurveSweep(toy.study, points=2, effort=QUICK)
+    tracing = CurveSweep(toy.study, QUICK, points=2)
 
     def wrong(self: Study, incumbent: Incumbent, **_: Any) -> None:
         raise incumbent.infeasible(proven=True)
@@ -151,7 +153,7 @@ def test_budgets_below_the_floor_are_there_without_a_plan(toy: CurveSweep) -> No
 
 def test_the_optimizers_step_must_fit_too() -> None:
     graph, costs = transformer(3)
-    plain = CurveSweep(study_of(graph, costs))
+    plain = CurveSweep(study_of(graph, costs), QUICK)
     needed = plain.top_bytes - 2**20 - plain.optimizer_bytes
     tracing = traced(study_of(graph, costs, optimizer_step_bytes=needed), points=4)
     curve = tracing.curve()
@@ -177,12 +179,12 @@ def test_points_are_solved_from_coarse_to_fine() -> None:
 
 def test_neighbours_give_a_plan_and_a_bound(toy: CurveSweep, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the ends solved, and solvers that find nothing more, the middle still has both."""
-    tracing = CurveSweep(toy.study, points=3, effort=QUICK)
+    tracing = CurveSweep(toy.study, QUICK, points=3)
     low, middle, high = tracing.budgets
-    tracing._solve(low, 0.2, Clock(1.0), None)
-    tracing._solve(high, 0.2, Clock(1.0), None)
+    tracing._solve(low, 0.2, Clock(1.0))
+    tracing._solve(high, 0.2, Clock(1.0))
     monkeypatch.setattr(Study, "improve", lambda *_, **__: None)
-    tracing._solve(middle, 0.2, Clock(1.0), None)
+    tracing._solve(middle, 0.2, Clock(1.0))
     curve = tracing.curve()
     assert curve.points[1].overhead == curve.points[0].overhead
     assert curve.points[1].lower_bound_overhead >= curve.points[2].lower_bound_overhead
@@ -210,16 +212,16 @@ HOST = Host(bytes_per_second=2e9, budget_bytes=2**30)
 
 def test_with_offload_the_curve_lies_below_that_of_recompute_alone(toy: CurveSweep) -> None:
     tracing = traced(toy.study, points=5, host=HOST)
-    search = MethodSweep([RECOMPUTE_ALONE], tracing, effort=QUICK)
+    search = MethodSweep([RECOMPUTE_ALONE], tracing)
     search.run()
     (alone,) = search.methods
     curve = tracing.curve()
     assert_monotone(curve.points)
     step_seconds = sum(cost.seconds for cost in toy.study.costs)
     for point, other in zip(curve.points, alone.points, strict=True):
-        schedule = tracing.schedule(point.budget_bytes)
-        assert schedule is not None and point.budget_bytes == other.budget_bytes and not other.host_bytes
-        evaluation = simulate(toy.study.graph, toy.study.costs, schedule, HOST)
+        best = cheapest_within(point.budget_bytes, tracing.found)
+        assert best is not None and point.budget_bytes == other.budget_bytes and not other.host_bytes
+        evaluation = simulate(toy.study.graph, toy.study.costs, best.schedule, HOST)
         assert evaluation.peak_bytes + toy.static_bytes == point.predicted_peak_bytes <= point.budget_bytes
         assert evaluation.added_seconds / step_seconds == pytest.approx(point.overhead, abs=1e-12)
         assert point.host_bytes == evaluation.host_bytes <= HOST.budget_bytes
@@ -337,9 +339,12 @@ def sized(unit_bytes: int = 2**20) -> Callable[[int], Study]:
 def search_sizes(text: str, study_at: Callable[[int], Study], budget_bytes: int, step: int = 1) -> SizeSearch:
     """Look for the largest size."""
     search = SizeSearch(
-        parse_sizes(text, what="batch sizes"), study_at, budget_bytes=budget_bytes, name="batch size",
-        unit="samples", step=step, effort=SolveLimits(time_limit_seconds=0.2, deterministic=True),
-    )  # fmt: skip
+        sizes=parse_sizes(text, what="batch sizes"),
+        study_at=study_at,
+        axis_so_far=SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes),
+        search=Search(time_limit_seconds=0.2, deterministic=True),
+        step=step,
+    )
     search.run()
     return search
 
@@ -383,7 +388,7 @@ def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:
 
 def test_devices_fit_or_not() -> None:
     study = study_of(*transformer(3, unit_bytes=2**27))
-    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, effort=SolveLimits(time_limit_seconds=1.0))
+    search = DeviceSearch(["rtx-4090", "h100"], lambda name: study, Search(time_limit_seconds=1.0), Offload())
     search.run()
     for row in search.rows:
         report = row.report()
@@ -392,11 +397,11 @@ def test_devices_fit_or_not() -> None:
         if row.memory_bytes >= row.baseline_peak_bytes:
             assert row.outcome.overhead == 0.0
     with pytest.raises(UsageError, match="did you mean h100"):
-        DeviceSearch(["h10"], lambda name: study, effort=QUICK)
+        DeviceSearch(["h10"], lambda name: study, QUICK, Offload())
 
 
 def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
-    search = MethodSweep(["auto", "sqrt", "every-layer", "every-2"], toy, effort=QUICK)
+    search = MethodSweep(["auto", "sqrt", "every-layer", "every-2"], toy)
     search.run()
     methods = {method.name: method.points for method in search.methods}
     curve = toy.curve()
@@ -408,7 +413,7 @@ def test_other_ways_are_on_the_same_axes(toy: CurveSweep) -> None:
     (every,), (second,) = methods["every-layer"], methods["every-2"]
     assert every.budget_bytes < second.budget_bytes and every.overhead > second.overhead > 0
     with pytest.raises(UsageError, match="did you mean every-layer"):
-        MethodSweep(["every-layers"], toy, effort=QUICK)
+        MethodSweep(["every-layers"], toy)
 
 
 def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
@@ -422,7 +427,7 @@ def test_pytorchs_partitioner_stands_at_its_own_peaks(toy: CurveSweep) -> None:
         yield every
         raise PlannerError("that is all")
 
-    search = MethodSweep(["pytorch"], toy, effort=QUICK, pytorch=decided)
+    search = MethodSweep(["pytorch"], toy, decided)
     search.run()
     (method,) = search.methods
     step_seconds = sum(cost.seconds for cost in toy.study.costs)

@@ -264,7 +264,7 @@ def test_plans_of_small_graphs_are_optimal(seed: int):
     (stage,) = cut(graph, costs, 1)
     in_flight = 3
     pipeline = PipelineSchedule(stages=1, micro_batches=in_flight, name="gpipe")
-    whole = make_pipeline_plan([[stage]], [StaticMemory()], pipeline, budget="100%").stages[0]
+    whole = make_pipeline_plan([[stage]], [StaticMemory()], pipeline, budget="100%", search=Search()).stages[0]
     feasible = 0
     for budget in range(whole.peak_bytes - 1, whole.peak_bytes // 2, -6):
         exact = None

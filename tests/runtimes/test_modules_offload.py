@@ -20,6 +20,7 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
+from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.graph import OperationCost
@@ -304,10 +305,9 @@ def test_a_curve_of_choices_of_modules() -> None:
 
 def test_other_ways_beside_such_a_curve() -> None:
     step = planner.study(Stack(), rows(), runtime="modules")
-    effort = SolveLimits(time_limit_seconds=2.0)
-    tracing = CurveSweep(step, points=2, effort=effort, host=step.host("1GiB", 1024))
+    tracing = CurveSweep(step, Search(time_limit_seconds=2.0), points=2, host=step.host("1GiB", 1024))
     tracing.run()
-    methods = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing, effort=effort)
+    methods = MethodSweep(["every-layer", "every-2", "chunked", "recompute"], tracing)
     methods.run()
     every, second, chunked, alone = methods.methods
     layers = [region for region in step.regions if region.module.count(".") == 1]
@@ -318,7 +318,7 @@ def test_other_ways_beside_such_a_curve() -> None:
     assert len(alone.points) == 2 and not any(point.host_bytes for point in alone.points)
     for name in ("ilp", "pytorch"):
         with pytest.raises(UsageError, match="decides on a whole graph"):
-            MethodSweep([name], tracing, effort=effort)
+            MethodSweep([name], tracing)
 
 
 def test_an_audit_of_a_plan_is_of_choices_of_modules() -> None:

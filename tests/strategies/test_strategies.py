@@ -19,6 +19,7 @@ from planner.analysis.audit import audit_study
 from planner.analysis.strategy_comparison import Established, Incumbent, compare
 from planner.analysis.study import Study
 from planner.analysis.trade_off import methods as ways
+from planner.common.options import Search
 from planner.errors import UsageError
 from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph
@@ -312,12 +313,12 @@ def test_divided_inputs_are_shares_between_forward_and_backward(name: str) -> No
 
 def test_without_a_link_to_the_host_nothing_is_offloaded() -> None:
     study = Study(graph=GRAPH, costs=COSTS, origin=PlanOrigin(fingerprint={}), static_memory=StaticMemory())
-    found = compare(study, ["save-on-cpu", "every-2"], time_limit_seconds=0.5)
+    found = compare(study, Search(time_limit_seconds=0.5), ["save-on-cpu", "every-2"])
     assert [row.name for row in found.rows] == ["every-2"] and "link" in found.absent["save-on-cpu"]
 
 
 def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
-    found = compare(study_of(), ["save-on-cpu", "deepspeed-cpu-checkpointing"], time_limit_seconds=3.0)
+    found = compare(study_of(), Search(time_limit_seconds=3.0), ["save-on-cpu", "deepspeed-cpu-checkpointing"])
     for row in found.rows:
         assert row.host_bytes > 0 and row.excess is not None and row.gap is not None
         assert 0 <= row.lower_bound_overhead <= row.best_overhead <= row.overhead  # type: ignore[operator]
@@ -395,7 +396,7 @@ def test_a_valid_schedule_that_keeps_at_most_what_it_says(name: str) -> None:
 
 def test_no_bound_is_above_a_strategy() -> None:
     graph, costs = transformer(3)
-    found = compare(study_of(graph, costs), time_limit_seconds=2.0, deterministic=True)
+    found = compare(study_of(graph, costs), Search(time_limit_seconds=2.0, deterministic=True))
     assert not found.absent and len(found.rows) == len(strategies.known())
     assert [row.peak_bytes for row in found.rows] == sorted(row.peak_bytes for row in found.rows)
     seconds = found.baseline_step_seconds
@@ -411,7 +412,8 @@ def test_no_bound_is_above_a_strategy() -> None:
         assert row.overhead == pytest.approx(evaluation.added_seconds / seconds)
     assert max(row.excess or 0 for row in found.rows) > 0.1
     some = ["every-2", "save-on-cpu", "unsloth"]
-    once, again = (compare(study_of(graph, costs), some, time_limit_seconds=0.5, deterministic=True) for _ in range(2))
+    search = Search(time_limit_seconds=0.5, deterministic=True)
+    once, again = (compare(study_of(graph, costs), search, some) for _ in range(2))
     assert once.report() == again.report()
 
 
@@ -419,7 +421,7 @@ def test_what_does_not_apply_says_why() -> None:
     b = Builder()
     x = b.add("aten.mm.default", [], [64], module="a")[0]
     b.add("aten.mm.default", [x], [64], module="a", phase=Phase.BACKWARD, kind="gradient", retained=True)
-    found = compare(study_of(b.graph("flat", {}), tuple(b.costs)))
+    found = compare(study_of(b.graph("flat", {}), tuple(b.costs)), Search(time_limit_seconds=20.0))
     assert found.absent["pytorch-checkpoint"] == "flat has no repeated blocks"
     assert "cannot be cut" in found.absent["sqrt"]
     with pytest.raises(UsageError, match="chain has no attention"):
@@ -445,11 +447,11 @@ def test_names_with_numbers() -> None:
 
 
 def test_audit_and_what_if_take_every_name() -> None:
-    audit = audit_study(study_of(), "chunked-2", solver="sqrt")
+    audit = audit_study(study_of(), "chunked-2", Search(solver="sqrt"))
     assert audit.current == "chunked-2" and audit.now.recompute_seconds > 0
     with pytest.raises(UsageError, match=r"chain has no attention in its blocks, so nothing is 'megatron-selective'"):
-        audit_study(study_of(*chain()), "megatron-selective")
-    waiting = audit_study(study_of(), "save-on-cpu", time_limit_seconds=1.0)
+        audit_study(study_of(*chain()), "megatron-selective", Search())
+    waiting = audit_study(study_of(), "save-on-cpu", Search(time_limit_seconds=1.0))
     assert waiting.now.offloading is not None and waiting.now.offloading.host_bytes > 0
     assert waiting.best.added_seconds <= waiting.now.added_seconds
     assert waiting.report()["current"]["host_bytes"] == waiting.now.offloading.host_bytes
@@ -530,7 +532,7 @@ def test_an_eager_step_has_no_such_table() -> None:
     """What strategies do of a captured step would be no choice of modules, and could not be carried out."""
     eager = replace(study_of(), origin=PlanOrigin(fingerprint={}, runtime="modules"))
     with pytest.raises(UsageError, match="on a whole graph"):
-        compare(eager, ["every-2"])
+        compare(eager, Search(), ["every-2"])
 
 
 @pytest.mark.parametrize(

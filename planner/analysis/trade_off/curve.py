@@ -1,4 +1,4 @@
-"""CurveSweep the curve of overhead over budget: every point is solved from what is known at the others.
+"""Sweep the curve of overhead over budget: every point is solved from what is known at the others.
 
 A plan that keeps a budget keeps every larger one, and a bound on plans for a budget holds for every smaller
 one. So neighbours give a point its first plan and its first bound, and the curve never rises.
@@ -12,10 +12,12 @@ from dataclasses import replace
 from planner.analysis.study import Study
 from planner.analysis.trade_off.ranges import parse_budgets, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
-from planner.common.limits import Clock, SolveLimits
+from planner.common.limits import Clock
+from planner.common.options import Search
+from planner.common.units import Size
 from planner.errors import ClaimMismatchError, InfeasibleBudgetError
 from planner.ir.host import Host, graph_for
-from planner.ir.problem import Problem, Progress, confirm
+from planner.ir.problem import Problem, confirm
 from planner.ir.schedule import Schedule
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
@@ -38,51 +40,35 @@ _LEAST_SECONDS = 0.1
 class CurveSweep:
     """A curve in the making; what is done can be asked for at any time.
 
-    Parameters
-    ----------
-    points : int
-        How many budgets, at equal distances from the smallest for which a plan is known to the peak without
-        recompute.
-    budgets : str, optional
-        Budgets to take instead; see :func:`planner.analysis.trade_off.ranges.parse_budgets`.
-    asked : int, float or str, optional
-        A budget to solve beside these, together with 1 GiB more.
-    solver : str
-        Name of a solver. ``"auto"`` goes on from the plans and bounds of other points while it solves; what others
-        find is held against these when they are done.
-    effort : SolveLimits
-        For the whole curve: each point has an equal share of what is left.
-    known : CurveSweep, optional
-        A curve of the same study, whose budgets are taken and whose bounds hold here too.
-    host : Host, optional
-        Where values may be offloaded to; without it none is.
-
-    Notes
-    -----
     The ends come first, then the middle, then the middles of the halves, and so on: a curve that is interrupted
     spans the whole range, and every point has a neighbour on both sides.
+
+    The search is for the whole curve: each point has an equal share of what is left. ``"auto"`` goes on from the plans
+    and bounds of other points while it solves; what other solvers find is held against these when they are done.
+
+    Budgets are ``points`` at equal distances from the smallest for which a plan is known to the peak without recompute,
+    or those that ``budgets`` gives, or those of a ``known`` curve of the same study, whose bounds hold here too. Beside
+    them stands the one that is ``asked`` about, together with 1 GiB more.
     """
 
     def __init__(
         self,
         study: Study,
+        search: Search,
         *,
         points: int = 20,
         budgets: str | None = None,
-        asked: int | float | str | None = None,
-        solver: str = AutoSolver.name,
-        effort: SolveLimits | None = None,
+        asked: Size | None = None,
         known: CurveSweep | None = None,
         host: Host | None = None,
     ) -> None:
         self.study = study = study.for_host(host)
         self.host = host
-        self.solver = solver
-        self.effort = effort or SolveLimits()
+        self.search = search
         whole = study.problem("100%")
         self.static_bytes = study.graph.total_static_bytes
         self.baseline = whole.baseline
-        self.found = [evaluate(whole, Schedule.keep_all(study.graph), solver)]
+        self.found = [evaluate(whole, Schedule.keep_all(study.graph), search.solver)]
         self.bounds: dict[int, float] = dict(known.bounds) if known else {}
         self.solved: set[int] = set()
         self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.static_memory)
@@ -101,18 +87,16 @@ class CurveSweep:
             self.budgets = spread(self.lowest_bytes, self.top_bytes, points)
         self.asked_bytes = study.problem(asked).budget_bytes + self.static_bytes if asked is not None else None
 
-    def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
+    def run(self, count: Count = lambda done, total: None) -> None:
         """Solve every point."""
-        clock = self.effort.clock()
+        clock = self.search.clock()
         asked = [] if self.asked_bytes is None else [self.asked_bytes, self.asked_bytes + MORE_BYTES]
         order = list(dict.fromkeys([*asked, *coarse_to_fine(self.budgets)]))
         for done, budget_bytes in enumerate(order):
-            if count is not None:
-                count(done, len(order))
+            count(done, len(order))
             share_seconds = clock.left() / (len(order) - done)
-            self._solve(budget_bytes, max(share_seconds, _LEAST_SECONDS), clock, progress)
-        if count is not None:
-            count(len(order), len(order))
+            self._solve(budget_bytes, max(share_seconds, _LEAST_SECONDS), clock)
+        count(len(order), len(order))
 
     def curve(self) -> TradeOffCurve:
         """Return what is done."""
@@ -134,11 +118,6 @@ class CurveSweep:
             lossy=self.host is not None and self.host.lossy,
         )
 
-    def schedule(self, budget_bytes: int) -> Schedule | None:
-        """Return the plan behind a point; None where there is none."""
-        best = self._best(budget_bytes)
-        return best.schedule if best else None
-
     def bound_seconds(self, budget_bytes: int) -> float:
         """Return the best bound that some point has proven for this budget or a larger one."""
         return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
@@ -146,20 +125,20 @@ class CurveSweep:
     def _find_lowest(self) -> int:
         """Return the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
         problem = self._problem(self.proven_bytes)
-        schedule = self.study.lowest(problem, effort=self.effort)
-        lowest = evaluate(problem, schedule, self.solver)
-        if self.solver == AutoSolver.name:
+        schedule = self.study.lowest(problem, effort=self.search)
+        lowest = evaluate(problem, schedule, self.search.solver)
+        if self.search.solver == AutoSolver.name:
             self.found.append(lowest)
         return max(lowest.peak_bytes, self.proven_bytes)
 
-    def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock, progress: Progress | None) -> None:
+    def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock) -> None:
         """Better what the neighbours give."""
         if budget_bytes >= self.proven_bytes:
             incumbent = self._incumbent(budget_bytes)
-            effort = replace(self.effort, time_limit_seconds=share_seconds, told=clock.work)
+            effort = replace(self.search, time_limit_seconds=share_seconds, told=clock.work)
             try:
                 if not incumbent.is_closed(0.0):
-                    self.study.improve(incumbent, solver=self.solver, effort=effort, progress=progress)
+                    self.study.improve(incumbent, solver=effort.solver, effort=effort, progress=effort.progress)
             except InfeasibleBudgetError as error:
                 if error.is_proven and incumbent.schedule is not None:
                     raise ClaimMismatchError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,9 +11,8 @@ from planner.analysis.compatibility import check_methods
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffPoint
-from planner.common.limits import SolveLimits
+from planner.common.registry import unknown
 from planner.errors import PlannerError, UsageError
-from planner.ir.problem import Progress
 from planner.ir.schedule import Schedule
 from planner.plans.evaluated import evaluate
 from planner.solvers.auto import AutoSolver
@@ -22,21 +20,15 @@ from planner.solvers.auto import AutoSolver
 PYTORCH = "pytorch"
 """PyTorch's min-cut partitioner at several values of its ``activation_memory_budget``."""
 
-
 RECOMPUTE_ALONE = "recompute"
 """Solver ``auto`` without offload, beside a curve with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to choose what is recomputed.
+    """One way to choose what is recomputed, and why there is no point of it if there is none.
 
-    Parameters
-    ----------
-    points : tuple of TradeOffPoint
-        A solver's are at the curve's budgets; of a method without a budget each stands at its own peak.
-    reason : str
-        Why there is no point, if there is none.
+    A solver's points are at the curve's budgets; of a method without a budget each stands at its own peak.
     """
 
     name: str
@@ -49,18 +41,11 @@ class Method:
 
 
 def check(names: Sequence[str], runtime: str = "graph") -> None:
-    """Refuse names of no way, and those of ways that a runtime cannot go.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse names of no way, and those of ways that a runtime cannot go."""
     known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
     for name in names:
         if name not in known and not is_strategy(name):
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
-            raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
+            raise unknown("solver or way", name, known)
     check_methods(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
 
 
@@ -70,68 +55,48 @@ def is_strategy(name: str) -> bool:
 
 
 class MethodSweep:
-    """Ways in the making; what is done can be asked for at any time.
+    """Ways in the making, on the budgets and under the bounds of a curve; what is done can be asked for at any time.
 
-    Parameters
-    ----------
-    names : sequence of str
-        See :func:`check`.
-    curve : CurveSweep
-        Whose budgets are taken, and whose bounds hold for every method.
-    effort : SolveLimits
-        For each solver.
-    pytorch : callable, optional
-        Gives what PyTorch's partitioner decides on the graph of the same step, one schedule after the other.
+    Each solver has as long as the curve's. ``pytorch`` gives what PyTorch's partitioner decides on the graph of the
+    same step, one schedule after the other.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        curve: CurveSweep,
-        *,
-        effort: SolveLimits,
-        pytorch: Callable[[], Iterable[Schedule]] | None = None,
+        self, names: Sequence[str], curve: CurveSweep, pytorch: Callable[[], Iterable[Schedule]] | None = None
     ) -> None:
         check(names, curve.study.origin.runtime)
         self.names = tuple(dict.fromkeys(names))
         self.curve = curve
-        self.effort = effort
         self.pytorch = pytorch
         self.methods: tuple[Method, ...] = ()
 
-    def run(self, *, progress: Progress | None = None, count: Count | None = None) -> None:
+    def run(self, count: Count = lambda done, total: None) -> None:
         """Find every method's points."""
         for name in self.names:
-
-            def tell(line: str, name: str = name) -> None:
-                if progress is not None:
-                    progress(f"{name}: {line}")
-
             before = self.methods
-            for method in self._growing(name, tell, count):
+            for method in self._growing(name, count):
                 self.methods = (*before, method)
 
-    def _growing(self, name: str, tell: Progress, count: Count | None) -> Iterator[Method]:
+    def _growing(self, name: str, count: Count) -> Iterator[Method]:
         """Return a method, and again each time that it has another point."""
         if is_strategy(name):
             yield self._strategy(name)
         elif name == PYTORCH:
-            yield from self._pytorch(tell)
+            yield from self._pytorch()
         else:
-            yield self._solver(name, tell, count)
+            yield self._solver(name, count)
 
-    def _solver(self, name: str, tell: Progress, count: Count | None) -> Method:
+    def _solver(self, name: str, count: Count) -> Method:
         """Return a solver's points; with offload if the curve is, and the solver can."""
         curve = self.curve
-        if name == curve.solver:
+        if name == curve.search.solver:
             return Method(name=name, points=curve.curve().points)
         alone = name == RECOMPUTE_ALONE
         host = None if alone or not solvers.get(name).offloads else curve.host
-        tracing = CurveSweep(
-            curve.study, solver=AutoSolver.name if alone else name, effort=self.effort, known=curve, host=host
-        )
-        tracing.run(progress=tell, count=count)
-        return Method(name=name, points=tracing.curve().points)
+        search = replace(curve.search.under(name), solver=AutoSolver.name if alone else name)
+        sweep = CurveSweep(curve.study, search, known=curve, host=host)
+        sweep.run(count)
+        return Method(name=name, points=sweep.curve().points)
 
     def _strategy(self, name: str) -> Method:
         study = self.curve.study
@@ -141,7 +106,8 @@ class MethodSweep:
             return Method(name=name, points=(), reason=str(error))
         return Method(name=name, points=(point_of(study, schedule, name),))
 
-    def _pytorch(self, tell: Progress) -> Iterator[Method]:
+    def _pytorch(self) -> Iterator[Method]:
+        tell = self.curve.search.under(PYTORCH).tell
         method = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
         yield method
         tell("partitioning")

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from planner.analysis.study import Study
-from planner.common.limits import SolveLimits
-from planner.ir.problem import Progress
+from planner.common.options import Budget, Offload, Search
 from planner.plans.plan import NoPlanFitsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A plan in numbers, or that there is none.
+    """A plan in numbers, or that there is none: its status is then ``"infeasible"``.
 
-    Parameters
-    ----------
-    status : str
-        ``"optimal"``, ``"feasible"`` or ``"infeasible"``.
-    minimum_feasible_peak_bytes : int
-        Smallest budget for which a plan is known.
-    predicted_peak_bytes, overhead, lower_bound_overhead : optional
-        Of the plan.
-    step_seconds : float or None
-        Predicted time of the planned step.
+    In both cases the smallest budget for which a plan is known is there; ``step_seconds`` is of the planned step.
     """
 
     status: str
@@ -40,26 +29,10 @@ class Outcome:
         return self.predicted_peak_bytes is not None
 
 
-def ask(
-    study: Study,
-    budget_bytes: int,
-    *,
-    solver: str,
-    effort: SolveLimits,
-    progress: Progress | None = None,
-    **offload: Any,
-) -> Outcome:
-    """Plan a step for a budget, with :meth:`Study.plan`'s options on offload; give what comes of it in numbers."""
+def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:
+    """Plan a step for a budget, and give what comes of it in numbers."""
     try:
-        plan = study.plan(
-            budget=budget_bytes,
-            solver=solver,
-            time_limit_seconds=effort.time_limit_seconds,
-            deterministic=effort.deterministic,
-            seed=effort.seed,
-            progress=progress,
-            **offload,
-        )
+        plan = study.planned(Budget(budget=budget_bytes), search, offload)
     except NoPlanFitsError as error:
         return Outcome(status="infeasible", minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes)
     return Outcome(

@@ -14,14 +14,9 @@ _LARGEST_COARSE_STEP = 64
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """Sizes to look at.
+    """Sizes to look at, in rising order: of a range written with two dots, its ends and the powers of two between.
 
-    Parameters
-    ----------
-    values : tuple of int
-        In rising order. Of a range that was written with two dots: its ends and the powers of two between.
-    is_dense : bool
-        Whether every whole number between two values is one that may be looked at too.
+    It is dense if every whole number between two values may be looked at too.
     """
 
     values: tuple[int, ...]
@@ -34,19 +29,7 @@ class SizeRange:
 
 
 def parse_sizes(text: str, *, what: str) -> SizeRange:
-    """Read sizes as people write them.
-
-    Parameters
-    ----------
-    text : str
-        ``"1..64"``, ``"1,2,4"`` or ``"8"``.
-    what : str
-        What they are of, for the message.
-
-    Raises
-    ------
-    UsageError
-        If they cannot be read, there are none, or they do not rise.
+    """Read sizes as people write them: ``"1..64"``, ``"1,2,4"`` or ``"8"``; ``what`` they are of is for the message.
 
     Examples
     --------
@@ -75,18 +58,12 @@ def _size(part: str, text: str, what: str) -> int:
 
 
 def _check_rising(values: Sequence[int], text: str, what: str) -> None:
-    for before, after in pairwise(values):
-        if before >= after:
-            raise UsageError(f"{what} {text!r} are out of order: each must be above the one before it")
+    if any(before >= after for before, after in pairwise(values)):
+        raise UsageError(f"{what} {text!r} are out of order: each must be above the one before it")
 
 
 def check_budgets(text: str) -> None:
-    """Refuse budgets that cannot be read, and those of which it shows at once that they do not rise.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse budgets that cannot be read, and those of which it shows at once that they do not rise."""
     parts = _parts(text)
     if len({is_share(part) for part in parts}) == 1:
         parse_budgets(text, whole_bytes=2**60, points=2)
@@ -95,21 +72,7 @@ def check_budgets(text: str) -> None:
 
 
 def parse_budgets(text: str, *, whole_bytes: int, points: int) -> tuple[int, ...]:
-    """Read budgets: a list, or a range of which some points are taken.
-
-    Parameters
-    ----------
-    text : str
-        ``"4GiB..16GiB"``, ``"30%..100%"`` or ``"4GiB,8GiB,16GiB"``.
-    whole_bytes : int
-        What 100% is.
-    points : int
-        How many budgets of a range.
-
-    Raises
-    ------
-    UsageError
-        If they cannot be read or do not rise.
+    """Read budgets: a list, ``"4GiB,8GiB,16GiB"``, or a range, ``"30%..100%"``, of which so many points are taken.
 
     Examples
     --------

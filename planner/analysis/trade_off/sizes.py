@@ -7,25 +7,18 @@ largest that fits about is, and a few more around that place decide.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from planner.analysis.study import Study
 from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import SizeRange
-from planner.common.limits import SolveLimits
-from planner.ir.problem import Progress
+from planner.common.options import Offload, Search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRow:
-    """What one size costs.
-
-    Parameters
-    ----------
-    per_second : float or None
-        Samples, or tokens, that the planned step trains a second; None where nothing fits.
-    """
+    """What one size costs, and how many samples, or tokens, the planned step trains a second: None where none fits."""
 
     size: int
     outcome: Outcome
@@ -34,25 +27,17 @@ class SizeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeAxis:
-    """Sizes at one budget.
+    """Sizes at one budget: those that were captured, in rising order.
 
-    Parameters
-    ----------
-    name : str
-        ``"batch size"`` or ``"sequence length"``.
-    unit : str
-        What ``per_second`` counts: ``"samples"`` or ``"tokens"``.
-    rows : tuple of SizeRow
-        Those that were captured, in rising order.
-    is_complete : bool
-        Whether the largest size is the largest of all that were asked about.
+    ``name`` is ``"batch size"`` or ``"sequence length"``, and ``unit`` what ``per_second`` counts, ``"samples"`` or
+    ``"tokens"``. Once it is complete, the largest size is the largest of all that were asked about.
     """
 
     name: str
     unit: str
     budget_bytes: int
-    rows: tuple[SizeRow, ...]
-    is_complete: bool = True
+    rows: tuple[SizeRow, ...] = ()
+    is_complete: bool = False
 
     @property
     def largest(self) -> SizeRow | None:
@@ -84,69 +69,35 @@ class SizeAxis:
         }
 
 
+@dataclass(kw_only=True)
 class SizeSearch:
     """An axis in the making; what is done can be asked for at any time.
 
-    Parameters
-    ----------
-    sizes : SizeRange
-        Its values are looked at until one does not fit. If it is dense, the largest that fits is then found among
-        the sizes between.
-    study_at : callable
-        Captures the step at a size.
-    name : str
-        ``"batch size"`` or ``"sequence length"``.
-    unit : str
-        What a step trains: ``"samples"`` or ``"tokens"``.
-    units_of_one : int
-        How many of these a step of size 1 trains.
-    step : int
-        How exactly the largest size is found.
-    solver, effort
-        For each size.
-    **offload
-        Options of :meth:`planner.analysis.study.Study.plan` on the host's memory.
-
-    Notes
-    -----
-    If a size does not fit, no larger one is expected to.
+    Sizes are looked at until one does not fit: no larger one is expected to. If they are dense, the largest that fits
+    is then found among those between, to within ``step``. ``study_at`` captures the step at a size, and one of size 1
+    trains ``units_of_one`` samples or tokens.
     """
 
-    def __init__(
-        self,
-        sizes: SizeRange,
-        study_at: Callable[[int], Study],
-        *,
-        budget_bytes: int,
-        name: str,
-        unit: str,
-        units_of_one: int = 1,
-        step: int = 1,
-        solver: str = "auto",
-        effort: SolveLimits | None = None,
-        **offload: Any,
-    ) -> None:
-        self.sizes = sizes
-        self.study_at = study_at
-        self.axis_so_far = SizeAxis(name=name, unit=unit, budget_bytes=budget_bytes, rows=(), is_complete=False)
-        self.units_of_one = units_of_one
-        self.step = step
-        self.solver = solver
-        self.effort = effort or SolveLimits()
-        self.offload = offload
+    sizes: SizeRange
+    study_at: Callable[[int], Study]
+    axis_so_far: SizeAxis
+    search: Search
+    offload: Offload = field(default_factory=Offload)
+    units_of_one: int = 1
+    step: int = 1
 
-    def run(self, *, progress: Progress | None = None) -> None:
+    def run(self) -> None:
         """Look at sizes until the largest that fits is known."""
         lower = None
         for size in self.sizes.values:
-            if not self._look(size, progress).fits:
+            if not self._look(size).fits:
                 if lower is not None and self.sizes.is_dense:
-                    self._close_in(lower, size, progress)
+                    self._close_in(lower, size)
                 break
             lower = size
         self.axis_so_far = replace(self.axis_so_far, is_complete=True)
 
-    def _close_in(self, lower: int, upper: int, progress: Progress | None) -> None:
+    def _close_in(self, lower: int, upper: int) -> None:
         """Find the largest size that fits between one that does and one that does not.
 
         From where a line puts it in growing strides until the answer turns, since solvers often go beyond the line;
@@ -156,7 +107,7 @@ class SizeSearch:
         first: bool | None = None
         while places := range(lower // self.step + 1, (upper - 1) // self.step + 1):
             place = min(max(guess, places[0]), places[-1])
-            fits = self._look(place * self.step, progress).fits
+            fits = self._look(place * self.step).fits
             lower, upper = (place * self.step, upper) if fits else (lower, place * self.step)
             first = fits if first is None else first
             if fits is first and stride:
@@ -172,19 +123,12 @@ class SizeSearch:
             return (lower + upper) // 2
         return lower + int((upper - lower) * (self.axis_so_far.budget_bytes - needs[lower]) / rise_bytes)
 
-    def _look(self, size: int, progress: Progress | None) -> Outcome:
+    def _look(self, size: int) -> Outcome:
         axis = self.axis_so_far
-
-        def tell(line: str) -> None:
-            if progress is not None:
-                progress(f"{axis.name} {size}: {line}")
-
-        tell("capturing forward and backward")
-        study = self.study_at(size)
-        outcome = ask(study, axis.budget_bytes, solver=self.solver, effort=self.effort, progress=tell, **self.offload)
+        search = self.search.under(f"{axis.name} {size}")
+        search.tell("capturing forward and backward")
+        outcome = ask(self.study_at(size), axis.budget_bytes, search, self.offload)
         per_second = size * self.units_of_one / outcome.step_seconds if outcome.step_seconds else None
-        rows = sorted(
-            [*axis.rows, SizeRow(size=size, outcome=outcome, per_second=per_second)], key=lambda row: row.size
-        )
-        self.axis_so_far = replace(axis, rows=tuple(rows))
+        row = SizeRow(size=size, outcome=outcome, per_second=per_second)
+        self.axis_so_far = replace(axis, rows=tuple(sorted((*axis.rows, row), key=lambda row: row.size)))
         return outcome

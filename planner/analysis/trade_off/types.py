@@ -9,14 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOffPoint:
-    """What one budget costs.
+    """What one budget for the whole device costs.
 
     Parameters
     ----------
-    budget_bytes : int
-        What the whole device may hold.
-    predicted_peak_bytes : int or None
-        Peak of the plan, None where there is none.
+    budget_bytes, predicted_peak_bytes : int
+        The peak is that of the plan, None where there is none.
     overhead : float or None
         Time of recompute, and of waiting for transfers, over the step without them.
     lower_bound_overhead : float or None
@@ -119,17 +117,7 @@ def find_knee(points: Sequence[TradeOffPoint]) -> TradeOffPoint | None:
     """Return the point of a curve that lies farthest below the straight line between its ends.
 
     Both axes are first scaled to the range that they cover. Beyond that point a byte buys less than it does on
-    average, before it more.
-
-    Parameters
-    ----------
-    points : sequence of TradeOffPoint
-        From the smallest budget to the largest; those without a plan do not count.
-
-    Returns
-    -------
-    TradeOffPoint or None
-        None where no point lies below the line.
+    average, before it more. Points without a plan do not count, and there is none where no point lies below the line.
 
     References
     ----------
@@ -149,9 +137,6 @@ def find_knee(points: Sequence[TradeOffPoint]) -> TradeOffPoint | None:
     width, height = last.budget_bytes - first.budget_bytes, highest - lowest
     if width <= 0 or height <= 0:
         return None
-
-    def below(point: TradeOffPoint, overhead: float) -> float:
-        return 1 - (point.budget_bytes - first.budget_bytes) / width - (overhead - lowest) / height
-
-    distance, knee = max(((below(point, overhead), point) for point, overhead in known), key=lambda found: found[0])
-    return knee if distance > 1e-9 else None
+    below = [1 - (p.budget_bytes - first.budget_bytes) / width - (o - lowest) / height for p, o in known]
+    knee = below.index(max(below))
+    return known[knee][0] if below[knee] > 1e-9 else None

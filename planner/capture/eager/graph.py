@@ -36,6 +36,7 @@ from planner.ir.checkpoints import (
     Region,
 )
 from planner.ir.graph import LOSS_KEY_BEFORE, Operation, TrainingGraph
+from planner.ir.layers import is_within
 from planner.ir.static_memory import LossMemory
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -265,7 +266,7 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _candidates(self) -> Iterable[Candidate]:
         layers = [n for n, m in self.modules.items() if any(c.__name__ == _LAYER_CLASS for c in type(m).__mro__)]
         for module, calls in self.trace.calls.items():
-            inside = not layers or any(f"{module}.".startswith(f"{layer}.") for layer in layers)
+            inside = not layers or any(is_within(module, layer) for layer in layers)
             if inside and len(calls) == 1 and calls[0].begin < self.trace.backward:
                 candidate = self._candidate(module, calls[0])
                 if candidate is not None:
@@ -335,7 +336,7 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _statistics_bytes(self, module: str) -> int:
         """Return the bytes of the copies that a recompute updates in place of running statistics."""
-        inside = [m for name, m in self.modules.items() if f"{name}.".startswith(f"{module}.")]
+        inside = [m for name, m in self.modules.items() if is_within(name, module)]
         return sum(
             self.aligned(b.numel() * b.element_size()) for m in inside if keeps_statistics(m) for b in m.buffers()
         )

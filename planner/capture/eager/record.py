@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,8 @@ from planner.capture.torch_internals import (
     FakeTensorMode,
     call_implementation,
     call_with,
-    install_call,
+    calling,
     installed_call,
-    uninstall_call,
 )
 from planner.errors import CaptureError, PlannerError
 
@@ -169,19 +168,12 @@ def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
 @contextmanager
 def _followed(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Let the recorder see the calls of all modules; one that is compiled already stays whole."""
-    followed = []
-    own = installed_call(model)
-    install_call(model, call_implementation(model))
-    for name, module in model.named_modules():
-        if name and installed_call(module) is None:
-            followed.append(module)
-            install_call(module, partial(recorder.call, name, module))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(calling(model, call_implementation(model)))
+        for name, module in model.named_modules():
+            if name and installed_call(module) is None:
+                stack.enter_context(calling(module, partial(recorder.call, name, module)))
         yield
-    finally:
-        for module in followed:
-            uninstall_call(module)
-        uninstall_call(model) if own is None else install_call(model, own)
 
 
 @contextmanager

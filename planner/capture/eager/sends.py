@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from planner.capture.eager.trace import Call, Save, Trace
 from planner.ir.checkpoints import Sends, Sent
 from planner.ir.graph import TrainingGraph
+from planner.ir.layers import is_within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,4 +185,4 @@ def _numbers(storages: Sequence[int | None]) -> Mapping[int, tuple[int, ...]]:
 
 def _are_nested(a: str, b: str) -> bool:
     """Whether one module is the other, or in it."""
-    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+    return is_within(a, b) or is_within(b, a)
