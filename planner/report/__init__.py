@@ -15,12 +15,11 @@ from planner.report import (
     anatomy,
     findings,
     offloading,
-    operations,
     placement,
     timeline,
-    tree,
     trust,
     verdict,
+    whole,
 )
 from planner.report.audit import render as render_audit
 from planner.report.diff import render as render_difference
@@ -59,14 +58,14 @@ def render(plan: Plan, console: Console, *, show_operations: bool = False, show_
         alternatives.render_baselines(plan),
         placement.render(plan),
         placement.render_kept(plan),
-        tree.render(plan) if show_tree else None,
+        whole.render_modules(plan) if show_tree else None,
         timeline.render(plan),
         alternatives.render_budgets(plan),
         offloading.render(plan),
         findings.render(plan.warnings) if plan.warnings else None,
         trust.render_measured(plan),
         trust.render(plan),
-        operations.render(plan) if show_operations else None,
+        whole.render_operations(plan) if show_operations else None,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -82,19 +82,15 @@ def render_infeasible(report: dict[str, Any]) -> Group:
     )
 
 
-def sorted_kinds(plan: Plan) -> list[str]:
-    """Return the kinds of what is alive at the peak, from what stays longest to what stays least."""
-    return _sorted(plan.anatomy)
-
-
-def _sorted(sizes: dict[str, int]) -> list[str]:
-    rank = {kind: position for position, kind in enumerate(_ORDER)}
-    return sorted(sizes, key=lambda kind: rank.get(kind, len(rank)))
+def in_order(size_of: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return sizes by kind, from what stays longest to what stays least, without those that are empty."""
+    kinds = sorted(size_of, key=lambda kind: _ORDER.index(kind) if kind in _ORDER else len(_ORDER))
+    return [(kind, size_of[kind]) for kind in kinds if size_of[kind]]
 
 
 def _sizes(size_of: dict[str, int], title: str, total: str) -> Table:
     whole_bytes = sum(size_of.values())
-    rows = [*((kind, size_of[kind]) for kind in _sorted(size_of) if size_of[kind]), (total, whole_bytes)]
+    rows = [*in_order(size_of), (total, whole_bytes)]
 
     def is_total(row: tuple[str, int]) -> bool:
         return row is rows[-1]

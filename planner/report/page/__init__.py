@@ -14,7 +14,7 @@ import jinja2
 from planner.common.units import format_bytes, format_percent, format_seconds
 from planner.plans.plan import LayerPlacement, Plan
 from planner.report import alternatives, placement, trust, verdict
-from planner.report.anatomy import sorted_kinds
+from planner.report.anatomy import in_order
 from planner.report.page import charts
 from planner.report.style import operator_name, signed_percent
 
@@ -55,7 +55,7 @@ def _context(plan: Plan) -> dict[str, Any]:
         "verdict": verdict.verdict(plan),
         "bound": verdict.bound(plan),
         "layers_recomputed": verdict.layers(plan),
-        "anatomy": [(kind, plan.anatomy[kind], plan.anatomy[kind] / plan.peak_bytes) for kind in sorted_kinds(plan)],
+        "anatomy": [(kind, size, size / plan.peak_bytes) for kind, size in in_order(plan.anatomy)],
         "timeline": charts.timeline(plan, details) if details and details.after.points else None,
         "tensors": details.alive[:_MOST_TENSORS] if details else (),
         "strip": charts.strip(plan.placement),

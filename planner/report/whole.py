@@ -1,4 +1,4 @@
-"""The modules of a model as a tree: what each saves, frees and adds, the parts of it included."""
+"""The whole of a plan, where that is asked for: its modules as a tree, and every operation of the step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
 from planner.plans.plan import LayerPlacement, Plan
+from planner.report.style import compact_count, table
 
 
 @dataclass
@@ -32,8 +34,8 @@ class _Module:
         return own, tuple((name, part.signature()) for name, part in self.parts.items())
 
 
-def render(plan: Plan) -> RenderableType | None:
-    """Show the tree; equal modules in a row are one branch."""
+def render_modules(plan: Plan) -> RenderableType | None:
+    """Show what each module saves, frees and adds, the parts of it included; equal modules in a row are one branch."""
     if plan.details is None or not plan.details.modules:
         return None
     root = _Module()
@@ -67,3 +69,21 @@ def _label(name: str, modules: Sequence[_Module]) -> Text:
     if added_seconds:
         label.append(f", added {format_seconds(added_seconds)}", style="yellow")
     return label
+
+
+def render_operations(plan: Plan) -> Table:
+    """Show FLOPs, bytes and seconds of every operation in base order; the last row adds them up."""
+    everything = ("all, each once", "", ""), plan.operations
+    return table(
+        f"Operations, {len(plan.operations)}",
+        [*(((row.operation, row.module, row.phase), [row]) for row in plan.operations), everything],
+        ("operation", lambda row: row[0][0], str),
+        ("module", lambda row: row[0][1], str),
+        ("phase", lambda row: row[0][2], str),
+        ("FLOPs", lambda row: sum(one.flops for one in row[1]), compact_count),
+        ("bytes moved", lambda row: sum(one.moved_bytes for one in row[1]), format_bytes),
+        ("time", lambda row: sum(one.seconds for one in row[1]), format_seconds),
+        ("runs", lambda row: sum(one.runs for one in row[1]), str),
+        text_columns=3,
+        bold=lambda row: row is everything,
+    )
