@@ -10,6 +10,7 @@ from typing import Any
 
 from planner.common.options import chunks_of
 from planner.errors import UsageError
+from planner.ir.graph import named_by
 from planner.ir.layers import layer_among
 from planner.plans.plan import LayerPlacement, Plan
 from planner.plans.plan_file import SCHEMA
@@ -88,7 +89,7 @@ class Move:
     @property
     def module(self) -> str:
         """Path of the module that makes it."""
-        return self.operation.partition("|")[0]
+        return named_by(self.operation)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +289,7 @@ def _moved_values(a: Plan, b: Plan, blocks: set[str]) -> tuple[Move, ...]:
         move = Move(
             operation=place[0],
             output=place[1],
-            block=layer_among(place[0].partition("|")[0], blocks),
+            block=layer_among(named_by(place[0])[0], blocks),
             size_bytes=sizes.pop() if len(sizes) == 1 else None,
             before=_state(one),
             after=_state(other),
@@ -314,7 +315,7 @@ def _moved_operations(a: Plan, b: Plan, blocks: set[str]) -> tuple[Move, ...]:
         Move(
             operation=key,
             output=None,
-            block=layer_among(key.partition("|")[0], blocks),
+            block=layer_among(named_by(key)[0], blocks),
             size_bytes=None,
             before=RUN_AGAIN if key in again_a else RUN_ONCE,
             after=RUN_AGAIN if key in again_b else RUN_ONCE,

@@ -21,6 +21,7 @@ from planner.exporters._export import Export, Figures, Label, Placement
 from planner.exporters._step import CannotExpressError, ExportStep
 from planner.exporters._text import comment
 from planner.findings.finding import collapsed
+from planner.ir.graph import named_by
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
 from planner.plans.reuse import check_match, check_same_step
@@ -225,5 +226,4 @@ def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
 
 def _updates_statistics(plan: Plan) -> bool:
     """Whether a BatchNorm runs again in a plan."""
-    again = (key.split("|")[1] for keys in plan.recomputations.values() for key in keys)
-    return any("batch_norm" in target for target in again)
+    return any("batch_norm" in named_by(key)[1] for keys in plan.recomputations.values() for key in keys)

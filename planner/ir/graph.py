@@ -25,6 +25,24 @@ LOSS_KEY_BEFORE = f"|{LOSS_TARGET}|l0"
 """What plan files of recorded steps called the loss, before all steps had one key for it."""
 
 
+def named_by(key: str) -> tuple[str, str]:
+    """Return the module and the operator that an operation's key names.
+
+    Examples
+    --------
+    >>> named_by("h.0.mlp|aten.mm.default|f0"), operator_name("aten.mm.default"), operator_name("given")
+    (('h.0.mlp', 'aten.mm.default'), 'mm', 'given')
+    """
+    module, _, rest = key.partition("|")
+    return module, rest.partition("|")[0]
+
+
+def operator_name(target: str) -> str:
+    """Return an operator's own name."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
 class Phase(StrEnum):
     """Where in the step an operation belongs."""
 

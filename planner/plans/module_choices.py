@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from planner.ir.checkpoints import AWAY, HOLD, Region
+from planner.ir.graph import named_by
 from planner.ir.problem import Problem, Solution
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
@@ -16,8 +17,8 @@ from planner.solving.modules.variants import variant_named
 
 def modules_of(plan: Plan) -> tuple[str, ...]:
     """Return the paths of the modules that a plan checkpoints, in the order of their backward."""
-    again = dict.fromkeys(key for keys in plan.recomputations.values() for key in keys)
-    return tuple(key.partition("|")[0] for key in again if key.split("|")[1] in (HOLD, AWAY))
+    again = dict.fromkeys(named_by(key) for keys in plan.recomputations.values() for key in keys)
+    return tuple(module for module, target in again if target in (HOLD, AWAY))
 
 
 def with_choices(plan: Plan, problem: Problem, solution: Solution) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from planner.ir.graph import Phase
+from planner.ir.graph import Phase, named_by
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 
@@ -58,7 +58,7 @@ class ValueRow:
     @property
     def module(self) -> str:
         """Path of the module that makes it."""
-        return self.operation.partition("|")[0]
+        return named_by(self.operation)[0]
 
     @property
     def dropped(self) -> bool:
@@ -68,7 +68,7 @@ class ValueRow:
     @property
     def target(self) -> str:
         """The operator that makes it."""
-        return self.operation.partition("|")[2].partition("|")[0]
+        return named_by(self.operation)[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.ir.graph import named_by, operator_name
 from planner.ir.layers import collapse
-from planner.report.style import operator_name
 
 
 def alike(
@@ -28,7 +28,7 @@ def alike(
     ]
     for label, members in collapse([block for _, _, block in places], within):
         key, output, block = places[members[0]]
-        module = key.partition("|")[0]
+        module, _ = named_by(key)
         parts = [label, module[len(block) + 1 :]] if len(members) > 1 else [module or "(model)"]
         yield " · ".join([*filter(None, parts), result_name(key, output)]), members
 
@@ -41,5 +41,5 @@ def result_name(key: str, output: int | None) -> str:
     >>> result_name("h.0|aten.mm.default|forward+0", 0), result_name("h.0|aten.max.dim|forward+0", 1)
     ('mm', 'max, result 2')
     """
-    name = operator_name(key.partition("|")[2].partition("|")[0])
+    name = operator_name(named_by(key)[1])
     return f"{name}, result {output + 1}" if output else name

@@ -15,7 +15,7 @@ from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
 from planner.report.alike import alike
 from planner.report.placement import fitting
-from planner.report.style import Write, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.style import Write, counted, print_parts, print_verdict, signed_percent, sizes, table
 
 _MOST_ROWS, _LABEL_AT_MOST = 30, 25
 
@@ -32,8 +32,8 @@ def answer(difference: Difference) -> str:
     count = len(difference.moves)
     if not count and not difference.layers and not difference.peak_bytes:
         return f"B does what A does: no {noun} moved"
-    in_layers = f" in {_counted(difference.moved_layers, 'layer')}" if count else ""
-    return f"B {_peak(difference)}{_host(difference)} and {_time(difference)}; {_counted(count, noun)} moved{in_layers}"
+    in_layers = f" in {counted(difference.moved_layers, 'layer')}" if count else ""
+    return f"B {_peak(difference)}{_host(difference)} and {_time(difference)}; {counted(count, noun)} moved{in_layers}"
 
 
 def _peak(difference: Difference) -> str:
@@ -55,10 +55,6 @@ def _time(difference: Difference) -> str:
         return f"pays the same {signed_percent(b.overhead)} step time"
     change = b.overhead - a.overhead
     return f"pays {signed_percent(abs(change))} {'more' if change > 0 else 'less'} step time"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _header(difference: Difference) -> Table | None:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from planner.analysis.strategy_comparison import NEAR, Established, Incumbent
 from planner.common.units import format_bytes, format_seconds
-from planner.report.style import at_least_percent, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.style import at_least_percent, counted, print_parts, print_verdict, signed_percent, sizes, table
 
 
 def render(established: Established, console: Console) -> None:
@@ -25,7 +25,7 @@ def answer(established: Established) -> str:
         return "no established way applies to this model"
     near = [row for row in rows if _excess(row) <= NEAR]
     points = f"{NEAR * 100:.0f} points"
-    ways = f"{len(rows)} established way{'s' if len(rows) > 1 else ''}"
+    ways = f"{counted(len(rows), 'established way')}"
     closest, farthest = min(rows, key=_excess), max(rows, key=_excess)
     if not near:
         return f"of {ways} none is within {points} of the best plan at its peak; the closest is {_pays(closest)}"

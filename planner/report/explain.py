@@ -12,7 +12,7 @@ from planner.analysis.explain import ExplainedValue, Explanation, per_ms
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import is_within
 from planner.report.alike import alike, result_name
-from planner.report.style import print_parts, print_verdict
+from planner.report.style import counted, print_parts, print_verdict
 
 
 def render(explanation: Explanation, console: Console, *, largest: int | None = None) -> None:
@@ -39,7 +39,7 @@ def answer(explanation: Explanation) -> str:
         price = ""
         if explanation.freed_bytes and explanation.added_seconds > 0:
             price = f", {per_ms(explanation.freed_bytes / explanation.added_seconds)}"
-        runs = f"{explanation.added_runs} run{'s' if explanation.added_runs > 1 else ''}"
+        runs = counted(explanation.added_runs, "run")
         parts.append(
             f"recomputes {format_bytes(explanation.freed_bytes)} in {runs} of "
             f"{format_seconds(explanation.added_seconds)}{price}"

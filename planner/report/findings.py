@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from planner.findings.finding import Diagnosis, Finding, Severity
-from planner.report.style import print_parts, print_verdict
+from planner.report.style import counted, print_parts, print_verdict
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
@@ -35,11 +35,7 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 def answer(diagnosis: Diagnosis) -> str:
     """Return the answer as one line."""
-    counts = _count(diagnosis.problems, "problem") or "no problems"
-    notes = _count(diagnosis.notes, "note")
-    line = f"{counts}{f', {notes}' if notes else ''} in {diagnosis.model}"
+    problems = counted(len(diagnosis.problems), "problem") if diagnosis.problems else "no problems"
+    notes = f", {counted(len(diagnosis.notes), 'note')}" if diagnosis.notes else ""
+    line = f"{problems}{notes} in {diagnosis.model}"
     return line if diagnosis.captured else f"{line}, which cannot be captured"
-
-
-def _count(findings: tuple[Finding, ...], noun: str) -> str:
-    return f"{len(findings)} {noun}{'s' if len(findings) > 1 else ''}" if findings else ""

@@ -10,9 +10,10 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
+from planner.ir.graph import operator_name
 from planner.ir.layers import collapse
 from planner.plans.plan import LayerPlacement, Plan
-from planner.report.style import in_unit_of, operator_name
+from planner.report.style import in_unit_of
 
 NUMBERS = ("saved", "freed", "again", "added", "freed/ms")
 _GAP = "  "

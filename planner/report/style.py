@@ -69,16 +69,9 @@ def at_least_percent(ratio: float) -> str:
     return signed_percent(math.floor(ratio * 1000 + 1e-6) / 1000)
 
 
-def operator_name(target: str) -> str:
-    """Return an operator's own name.
-
-    Examples
-    --------
-    >>> operator_name("aten.mm.default"), operator_name("given")
-    ('mm', 'given')
-    """
-    parts = target.split(".")
-    return parts[1] if len(parts) > 1 else target
+def counted(count: int, noun: str) -> str:
+    """Return ``"1 value"``, or ``"2 values"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def sizes(column: Iterable[int | None]) -> Write:

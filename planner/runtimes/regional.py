@@ -27,7 +27,7 @@ from planner.capture.provenance import kinds_of
 from planner.common.units import round_up
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import OperationCost, TrainingGraph, named_by
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -132,7 +132,7 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
     index_of = {prefixed(path, operation.key): index for index, operation in enumerate(graph.operations)}
     before: dict[int, tuple[int, ...]] = {}
     for key, keys in plan.recomputations.items():
-        if not is_within(key.partition("|")[0], path):
+        if not is_within(named_by(key)[0], path):
             continue
         missing = [k for k in (key, *keys) if k not in index_of]
         if missing:

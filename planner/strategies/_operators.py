@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from planner.ir.graph import Operation
+from planner.ir.graph import Operation, operator_name
 
 _ACTIVATION = {
     "elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh",
@@ -14,8 +14,7 @@ _NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
 
 def operator(operation: Operation) -> str:
     """Return an operator's own name: ``mm`` of ``aten.mm.default``."""
-    parts = operation.target.split(".")
-    return parts[1] if len(parts) > 1 else operation.target
+    return operator_name(operation.target)
 
 
 def is_linear(operation: Operation) -> bool:

@@ -12,11 +12,12 @@ from typing import Any
 import jinja2
 
 from planner.common.units import format_bytes, format_percent, format_seconds
+from planner.ir.graph import operator_name
 from planner.plans.plan import LayerPlacement, Plan
 from planner.report import alternatives, placement, trust, verdict
 from planner.report.anatomy import in_order
 from planner.report.page import charts
-from planner.report.style import operator_name, signed_percent
+from planner.report.style import signed_percent
 
 _MOST_TENSORS = 20
 
