@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
-from planner.ir.schedule import Schedule
+from planner.ir.schedule import Schedule, first_runs
 from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
@@ -176,7 +176,7 @@ class _StepCutSearch:
     ) -> tuple[list[float] | None, Model]:
         """Solve the programme of some cuts and keep the bound that it proves."""
         spare_bytes = int(spare * self.problem.budget_bytes)
-        model = build(self.problem, cuts, [spare_bytes] * len(cuts))
+        model = build(self.problem, cuts, spare_bytes)
         if model is None:
             if not spare:
                 raise self.incumbent.infeasible(proven=True)
@@ -227,13 +227,11 @@ class _StepCutSearch:
         """Add the cut that a schedule over the budget calls for; None if it is there already."""
         position = timeline.index(max(timeline))
         order = schedule.order
-        first_runs: dict[int, int] = {}
-        for place, index in enumerate(order):
-            first_runs.setdefault(index, place)
+        first = first_runs(order)
         operation = order[position]
-        if first_runs[operation] == position:
+        if first[operation] == position:
             return self.with_step(cuts, operation)
-        step = next(index for place, index in enumerate(order[position:], position) if first_runs[index] == place)
+        step = next(index for place, index in enumerate(order[position:], position) if first[index] == place)
         # A cut between two steps is about what runs again after the first: that one must be there, too.
         before = self.with_step(cuts, step - 1)
         around = self.with_step(before or cuts, step) or before

@@ -198,16 +198,17 @@ class _Mix:
         except InfeasibleBudgetError:
             return False
         self.clock.work(len(found.schedule.order) * _SECONDS_PER_RUN)
-        before = (self.incumbent.added_seconds, self.incumbent.peak_bytes)
+        before = self.incumbent.schedule
         wide = widened(self.problem, asked.invert(found.schedule))
         self.offer(wide)
         self.offer(without_unneeded(self.problem, wide))
         if len(self.problem.graph.operations) <= _MEDIUM and (waiting := self.problem.evaluate(wide)).stall_seconds > 0:
             self.waiting.append((waiting.added_seconds, asked, found.schedule))
-        better = (self.incumbent.added_seconds, self.incumbent.peak_bytes) < before
-        if better and self.incumbent.schedule is not None:
-            self.best = frozenset(offload.value for offload in self.incumbent.schedule.offloads)
-        return better
+        now = self.incumbent.schedule
+        if now is None or now is before:
+            return False
+        self.best = frozenset(offload.value for offload in now.offloads)
+        return True
 
     def offer(self, schedule: Schedule | None) -> None:
         """Offer a schedule, if there is one and it keeps the host's budget."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from planner.ir.cut_points import last_forward_readers, turning_point
 from planner.ir.problem import Problem
@@ -11,61 +12,35 @@ from planner.ir.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainStage:
-    """What one stage takes; two stages that are equal here are interchangeable.
-
-    Parameters
-    ----------
-    boundary_bytes : int
-        What it hands to the next stage.
-    saved_bytes : int
-        What its backward needs of what it makes, and the boundary.
-    pass_bytes, pass_seconds : int, float
-        Peak and time of running it again for its boundary alone, its input not counted.
-    save_bytes, save_seconds : int, float
-        The same for everything saved.
-    own_bytes, own_seconds : int, float
-        The same for what its own backward needs, without the boundary.
-    first_pass_bytes, first_save_bytes : int
-        Peaks of its first run, with all other memory of the forward.
-    backward_bytes : int
-        Peak of its backward, saved values included, above what stands when it begins.
-    """
+    """What one stage takes; two stages that are equal here are interchangeable."""
 
     boundary_bytes: int
+    """What it hands to the next stage."""
     saved_bytes: int
+    """What its backward needs of what it makes, and the boundary."""
     pass_bytes: int
     pass_seconds: float
+    """Peak and time of running it again for its boundary alone, its input not counted."""
     save_bytes: int
     save_seconds: float
+    """The same for everything saved."""
     own_bytes: int
     own_seconds: float
+    """The same for what its own backward needs, without the boundary."""
     first_pass_bytes: int
     first_save_bytes: int
+    """Peaks of its first run, with all other memory of the forward."""
     backward_bytes: int
+    """Peak of its backward, saved values included, above what stands when it begins."""
 
 
 class Chain:
-    """The stages of a problem between some places of its forward.
+    """The stages of a problem: each ends after one of some places of its forward, the last one with it.
 
     Values made in the forward are *managed* if a plan may drop them: recomputable, not retained,
     and crossing at most one place. All others stay as long as in the step without recompute.
-
-    Parameters
-    ----------
-    places : sequence of int
-        Operations of the forward, rising, after each of which a stage ends.
-
-    Attributes
-    ----------
-    stages : list of ChainStage
-    starts : list of int
-        Where the backward of each stage begins in the base order.
-    standing_bytes : list of int
-        What stands then, managed values not counted.
-
-    Notes
-    -----
-    O(values + inputs).
+    The backward of each stage ``starts`` somewhere in the base order, where so much is ``standing_bytes``,
+    managed values not counted. O(values + inputs).
     """
 
     def __init__(self, problem: Problem, places: Sequence[int]) -> None:
@@ -77,6 +52,7 @@ class Chain:
         self._assign_values()
         self._assign_backward()
         self._measure_load()
+        self.workspaces = [cost.workspace_bytes for cost in problem.costs]
         self.passed: list[list[int]] = []
         self.saved: list[list[int]] = []
         self.own: list[list[int]] = []
@@ -127,8 +103,7 @@ class Chain:
         """Sum up what is not managed: at each operation, and between operations where backwards begin."""
         graph, costs = self.problem.graph, self.problem.costs
         count = len(graph.operations)
-        change = [0] * (count + 1)
-        between = [0] * (count + 2)
+        change, between = [0] * (count + 1), [0] * (count + 1)
         for u, maker in enumerate(graph.producer):
             if self.stage[u] < 0:
                 last = graph.readers[u][-1] if graph.readers[u] else maker
@@ -137,15 +112,10 @@ class Chain:
                 change[last + 1] -= graph.values[u].size_bytes
                 between[maker + 1] += graph.values[u].size_bytes
                 between[last + 1] -= graph.values[u].size_bytes
-        self.load_bytes: list[int] = []
-        crossing: list[int] = []
-        total = total_between = 0
-        for index in range(count):
-            total += change[index]
-            total_between += between[index]
-            self.load_bytes.append(total + costs[index].workspace_bytes)
-            crossing.append(total_between)
-        crossing.append(0)
+        self.load_bytes = [
+            total_bytes + cost.workspace_bytes for total_bytes, cost in zip(accumulate(change), costs, strict=False)
+        ]
+        crossing = list(accumulate(between))
         self.standing_bytes = [crossing[start] for start in self.starts]
         self.standing_bytes[-1] = 0  # the last stage's forward is never repeated before its backward begins
 
@@ -169,11 +139,11 @@ class Chain:
         return ChainStage(
             boundary_bytes=total_bytes(boundary),
             saved_bytes=total_bytes(saved),
-            pass_bytes=self._peak_again(self.passed[k], boundary),
+            pass_bytes=self._peak(self.passed[k], boundary, self.workspaces),
             pass_seconds=total_seconds(self.passed[k]),
-            save_bytes=self._peak_again(self.saved[k], saved),
+            save_bytes=self._peak(self.saved[k], saved, self.workspaces),
             save_seconds=total_seconds(self.saved[k]),
-            own_bytes=self._peak_again(self.own[k], own),
+            own_bytes=self._peak(self.own[k], own, self.workspaces),
             own_seconds=total_seconds(self.own[k]),
             first_pass_bytes=self._peak(runs, boundary, self.load_bytes, k),
             first_save_bytes=self._peak(runs, saved, self.load_bytes, k),
@@ -191,13 +161,7 @@ class Chain:
                 needed.update(u for u in graph.operations[index].inputs if self.stage[u] == k)
         return runs[::-1]
 
-    def _peak_again(self, runs: Sequence[int], kept: Collection[int]) -> int:
-        load = {index: self.problem.costs[index].workspace_bytes for index in runs}
-        return self._peak(runs, kept, load, None)
-
-    def _peak(
-        self, runs: Sequence[int], kept: Collection[int], load_bytes: Sequence[int] | dict[int, int], k: int | None
-    ) -> int:
+    def _peak(self, runs: Sequence[int], kept: Collection[int], load_bytes: Sequence[int], k: int | None = None) -> int:
         """Return the most bytes of values made by some runs, on top of a load; of stage ``k`` only if given."""
         graph = self.problem.graph
         last: dict[int, int] = {}

@@ -18,11 +18,7 @@ def confine(graph: TrainingGraph, schedule: Schedule) -> Schedule:
     """Put every recomputation that stands outside its region off until the region runs next.
 
     What would come after its region's last operation is of no use there, and is left out. Operations
-    without a region stay where they are.
-
-    Notes
-    -----
-    O(operations + runs).
+    without a region stay where they are. O(operations + runs).
     """
     before: dict[int, list[int]] = {}
     waiting: dict[str, list[int]] = {}
@@ -55,19 +51,11 @@ def confined(problem: Problem, solve: Callable[[Problem], Solution]) -> Solution
         evaluation = simulate(problem.graph, problem.costs, schedule)
         excess_bytes = evaluation.peak_bytes - problem.budget_bytes
         if excess_bytes <= 0:
-            return replace(
-                solution,
-                schedule=schedule,
-                peak_bytes=evaluation.peak_bytes,
-                recompute_seconds=evaluation.recompute_seconds,
-                stall_seconds=evaluation.stall_seconds,
-                lower_bound_seconds=min(bound_seconds, evaluation.added_seconds),
-            )
+            return Solution.simulated(evaluation, schedule, solution.solver, lower_bound_seconds=bound_seconds)
         asked = replace(asked, budget_bytes=asked.budget_bytes - excess_bytes)
         solution = solve(asked)
-    names = [operation.name for operation in problem.graph.operations]
     raise InfeasibleBudgetError(
         "no plan was found whose recomputations stay inside their blocks",
         minimum_feasible_peak_bytes=evaluation.peak_bytes + problem.graph.total_static_bytes,
-        operation=names[schedule.order[evaluation.peak_position]],
+        operation=problem.graph.operations[schedule.order[evaluation.peak_position]].name,
     )

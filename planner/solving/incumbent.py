@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock
 
 from planner.errors import InfeasibleBudgetError
@@ -24,58 +25,42 @@ class Incumbent:
     ----------
     schedule : Schedule or None
         The cheapest plan within the budget.
+    evaluation : Evaluation
+        Of that plan; without one, of the step as it is, at infinite cost. It is set at once: other threads read it.
     solver : str
         Who found it.
-    peak_bytes : int
-        Its peak.
     lower_bound_seconds : float
         Proven: no plan in the base order costs less.
-    lowest_peak_bytes : int
-        The lowest peak of any plan seen, within the budget or not, and
     lowest : Schedule
-        that plan.
+        The plan of the lowest peak of any seen, within the budget or not.
     """
 
     def __init__(self, problem: Problem, progress: Progress | None = None) -> None:
         self.problem = problem
         self.schedule: Schedule | None = None
+        self.evaluation = replace(problem.baseline, recompute_seconds=float("inf"))
         self.solver = ""
-        self._recompute_and_stall_seconds = (float("inf"), 0.0)  # set at once: other threads read them
-        self.peak_bytes = problem.baseline.peak_bytes
         self.lower_bound_seconds = 0.0
-        self.lowest = Schedule.keep_all(problem.graph)
-        self.lowest_peak_bytes = problem.baseline.peak_bytes
+        self.lowest, self._lowest_evaluation = Schedule.keep_all(problem.graph), problem.baseline
         self._lock = Lock()
         self._progress = progress
         self._told = (float("inf"), 0.0)
 
     @property
-    def recompute_seconds(self) -> float:
-        """Time of the best plan's recomputations; infinite if there is none."""
-        return self._recompute_and_stall_seconds[0]
-
-    @property
-    def stall_seconds(self) -> float:
-        """Time that the best plan waits for transfers."""
-        return self._recompute_and_stall_seconds[1]
-
-    @property
     def added_seconds(self) -> float:
-        """What the best plan costs: both together."""
-        return sum(self._recompute_and_stall_seconds)
+        """What the best plan costs, in recompute and waiting; infinite if there is none."""
+        return self.evaluation.added_seconds
 
     def update(self, schedule: Schedule, solver: str) -> bool:
         """Simulate a plan, take it as the best if it is, and say whether it keeps the budget."""
-        problem = self.problem
-        evaluation = problem.evaluate(schedule)
-        fits = evaluation.peak_bytes <= problem.budget_bytes
+        evaluation = self.problem.evaluate(schedule)
+        fits = evaluation.peak_bytes <= self.problem.budget_bytes
         with self._lock:
-            if evaluation.peak_bytes < self.lowest_peak_bytes:
-                self.lowest, self.lowest_peak_bytes = schedule, evaluation.peak_bytes
-            cost = (evaluation.added_seconds, evaluation.peak_bytes)
-            if fits and cost < (self.added_seconds, self.peak_bytes):
-                self.schedule, self.solver, self.peak_bytes = schedule, solver, evaluation.peak_bytes
-                self._recompute_and_stall_seconds = (evaluation.recompute_seconds, evaluation.stall_seconds)
+            best = self.evaluation
+            if evaluation.peak_bytes < self._lowest_evaluation.peak_bytes:
+                self.lowest, self._lowest_evaluation = schedule, evaluation
+            if fits and (evaluation.added_seconds, evaluation.peak_bytes) < (best.added_seconds, best.peak_bytes):
+                self.schedule, self.solver, self.evaluation = schedule, solver, evaluation
                 self._tell()
         return fits
 
@@ -106,27 +91,20 @@ class Incumbent:
     def solution(self) -> Solution:
         """Return the best plan as a claim; there must be one."""
         assert self.schedule is not None
-        recompute_seconds, stall_seconds = self._recompute_and_stall_seconds
-        return Solution(
-            solver=self.solver,
-            schedule=self.schedule,
-            peak_bytes=self.peak_bytes,
-            recompute_seconds=recompute_seconds,
-            stall_seconds=stall_seconds,
-            lower_bound_seconds=min(self.lower_bound_seconds, recompute_seconds + stall_seconds),
+        return Solution.simulated(
+            self.evaluation, self.schedule, self.solver, lower_bound_seconds=self.lower_bound_seconds
         )
 
     def infeasible(self, *, what: str = "", proven: bool = False) -> InfeasibleBudgetError:
         """Return the error that says that no plan keeps the budget, or that none was found."""
-        problem, graph = self.problem, self.problem.graph
-        evaluation = problem.evaluate(self.lowest)
-        operation = graph.operations[self.lowest.order[evaluation.peak_position]].name
-        static = graph.total_static_bytes
+        graph, static_bytes = self.problem.graph, self.problem.graph.total_static_bytes
+        operation = graph.operations[self.lowest.order[self._lowest_evaluation.peak_position]].name
+        known_bytes = self._lowest_evaluation.peak_bytes + static_bytes
         how = what or ("no plan keeps" if proven else "found no plan that keeps")
         return InfeasibleBudgetError(
-            f"{how} {problem.budget_bytes + static} bytes; "
-            f"a plan is known for {evaluation.peak_bytes + static}, at {operation}",
-            minimum_feasible_peak_bytes=evaluation.peak_bytes + static,
+            f"{how} {self.problem.budget_bytes + static_bytes} bytes; "
+            f"a plan is known for {known_bytes}, at {operation}",
+            minimum_feasible_peak_bytes=known_bytes,
             operation=operation,
             is_proven=proven,
             lower_bound_seconds=self.lower_bound_seconds,

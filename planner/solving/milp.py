@@ -71,17 +71,10 @@ class Library:
         gap: float = 0.0,
         relax: bool = False,
     ) -> Answer:
-        """Solve a model, or its LP relaxation.
+        """Solve a model, or its LP relaxation, whose columns need not be whole.
 
-        Parameters
-        ----------
-        seconds, turns : optional
-            When to stop a search: after so long, or, the same every time, after HiGHS has asked so often
-            whether to (CBC: after so many nodes). Turns limit no relaxation.
-        gap : float
-            Distance between objective and bound that is near enough.
-        relax : bool
-            Whether columns need not be whole.
+        A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC:
+        after so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
         """
         pulp = self.pulp
         if not model.rows:
@@ -107,8 +100,8 @@ class Library:
             return Answer(None, 0.0, infeasible=True)
         optimal = programme.sol_status == pulp.LpSolutionOptimal
         found = optimal or (programme.sol_status == pulp.LpSolutionIntegerFeasible and not relax)
-        values = [column.varValue or 0.0 for column in columns]
         found = found and bool(programme.variables())
+        values = [column.varValue or 0.0 for column in columns]
         exact = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
         bound = 0.0
         if relax:  # what a relaxation that was stopped has come to bounds nothing

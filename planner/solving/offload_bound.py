@@ -23,7 +23,6 @@ of their relaxation too. Only some ``p`` and ``d`` are taken: fewer rows prove l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.ir.problem import Problem
@@ -33,38 +32,23 @@ _MOMENTS = 24
 """How many operations ``p``, and how many ``d``, are taken."""
 
 
-@dataclass(frozen=True, slots=True)
+def build(problem: Problem, step: int) -> OffloadCut | None:
+    """Write down what the first run of one operation demands; None if what must be held breaks the budget."""
+    cut = OffloadCut(problem, step)
+    if cut.room_bytes < 0:
+        return None
+    cut.require_values()
+    cut.keep_budgets()
+    cut.allow_transfers()
+    return cut
+
+
 class OffloadCut:
     """The programme of one cut; ``scale`` seconds are a unit of its cost.
 
-    ``again`` and ``away`` give the columns of operations and of values.
+    ``held``, ``again`` and ``away`` give the columns of values and of operations.
     """
 
-    model: Model
-    scale: float
-    again: dict[int, int]
-    away: dict[int, int]
-
-
-def build(problem: Problem, step: int) -> OffloadCut | None:
-    """Write down what one cut demands.
-
-    Parameters
-    ----------
-    problem : Problem
-        With a host.
-    step : int
-        The operation whose first run is the cut.
-
-    Returns
-    -------
-    OffloadCut or None
-        None if what must be held breaks the budget.
-    """
-    return _Builder(problem, step).built()
-
-
-class _Builder:
     def __init__(self, problem: Problem, step: int) -> None:
         assert problem.host is not None
         self.problem, self.graph, self.host, self.step = problem, problem.graph, problem.host, step
@@ -88,16 +72,8 @@ class _Builder:
         self.away = {u: self.model.column(integer=True) for u in self.held if u in movable}
         # What computing waits for. It stays below one half of its column's range: what reads off a solution which
         # columns are set takes it for none.
-        self.most_seconds = 4 * sum(self.seconds_of(u) for u in self.away) + self.scale
+        self.most_seconds = 4 * sum(self._seconds(u) for u in self.away) + self.scale
         self.waits_before, self.waits_after = (self.model.column(self.most_seconds / self.scale) for _ in range(2))
-
-    def built(self) -> OffloadCut | None:
-        if self.room_bytes < 0:
-            return None
-        self.require_values()
-        self.keep_budgets()
-        self.allow_transfers()
-        return OffloadCut(self.model, self.scale, self.again, self.away)
 
     def require_values(self) -> None:
         """Require every value that is read after the cut to be held, made again or away."""
@@ -115,9 +91,9 @@ class _Builder:
         values, operations = self.graph.values, self.graph.operations
         held = [(column, values[u].size_bytes) for u, column in self.held.items()]
         held += [(column, operations[o].state_bytes) for o, column in self.again.items()]
-        self.at_most(self.room_bytes, held, unit=max(self.problem.budget_bytes, 1))
+        self._at_most(self.room_bytes, held, unit=max(self.problem.budget_bytes, 1))
         away = [(column, self.host.bytes_of(values[u])) for u, column in self.away.items()]
-        self.at_most(self.host.budget_bytes, away, unit=max(self.host.budget_bytes, 1))
+        self._at_most(self.host.budget_bytes, away, unit=max(self.host.budget_bytes, 1))
 
     def allow_transfers(self) -> None:
         """Allow no more transfers than there is time for, before the cut and after it."""
@@ -136,7 +112,7 @@ class _Builder:
         most = self.most_seconds + sum(costs[o].seconds for o in self.again)
         column = self.model.column()
         again = [(column, -costs[o].seconds) for o, column in self.again.items()]
-        self.at_most(0.0, [(column, most), *again, (self.waits_after, -self.most_seconds)], unit=self.scale)
+        self._at_most(0.0, [(column, most), *again, (self.waits_after, -self.most_seconds)], unit=self.scale)
         return column, most
 
     def transfers_within(self, moments: list[tuple[float, list[int]]], added: int, most_seconds: float) -> None:
@@ -145,19 +121,19 @@ class _Builder:
         ``moments`` come from the nearest to the cut: the time from it to the cut, and the values on whose transfers
         it bears beside those before. Each sum is made from the one before, so that rows stay short.
         """
-        total = sum(self.seconds_of(u) for u in self.away)
+        total = sum(self._seconds(u) for u in self.away)
         before: list[tuple[int, float]] = []
         for seconds, values in _some(moments):
             column = self.model.column()
-            terms = [(self.away[u], self.seconds_of(u)) for u in values]
-            self.at_most(0.0, [*terms, *before, (column, -total)], unit=self.scale)
-            self.at_most(seconds, [(column, total), (added, -most_seconds)], unit=self.scale)
+            terms = [(self.away[u], self._seconds(u)) for u in values]
+            self._at_most(0.0, [*terms, *before, (column, -total)], unit=self.scale)
+            self._at_most(seconds, [(column, total), (added, -most_seconds)], unit=self.scale)
             before = [(column, total)]
 
-    def seconds_of(self, u: int) -> float:
+    def _seconds(self, u: int) -> float:
         return self.host.seconds(self.host.bytes_of(self.graph.values[u]))
 
-    def at_most(self, most: float, terms: Sequence[tuple[int, float]], *, unit: float) -> None:
+    def _at_most(self, most: float, terms: Sequence[tuple[int, float]], *, unit: float) -> None:
         self.model.at_least(-most / unit, *((column, -weight / unit) for column, weight in terms if weight))
 
 

@@ -16,26 +16,11 @@ from planner.ir.schedule import Offload, Schedule, piece_bytes
 
 
 class OffloadReduction:
-    """A problem in which some values can be fetched, for solvers that know only recompute.
+    """A ``real`` problem with a host, and the ``problem`` as it is posed to solvers that know only recompute.
 
-    Parameters
-    ----------
-    problem : Problem
-        With a host.
-    chosen : collection of int
-        The values that can be fetched; they cannot be recomputed then.
-    spare_bytes : int
-        What is to be left free of the budget for values that are under way.
-    price : float
-        What a second of transfer costs, in seconds of computing: next to nothing if it hides, 1 if it does not.
-
-    Attributes
-    ----------
-    problem : Problem
-        The problem as it is posed to a solver, without a host.
-    real : Problem
-        The problem as it was given.
-    chosen : frozenset of int
+    In it the chosen values can be fetched, and cannot be recomputed. So many bytes of the budget are to be left free
+    for values that are under way. The price is what a second of transfer costs, in seconds of computing: next to
+    nothing if it hides, 1 if it does not.
     """
 
     def __init__(self, problem: Problem, chosen: Collection[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
@@ -151,5 +136,4 @@ class OffloadReduction:
                 for u in operation.inputs:
                     wanted[u] = True
             steps.append(step)
-        steps.reverse()
-        return steps
+        return steps[::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from planner.common.limits import Clock
 from planner.ir.graph import OperationCost, TrainingGraph
@@ -21,36 +22,22 @@ the answer is the same every time."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinimumPeak:
-    """Bounds on the peak of any plan, above what is resident before the step.
-
-    Parameters
-    ----------
-    proven_peak_bytes : int
-        No plan has a lower peak.
-    proven_operation : str
-        The operation that needs it.
-    found_peak_bytes : int
-        The lowest peak for which a plan was found.
-    found_operation : str
-        The operation at which that plan has its peak.
-    """
+    """Bounds on the peak of any plan, above what is resident before the step."""
 
     proven_peak_bytes: int
     proven_operation: str
+    """No plan has a lower peak, and the operation that needs it."""
     found_peak_bytes: int
     found_operation: str
+    """The lowest peak for which a plan was found, and the operation at which that plan has it."""
 
 
 def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
-    """Return a lower bound on the peak of any plan and the operation that binds.
+    """Return a lower bound on the peak of any plan and the operation that binds. O(values + inputs).
 
     While an operation has its first run, its inputs, outputs and workspace are there, with every
     retained value made so far, and every value made before that is read later and cannot be made
     again.
-
-    Notes
-    -----
-    O(values + inputs).
     """
     operations, values = graph.operations, graph.values
     change = [0] * (len(operations) + 1)
@@ -66,30 +53,21 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
             change[maker] += values[u].size_bytes
             change[last + 1] -= values[u].size_bytes
     best = (0, 0)
-    incumbent = 0
-    for index, operation in enumerate(operations):
-        incumbent += change[index]
-        own = sum(
+    for index, (operation, standing_bytes) in enumerate(zip(operations, accumulate(change), strict=False)):
+        own_bytes = sum(
             values[u].size_bytes
             for u in {*operation.inputs, *operation.outputs}
             if not throughout[u][0] <= index <= throughout[u][1]
         )
-        total = incumbent + own + costs[index].workspace_bytes
-        if total > best[0]:
-            best = (total, index)
+        total_bytes = standing_bytes + own_bytes + costs[index].workspace_bytes
+        if total_bytes > best[0]:
+            best = (total_bytes, index)
     return best
 
 
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
     """Bound the smallest possible peak from both sides.
 
-    Parameters
-    ----------
-    costs : sequence of OperationCost
-        One for each operation.
-
-    Notes
-    -----
     The plan is the lowest segmentation, lowered by local search for about a millisecond an
     operation.
     """

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add
 
 from planner.common.limits import Clock
 from planner.ir.problem import Problem
+from planner.ir.schedule import first_runs
 
 _SECONDS_PER_RUN = 1e-5
 """About what it takes to look at a schedule, for each of its runs."""
@@ -19,9 +22,7 @@ _SECONDS_PER_RUN = 1e-5
 def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
     """Leave out the reruns whose results nobody reads."""
     operations, values = problem.graph.operations, problem.graph.values
-    first: dict[int, int] = {}
-    for position, index in enumerate(order):
-        first.setdefault(index, position)
+    first = first_runs(order)
     wanted = [False] * len(values)
     kept: list[int] = []
     for position in range(len(order) - 1, -1, -1):
@@ -34,8 +35,7 @@ def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
             wanted[u] = False
         for u in operations[index].inputs:
             wanted[u] = True
-    kept.reverse()
-    return kept
+    return kept[::-1]
 
 
 class Layout:
@@ -90,11 +90,7 @@ class Layout:
             change[first[index]] += operations[index].state_bytes
             change[position + 1] -= operations[index].state_bytes
         self.first = first
-        self.bytes: list[int] = []
-        live = 0
-        for position, index in enumerate(order):
-            live += change[position]
-            self.bytes.append(live + costs[index].workspace_bytes)
+        self.bytes = list(map(add, accumulate(change), (costs[index].workspace_bytes for index in order)))
         self.peak_bytes = max(self.bytes, default=0)
 
     def copy_at(self, value: int, position: int) -> int:
@@ -106,10 +102,7 @@ class Layout:
 def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
     """Plan to make a value again before ``target`` instead of holding it over ``peak``.
 
-    Returns
-    -------
-    tuple or None
-        What to run, in base order; the bytes that this frees at the peak; its seconds.
+    That is what to run, in base order; the bytes that this frees at the peak; its seconds.
     """
     problem = layout.problem
     operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
@@ -166,22 +159,9 @@ def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
 
 
 def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> tuple[list[int], int]:
-    """Insert reruns, cheapest per byte freed first, until the peak is within the budget.
+    """Insert reruns, cheapest per byte freed first, until the peak is within a budget, or the clock says to give up.
 
-    Parameters
-    ----------
-    problem : Problem
-        Its own budget is not used.
-    order : sequence of int
-        Where to start.
-    clock : Clock
-        Says when to give up.
-
-    Returns
-    -------
-    order : list of int
-        The first within the budget, or the one of the lowest peak that was seen.
-    peak_bytes : int
+    The order of the lowest peak that was seen comes back, and that peak.
     """
     order = list(order)
     layout = Layout(problem, order)
@@ -219,8 +199,6 @@ def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clo
 def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> list[int]:
     """Remove reruns, dearest first, as long as the peak stays within the budget.
 
-    Notes
-    -----
     A rerun is looked at in O(gap since the copy before); each removal costs one :class:`Layout`.
     """
     order = list(order)
@@ -241,8 +219,7 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, cloc
             index = order[position]
             if _can_go(layout, position, index, budget_bytes):
                 clock.work(len(order) * _SECONDS_PER_RUN)
-                trial = order[:position] + order[position + 1 :]
-                trial = without_useless(problem, trial)
+                trial = without_useless(problem, order[:position] + order[position + 1 :])
                 trial_layout = Layout(problem, trial)
                 if trial_layout.peak_bytes <= budget_bytes:
                     order, layout = trial, trial_layout

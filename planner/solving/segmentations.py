@@ -15,10 +15,7 @@ from planner.ir.schedule import Schedule, recompute_lazily
 def segmentations(graph: TrainingGraph) -> Iterator[Schedule]:
     """Return the schedule without recompute, then segmented ones, those near the square root first.
 
-    Parameters
-    ----------
-    graph : TrainingGraph
-        Any; one whose forward has no narrow places just gets expensive boundaries.
+    A graph whose forward has no narrow places just gets expensive boundaries.
     """
     yield Schedule.keep_all(graph)
     if not graph.operations:

@@ -9,12 +9,13 @@ finds cheaper is gone on from.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 
 from planner.common.limits import Clock
 from planner.errors import ScheduleError
 from planner.ir.problem import Problem
-from planner.ir.schedule import Schedule, recompute_lazily
+from planner.ir.schedule import Schedule, first_runs, recompute_lazily
 from planner.ir.simulator import lifetimes
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.transfer_windows import widened, without_unneeded
@@ -31,15 +32,7 @@ _SECONDS_PER_RUN = 2e-5
 
 
 class SingleFlipSearch:
-    """Plans around those that a solver proposes for the same values to be fetched.
-
-    Parameters
-    ----------
-    clock : Clock
-        Told of the work.
-    is_over : callable
-        Whether to stop.
-    """
+    """Plans around those that a solver proposes for the same values to be fetched."""
 
     def __init__(self, asked: OffloadReduction, clock: Clock, is_over: Callable[[], bool]) -> None:
         self.asked, self.clock, self.is_over = asked, clock, is_over
@@ -57,13 +50,11 @@ class SingleFlipSearch:
             if self.graph.operations[maker].recomputable:
                 uses = pairwise((maker, *readers))
                 self.gaps += [frozenset((u, step) for step in range(a, b)) for a, b in uses if b > a]
-        self.seen: dict[Gone, Found | None] = {}
+        self._look = cache(self._carried_out)
 
     def better(self, schedule: Schedule) -> Schedule | None:
         """Go from a schedule of the problem as posed to the best that single changes lead to; None if none fits.
 
-        Notes
-        -----
         O(operations x values) schedules for each change that helps.
         """
         now = self._gone_in(schedule)
@@ -78,9 +69,7 @@ class SingleFlipSearch:
         return best[1] if best is not None else None
 
     def _gone_in(self, schedule: Schedule) -> Gone:
-        first: dict[int, int] = {}
-        for position, index in enumerate(schedule.order):
-            first.setdefault(index, position)
+        first = first_runs(schedule.order)
         copies: dict[int, list[tuple[int, int]]] = {}
         for copy in lifetimes(self.graph, schedule):
             copies.setdefault(copy.value, []).append((copy.born, copy.died))
@@ -98,11 +87,6 @@ class SingleFlipSearch:
             for one in gap:
                 yield gone ^ {one}
 
-    def _look(self, gone: Gone) -> Found | None:
-        if gone not in self.seen:
-            self.seen[gone] = self._carried_out(gone)
-        return self.seen[gone]
-
     def _carried_out(self, gone: Gone) -> Found | None:
         dropped = {step: list(values) for step, values in self.never_again.items()}
         for u, step in gone:
@@ -112,10 +96,7 @@ class SingleFlipSearch:
         except ScheduleError:
             return None
         found = self._timed(order)
-        while found is not None:
-            cheaper = self._cheaper(order, found)
-            if cheaper is None:
-                break
+        while found is not None and (cheaper := self._cheaper(order, found)):
             order, found = cheaper
         return found
 
@@ -129,9 +110,7 @@ class SingleFlipSearch:
 
     def _earlier(self, order: list[int]) -> Iterator[list[int]]:
         """Let each rerun go ahead of more and more of those before it."""
-        first: dict[int, int] = {}
-        for position, index in enumerate(order):
-            first.setdefault(index, position)
+        first = first_runs(order)
         for position, index in enumerate(order):
             if first[index] == position:
                 continue

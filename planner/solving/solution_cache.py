@@ -15,13 +15,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from planner.common import atomic
-from planner.common.json_reader import parse, to_data
+from planner.common.json_reader import load, parse, to_data
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Problem, Solution, confirm
@@ -102,12 +102,14 @@ def find(problem: Problem, key: str) -> Solution | None:
         return None
     path = place / f"{key}.json"
     begun = time.perf_counter()
-    try:
-        solution = _solution(problem, key, _read(path))
-        confirm(problem, solution)
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return None
-    except (OSError, PlannerError, UnicodeDecodeError):
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise UsageError(f"{path} is no file of ours")
+        solution = load(path, "solution", partial(_solution, problem, key), UsageError, _LARGEST_ENTRY_BYTES)
+        confirm(problem, solution)
+    except (OSError, PlannerError):
         _remove(path)
         return None
     with suppress(OSError):
@@ -188,27 +190,18 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _read(path: Path) -> str:
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"{path} is no file of ours")
-    with open(path, "rb") as stream:
-        content = stream.read(_LARGEST_ENTRY_BYTES + 1)
-    if len(content) > _LARGEST_ENTRY_BYTES:
-        raise UsageError(f"{path} is over {_LARGEST_ENTRY_BYTES} bytes")
-    return content.decode()
-
-
 def _solution(problem: Problem, key: str, text: str) -> Solution:
     root = parse(text, "solution")
     entry = root["solution"].read(_Entry)
     if root["digest"].read(str) != _digest(root["solution"].value) or entry.key != key:
         raise UsageError("not what was written")
-    before = {_index(problem, i): again for i, again in entry.recomputations.items()}
-    operations, values = len(problem.graph.operations), len(problem.graph.values)
-    if any(index >= operations for again in before.values() for index in again):
+    index_of = {str(index): index for index in range(len(problem.graph.operations))}
+    again = entry.recomputations
+    if not index_of.keys() >= again.keys() or any(index >= len(index_of) for runs in again.values() for index in runs):
         raise UsageError("there is no such operation")
-    if any(offload.value >= values for offload in entry.offloads):
+    if any(offload.value >= len(problem.graph.values) for offload in entry.offloads):
         raise UsageError("that is no offload of this step")
+    before = {index_of[name]: runs for name, runs in again.items()}
     return Solution(
         solver=entry.solver,
         schedule=replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads),
@@ -217,12 +210,6 @@ def _solution(problem: Problem, key: str, text: str) -> Solution:
         stall_seconds=entry.stall_seconds,
         lower_bound_seconds=entry.lower_bound_seconds,
     )
-
-
-def _index(problem: Problem, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) < len(problem.graph.operations)):
-        raise UsageError(f"there is no operation {text[:20]}")
-    return int(text)
 
 
 def _files(place: Path | None) -> Iterator[tuple[Path, os.stat_result]]:

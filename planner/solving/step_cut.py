@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
@@ -22,19 +21,13 @@ from planner.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A moment of the step.
-
-    Parameters
-    ----------
-    step : int
-        The operation of the base order whose first run it is, or comes right before.
-    again : frozenset of int, optional
-        If given, the moment is the first at which one of these operations is run again since the
-        cut before; that of ``step`` itself if none is.
-    """
+    """A moment of the step."""
 
     step: int
+    """The operation of the base order whose first run it is, or comes right before."""
     again: frozenset[int] = frozenset()
+    """If given, the moment is the first at which one of these operations is run again since the cut before; that of
+    ``step`` itself if none is."""
 
     @property
     def latest(self) -> int:
@@ -88,35 +81,19 @@ def needed_after(problem: Problem, latest: int) -> tuple[list[int], list[int]]:
     return [index for index in range(latest + 1) if worth[index]], holdable
 
 
-def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: Sequence[int] = ()) -> Model | None:
-    """Write down the integer programme for some cuts.
+def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model | None:
+    """Write down the integer programme for some cuts; None if one of them breaks the budget whatever is dropped.
 
-    Parameters
-    ----------
-    cuts : sequence of Cut
-        In order of time. One with ``again`` set follows, perhaps after others like it, the cut of
-        the operation before its ``step``, and so precedes that of ``step``.
-    spare_bytes : sequence of int, optional
-        For each cut, what to leave free of the budget. The optimum is a proven bound if all are 0.
+    Cuts are in order of time. One with ``again`` set follows, perhaps after others like it, the cut of
+    the operation before its ``step``, and so precedes that of ``step``. At each cut some of the budget may
+    be left free; the optimum is a proven bound if none is.
 
-    Returns
-    -------
-    Model or None
-        None if some cut breaks the budget whatever is dropped.
-
-    Notes
-    -----
     O(cuts x (operations + their inputs)) columns and rows. Where ``run_again`` is whole, ``held``
     need not be declared so: each of its columns is bounded from below by differences of whole ones.
-
-    References
-    ----------
     Rows between neighbouring cuts are those of Jain et al., "Checkmate: Breaking the Memory Wall
     with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages.
     """
-    for before, cut in pairwise(cuts):
-        assert not cut.again or before.latest == cut.latest, "a cut between two steps follows that of the first"
-    builder = _Builder(problem, cuts, spare_bytes or [0] * len(cuts))
+    builder = _Builder(problem, cuts, spare_bytes)
     if min(builder.room_bytes) < 0:
         return None
     for number in range(len(cuts)):
@@ -128,7 +105,7 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: Sequence[int] = ()
 
 
 class _Builder:
-    def __init__(self, problem: Problem, cuts: Sequence[Cut], spare_bytes: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, cuts: Sequence[Cut], spare_bytes: int) -> None:
         self.problem = problem
         self.graph = graph = problem.graph
         self.cuts = cuts
@@ -136,9 +113,9 @@ class _Builder:
         self.room_bytes: list[int] = []
         scale = max((cost.seconds for cost in problem.costs), default=0.0) or 1.0
         operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
-        for cut, spare in zip(cuts, spare_bytes, strict=True):
+        for cut in cuts:
             again, holdable = needed_after(problem, cut.latest)
-            room = problem.budget_bytes - spare
+            room = problem.budget_bytes - spare_bytes
             room -= sum(v.size_bytes for u, v in enumerate(values) if v.retained and producer[u] <= cut.latest)
             fixed = {u for u in holdable if not operations[producer[u]].recomputable and readers[u][-1] > cut.latest}
             if not cut.again:
@@ -261,20 +238,9 @@ class _Builder:
 def carry_out(
     problem: Problem, cuts: Sequence[Cut], model: Model, columns: Sequence[float]
 ) -> tuple[Schedule, list[int]]:
-    """Turn a solution into a schedule that runs everything again as late as it may.
+    """Turn a solution of a model of some cuts into a schedule that runs everything again as late as it may.
 
-    Parameters
-    ----------
-    model : Model
-        What :func:`build` made of them.
-    columns : sequence of float
-        A solution of it.
-
-    Returns
-    -------
-    schedule : Schedule
-    segment : list of int
-        For each position of the schedule, the last cut that has come; -1 before the first.
+    Beside it comes, for each of its positions, the last cut that has come; -1 before the first.
     """
     operations, producer = problem.graph.operations, problem.graph.producer
     run_again = [{o for o, column in cut.items() if columns[column] > 0.5} for cut in model.run_again]
@@ -316,11 +282,7 @@ def carry_out(
 
 
 def _dropped(
-    problem: Problem,
-    cuts: Sequence[Cut],
-    model: Model,
-    run_again: Sequence[set[int]],
-    begins: Sequence[Sequence[int]],
+    problem: Problem, cuts: Sequence[Cut], model: Model, run_again: list[set[int]], begins: list[list[int]]
 ) -> list[set[int]]:
     """Give, for each cut, the values that need not be held at it, given what runs again.
 
@@ -330,10 +292,9 @@ def _dropped(
     dropped: list[set[int]] = []
     needed: set[int] = set()
     until = len(operations)
-    for number in range(len(cuts) - 1, -1, -1):
-        latest, runs = cuts[number].latest, run_again[number]
+    for number in reversed(range(len(cuts))):
+        latest, runs, held = cuts[number].latest, run_again[number], model.held[number].keys()
         own = {u for operation in begins[number] for u in operations[operation].inputs}
-        held = model.held[number].keys()
         needed = {
             u
             for u in held

@@ -10,27 +10,13 @@ from planner.ir.schedule import Offload, Schedule, piece_bytes
 
 
 def widened(problem: Problem, schedule: Schedule) -> Schedule:
-    """Let values leave later and return earlier than they must, so that runs wait less.
+    """Let values leave later than right after their last use, and return earlier than right before their next.
 
-    Parameters
-    ----------
-    problem : Problem
-        With a host.
-    schedule : Schedule
-        Every value leaves right after its last use and returns right before its next.
-
-    Returns
-    -------
-    Schedule
-        Of the same order, and within the budget if the given one is. A value leaves when it is sent, or
-        before, where its place is needed: of all that wait for that, those that are sent first. It returns
-        as late as it may for no run to wait, or later, where there is no place for it. What is not sent
-        before it is needed again stays. Either what leaves or what returns is first to take what room there is,
-        whichever lets runs wait less.
-
-    Notes
-    -----
-    O(runs + positions in all windows).
+    The order stays, and the budget is kept if the schedule keeps it. A value leaves when it is sent, or
+    before, where its place is needed: of all that wait for that, those that are sent first. It returns
+    as late as it may for no run to wait, or later, where there is no place for it. What is not sent
+    before it is needed again stays. Either what leaves or what returns is first to take what room there is,
+    whichever lets runs wait less. O(runs + positions in all windows).
     """
     leaving_first, returning_first = _Windows(problem, schedule), _Windows(problem, schedule)
     leaving_first.leave()

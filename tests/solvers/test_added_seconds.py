@@ -40,7 +40,7 @@ def proposed(name: str) -> Solution:
     return solvers.get(name).solve(slow_link(), effort=EFFORT)
 
 
-def assert_same(one: Solution | Incumbent | Plan, found: Evaluation) -> None:
+def assert_same(one: Solution | Evaluation | Plan, found: Evaluation) -> None:
     assert one.recompute_seconds == pytest.approx(found.recompute_seconds, rel=1e-9)
     assert one.added_seconds == pytest.approx(found.added_seconds, rel=1e-9)
     assert one.added_seconds > one.recompute_seconds > 0
@@ -56,9 +56,9 @@ def test_a_solver_tells_them_apart_as_the_simulator_does(name: str) -> None:
 
 def test_so_does_whoever_keeps_the_best_plan() -> None:
     incumbent = Incumbent(slow_link())
-    assert incumbent.added_seconds == incumbent.recompute_seconds == float("inf")
+    assert incumbent.added_seconds == incumbent.evaluation.recompute_seconds == float("inf")
     incumbent.update(proposed("mixed").schedule, "mixed")
-    assert_same(incumbent, slow_link().evaluate(proposed("mixed").schedule))
+    assert_same(incumbent.evaluation, slow_link().evaluate(proposed("mixed").schedule))
 
 
 def test_so_does_a_plan_and_its_file() -> None:

@@ -32,15 +32,7 @@ _TURNS_PER_SECOND = 1000
 
 
 class Chooser:
-    """Chooses regions to checkpoint.
-
-    Parameters
-    ----------
-    clock : Clock
-        When to stop improving.
-    near_seconds : float
-        A choice that is so near to the best is not bettered.
-    """
+    """Chooses regions to checkpoint; a choice that is so near to the best, in seconds, is not bettered."""
 
     def __init__(
         self,
@@ -69,10 +61,7 @@ class Chooser:
     def cheapest(self) -> Solution:
         """Return the choice that keeps the budget with the least recompute.
 
-        Raises
-        ------
-        InfeasibleBudgetError
-            If none was found; with the lowest peak of all choices.
+        If none was found, an InfeasibleBudgetError has the lowest peak of all choices.
         """
         begun = time.perf_counter()
         chosen, bound = self.choose()
@@ -84,11 +73,11 @@ class Chooser:
 
     def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
         """Return the error that says what the lowest choice needs."""
-        evaluation = self._simulate(lowest)
+        graph, evaluation = self.problem.graph, self._simulate(lowest)
         return InfeasibleBudgetError(
             "no choice of checkpointed modules keeps the budget",
-            minimum_feasible_peak_bytes=evaluation.peak_bytes + self.problem.graph.total_static_bytes,
-            operation=self._operation_at(evaluation, lowest),
+            minimum_feasible_peak_bytes=evaluation.peak_bytes + graph.total_static_bytes,
+            operation=graph.operations[self.schedule(lowest).order[evaluation.peak_position]].name,
             lower_bound_seconds=bound,
         )
 
@@ -193,10 +182,6 @@ class Chooser:
         if not new:
             self._refused.append(chosen)
         self._moments.update(new)
-
-    def _operation_at(self, evaluation: Evaluation, chosen: frozenset[int]) -> str:
-        index = self.schedule(chosen).order[evaluation.peak_position]
-        return self.problem.graph.operations[index].name
 
     # The programme.
 

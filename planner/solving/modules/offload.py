@@ -87,12 +87,8 @@ def cheapest_with_offload(
 ) -> Solution:
     """Return the variants that keep the budgets of device and host and add least to the step.
 
-    Raises
-    ------
-    InfeasibleBudgetError
-        If none were found; with the lowest peak that was.
-    HostBudgetError
-        If some were found that need more of the host's memory.
+    If none were found, an InfeasibleBudgetError has the lowest peak that was; a HostBudgetError says that some were
+    found that need more of the host's memory.
     """
     begun = time.perf_counter()
     search = _SendingSearch(problem, regions, clock, progress)

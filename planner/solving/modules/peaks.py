@@ -15,21 +15,14 @@ second is."""
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes at one moment of the step, for any choice of regions.
-
-    Parameters
-    ----------
-    fixed_bytes : int
-        There whatever is chosen.
-    group_bytes : mapping of Group to int
-        There depending on what is chosen.
-    when : int, optional
-        The moment exists only if this region is chosen.
-    """
+    """Bytes at one moment of the step, for any choice of regions."""
 
     fixed_bytes: int
+    """There whatever is chosen."""
     group_bytes: Mapping[Group, int]
+    """There depending on what is chosen."""
     when: int | None = None
+    """The moment exists only if this region is chosen."""
 
 
 def _released(step: int) -> int:
@@ -47,8 +40,6 @@ def _first_run(step: int) -> int:
 class Needs:
     """Writes down what a moment of the step needs, for any choice of regions of which none is in another.
 
-    Notes
-    -----
     Moments are numbered: before an operation of the base order has its first run, inputs of checkpoints
     are let go, and then regions are run again.
     """

@@ -19,21 +19,7 @@ from planner.ir.simulator import Evaluation
 def widened(problem: Problem, variants: Sequence[Region]) -> tuple[tuple[Region, ...], Evaluation]:
     """Let what modules send leave later and return earlier, if that makes the step quicker within the budget.
 
-    Parameters
-    ----------
-    problem : Problem
-        With a host.
-    variants : sequence of Region
-        What they send leaves and returns as late and as early as it can.
-
-    Returns
-    -------
-    tuple
-        The variants, and the simulation of their schedule.
-
-    Notes
-    -----
-    O(runs of all windows x values).
+    The variants come back with the simulation of their schedule. O(runs of all windows x values).
     """
     tight = problem.evaluate(schedule_of(problem.graph, variants))
     windows = _Windows(problem, variants, tight)

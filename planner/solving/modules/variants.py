@@ -32,12 +32,7 @@ def cheapest(
     """Return the choice of variants to run regions again that keeps the budget with the least recompute.
 
     Whole regions are chosen first, which is quick: that choice stands where the other does not end in time. What is
-    so near to the best is not bettered.
-
-    Raises
-    ------
-    InfeasibleBudgetError
-        If none was found; with the lowest peak that was.
+    so near to the best is not bettered. If none was found, an InfeasibleBudgetError has the lowest peak that was.
     """
     found: list[Solution] = []
     refused: list[InfeasibleBudgetError] = []
