@@ -9,27 +9,11 @@ from planner.findings.subject import ModuleFacts, Subject
 from planner.ir.layers import is_within
 
 
-def _not_captured(subject: Subject) -> str:
-    return subject.not_captured
-
-
-def _unseen(subject: Subject) -> str:
-    return subject.unseen
-
-
-def _hooks(subject: Subject) -> str:
-    return collapsed([module.label for module in subject.modules if module.full_backward_hooks])
-
-
 def _cache(subject: Subject) -> str:
     if subject.returned_cache is False:
         return ""
     filling = [f"{module.label} ({module.kind})" for module in subject.modules if module.fills_cache]
     return f"config.use_cache=True in {collapsed(filling)}, in training mode" if filling else ""
-
-
-def _unused(subject: Subject) -> str:
-    return collapsed([f"{m.label} has find_unused_parameters=True" for m in subject.modules if m.finds_unused])
 
 
 def _sharded_within(subject: Subject) -> str:
@@ -49,12 +33,8 @@ def _sharded(subject: Subject) -> str:
 def _statistics(subject: Subject) -> str:
     if any(call.updates for call in subject.calls):
         return ""
-    updating = [module for module in subject.modules if module.updates_statistics]
-    return (
-        f"{collapsed([m.label for m in updating])}; modules with running statistics: {len(updating)}"
-        if updating
-        else ""
-    )
+    updating = [module.label for module in subject.modules if module.updates_statistics]
+    return f"{collapsed(updating)}; modules with running statistics: {len(updating)}" if updating else ""
 
 
 def _frozen(subject: Subject) -> str:
@@ -81,14 +61,14 @@ RULES = (
     Rule(
         name="not-captured",
         severity=Severity.WARNING,
-        evidence=_not_captured,
+        evidence=lambda subject: subject.not_captured,
         cause="a plan needs the whole step as one graph, with fixed shapes",
         fix="take what is named out of the forward, or put it under 'if not torch.compiler.is_compiling()'",
     ),
     Rule(
         name="full-backward-hooks",
         severity=Severity.WARNING,
-        evidence=_hooks,
+        evidence=lambda subject: collapsed([one.label for one in subject.modules if one.full_backward_hooks]),
         cause="a captured step has no modules in its backward that hooks could be called for, so it is refused",
         fix="remove them (handle.remove()), or hook the output: output.register_hook(...)",
     ),
@@ -103,7 +83,9 @@ RULES = (
     Rule(
         name="ddp-finds-unused",
         severity=Severity.WARNING,
-        evidence=_unused,
+        evidence=lambda subject: collapsed(
+            [f"{one.label} has find_unused_parameters=True" for one in subject.modules if one.finds_unused]
+        ),
         cause="DDP walks the graph after each forward to mark what gets no gradient; with reentrant checkpointing it "
         "marks the wrong parameters, and a planned backward gives all gradients anyway",
         fix="leave find_unused_parameters out, and freeze or remove what the loss never reaches",
@@ -153,7 +135,7 @@ RULES = (
     Rule(
         name="not-followed",
         severity=Severity.NOTE,
-        evidence=_unseen,
+        evidence=lambda subject: subject.unseen,
         cause="the forward could not be run to its end on tensors without data, so rules on the model's own "
         "checkpointing saw only a part of it",
         fix="trust silence on these rules less",

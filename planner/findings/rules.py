@@ -11,19 +11,13 @@ from planner.findings.subject import Subject
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A kind of trouble: plain data, and how to see it.
-
-    Parameters
-    ----------
-    name : str
-        In kebab case.
-    evidence : callable
-        From a subject to what was seen, ``""`` if nothing was.
-    """
+    """A kind of trouble: plain data, and how to see it."""
 
     name: str
+    """In kebab case."""
     severity: Severity
     evidence: Callable[[Subject], str]
+    """What was seen in a subject, ``""`` if nothing was."""
     cause: str
     fix: str
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from planner.common.units import format_bytes, format_percent
 from planner.findings.finding import Severity, collapsed
 from planner.findings.rules import Rule
@@ -18,36 +20,37 @@ _FUSED_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention")
 _CHOOSING = ("aten.topk.", "aten.sort.", "aten.argmax.")
 
 
-def _resident(subject: Subject) -> str:
-    if subject.step is None:
-        return ""
-    static_bytes = subject.step.problem.graph.total_static_bytes
-    share = static_bytes / _whole_bytes(subject.step)
+def _of_step(evidence: Callable[[CapturedStep], str]) -> Callable[[Subject], str]:
+    """Ask about the captured step; where there is none, nothing is seen."""
+    return lambda subject: "" if subject.step is None else evidence(subject.step)
+
+
+@_of_step
+def _resident(step: CapturedStep) -> str:
+    kinds, static_bytes = step.problem.graph.static_bytes, step.problem.graph.total_static_bytes
+    share = static_bytes / _whole_bytes(step)
     if share < _DOMINATING_STATIC:
         return ""
-    kinds = subject.step.problem.graph.static_bytes
     largest = [kind for kind in sorted(kinds, key=lambda kind: -kinds[kind]) if kinds[kind]]
     return (
-        f"{format_percent(share)} of {format_bytes(_whole_bytes(subject.step))} ({format_bytes(static_bytes)}: "
+        f"{format_percent(share)} of {format_bytes(_whole_bytes(step))} ({format_bytes(static_bytes)}: "
         f"{collapsed(largest)}) is resident before the step"
     )
 
 
-def _optimizer(subject: Subject) -> str:
-    if subject.step is None:
-        return ""
-    kinds = subject.step.problem.graph.static_bytes
+@_of_step
+def _optimizer(step: CapturedStep) -> str:
+    kinds = step.problem.graph.static_bytes
     size_bytes = kinds.get("optimizer", 0) + kinds.get("master weights", 0)
-    share = size_bytes / _whole_bytes(subject.step)
+    share = size_bytes / _whole_bytes(step)
     if share < _DOMINATING_OPTIMIZER:
         return ""
-    return f"{format_bytes(size_bytes)} of state, {format_percent(share)} of {format_bytes(_whole_bytes(subject.step))}"
+    return f"{format_bytes(size_bytes)} of state, {format_percent(share)} of {format_bytes(_whole_bytes(step))}"
 
 
-def _logits(subject: Subject) -> str:
-    if subject.step is None:
-        return ""
-    step, graph = subject.step, subject.step.problem.graph
+@_of_step
+def _logits(step: CapturedStep) -> str:
+    graph = step.problem.graph
     around = _around_loss(graph)
     alive = [value for value in _alive_at_peak(step) if value in around]
     alive_bytes = sum(graph.values[value].size_bytes for value in alive)
@@ -61,13 +64,14 @@ def _logits(subject: Subject) -> str:
     )
 
 
-def _one_value(subject: Subject) -> str:
-    if subject.step is None or not (alive := _alive_at_peak(subject.step)):
+@_of_step
+def _one_value(step: CapturedStep) -> str:
+    graph = step.problem.graph
+    largest = max(_alive_at_peak(step), key=lambda value: graph.values[value].size_bytes, default=None)
+    if largest is None:
         return ""
-    graph = subject.step.problem.graph
-    largest = max(alive, key=lambda value: graph.values[value].size_bytes)
     size_bytes = graph.values[largest].size_bytes
-    share = size_bytes / max(subject.step.evaluation.peak_bytes, 1)
+    share = size_bytes / max(step.evaluation.peak_bytes, 1)
     if share < _DOMINATING_VALUE or largest in _around_loss(graph):
         return ""  # of logits another rule says more
     return (
@@ -76,10 +80,9 @@ def _one_value(subject: Subject) -> str:
     )
 
 
-def _attention(subject: Subject) -> str:
-    if subject.step is None:
-        return ""
-    step, graph = subject.step, subject.step.problem.graph
+@_of_step
+def _attention(step: CapturedStep) -> str:
+    graph = step.problem.graph
     fused = [
         index
         for index, operation in enumerate(graph.operations)

@@ -18,8 +18,6 @@ from planner.ir.problem import Problem, Progress, Solution, confirm
 from planner.solving.confine import confined
 from planner.solving.peak_bounds import minimum_peak
 
-DEFAULT_TIME_LIMIT_SECONDS = 30.0
-
 
 @runtime_checkable
 class Solver(Protocol):
@@ -70,25 +68,14 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Solver:
-    """Return a solver by its name.
-
-    Raises
-    ------
-    UsageError
-        If there is none of that name.
-    """
+    """Return a solver by its name; a UsageError says that there is none."""
     if name in names():
         return _solvers()[name]
     raise unknown("solver", name, names())
 
 
 def check_for_regions(*chosen: str) -> None:
-    """Refuse solvers of whole graphs where modules are chosen.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Refuse solvers of whole graphs, by a UsageError, where modules are chosen."""
     if others := [name for name in chosen if name != "auto"]:
         raise UsageError(
             f"{others[0]!r} decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by a "
@@ -96,14 +83,8 @@ def check_for_regions(*chosen: str) -> None:
         )
 
 
-def solver_for(problem: Problem, name: str) -> Solver:
-    """Return the solver of that name, or the one of problems that have regions.
-
-    Raises
-    ------
-    UsageError
-        If there is none of that name, or it cannot do what the problem asks.
-    """
+def _solver_for(problem: Problem, name: str) -> Solver:
+    """Return the solver of that name, or the one of problems that have regions, if it can do what the problem asks."""
     chosen = get(name)
     if problem.regions is not None:
         check_for_regions(name)
@@ -118,7 +99,7 @@ def solve(
     problem: Problem,
     solver: str = "auto",
     *,
-    time_limit_seconds: float = DEFAULT_TIME_LIMIT_SECONDS,
+    time_limit_seconds: float = 30.0,
     deterministic: bool = False,
     seed: int = 0,
     progress: Progress | None = None,
@@ -184,7 +165,7 @@ def solve(
 
 def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
     """Solve a problem within limits that are at hand; see :func:`solve`."""
-    chosen = solver_for(problem, solver)
+    chosen = _solver_for(problem, solver)
     started = time.perf_counter()
     if problem.regions is not None:  # what recomputes or keeps anything else is no plan there
         solution = chosen.solve(problem, effort=effort, progress=progress)

@@ -8,11 +8,10 @@ that each goes on from the best plan of any.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
-from typing import Protocol
+from typing import Any
 
 from planner import solvers
 from planner.common.limits import SolveLimits
@@ -32,43 +31,9 @@ _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
 """How long the integer programme runs without annealing: so long, but no more than this share of the time."""
 
 
-class Prover(Protocol):
-    """What ``auto`` asks of the solver that proves a bound."""
-
-    def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better plan and bound."""
-        ...
-
-
-class Improver(Protocol):
-    """What ``auto`` asks of the solver that goes on from a plan."""
-
-    def require(self) -> None:
-        """Raise SolverUnavailableError if what it stands on is not installed."""
-        ...
-
-    def prepare(self, is_over: Callable[[], bool], progress: Progress) -> bool:
-        """Get ready; False if it was over before."""
-        ...
-
-    def improve(
-        self,
-        incumbent: Incumbent,
-        *,
-        effort: SolveLimits,
-        gap_seconds: float = 0.0,
-        is_over: Callable[[], bool] = ...,
-    ) -> None:
-        """Better the plan."""
-        ...
-
-
-class Mixed(Protocol):
-    """What ``auto`` asks of the solver that offloads."""
-
-    def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
-        """Better plan and bound."""
-        ...
+def _solver(name: str) -> Any:
+    """Return another solver, of which more is asked than to solve: solvers do not import each other."""
+    return solvers.get(name)
 
 
 class AutoSolver:
@@ -78,11 +43,6 @@ class AutoSolver:
     summary = "keep everything if it fits, else the best of the other solvers"
     proves_bound = True
     offloads = True
-
-    quick = "sqrt"
-    prover = "ilp"
-    improver = "search"
-    offloading = "mixed"
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Run the solvers until the gap between the best plan and the best bound is closed, or time is up."""
@@ -94,15 +54,11 @@ class AutoSolver:
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
         """Better a standing in which plan and bound of a neighbouring problem may be already.
 
-        Raises
-        ------
-        InfeasibleBudgetError
-            If there is no plan within the budget, or none was found.
+        An InfeasibleBudgetError says that there is no plan within the budget, or that none was found.
         """
         problem = incumbent.problem
         if problem.host is not None:
-            mixed: Mixed = solvers.get(self.offloading)  # type: ignore[assignment]
-            mixed.improve(incumbent, effort=effort)
+            _solver("mixed").improve(incumbent, effort=effort)
             return
         incumbent.update(Schedule.keep_all(problem.graph), self.name)
         if not incumbent.is_closed(0.0):
@@ -123,8 +79,6 @@ class _Race:
         self.tell = tell
         self.clock = effort.clock()
         self.gap_seconds = _ENOUGH * incumbent.problem.baseline.seconds
-        self.prover: Prover = solvers.get(AutoSolver.prover)  # type: ignore[assignment]
-        self.improver: Improver = solvers.get(AutoSolver.improver)  # type: ignore[assignment]
 
     def run(self) -> None:
         if self.effort.deterministic:
@@ -155,7 +109,7 @@ class _Race:
         if self.incumbent.schedule is not None:
             return
         try:
-            found = solvers.get(AutoSolver.quick).solve(self.incumbent.problem, effort=self.rest())
+            found = solvers.get("sqrt").solve(self.incumbent.problem, effort=self.rest())
         except InfeasibleBudgetError:
             return
         self.incumbent.update(found.schedule, found.solver)
@@ -163,7 +117,7 @@ class _Race:
     def prove(self, share: float = 1.0) -> None:
         """Run the integer programme; that no plan exists is final, that it found none is not."""
         try:
-            self.prover.prove(self.incumbent, effort=self.rest(share), progress=self.tell)
+            _solver("ilp").prove(self.incumbent, effort=self.rest(share), progress=self.tell)
         except SolverUnavailableError as error:
             self.tell(f"auto: {error}")
         except InfeasibleBudgetError as error:
@@ -179,13 +133,14 @@ class _Race:
 
         if is_over():
             return
+        annealing = _solver("search")
         try:
-            self.improver.require()
+            annealing.require()
         except SolverUnavailableError as error:
             self.tell(f"auto: {error}; going without")
             return
-        if self.effort.deterministic or self.improver.prepare(lambda: is_over() or self.clock.left() < 0, self.tell):
-            self.improver.improve(self.incumbent, effort=self.rest(), is_over=is_over)
+        if self.effort.deterministic or annealing.prepare(lambda: is_over() or self.clock.left() < 0, self.tell):
+            annealing.improve(self.incumbent, effort=self.rest(), is_over=is_over)
 
     def rest(self, share: float = 1.0) -> SolveLimits:
         """Return the effort that is left, a tenth of a second at least."""

@@ -34,6 +34,9 @@ _SPARE = 1.25
 _MINOR_SHARES = (0.0, 0.25)
 """Two chains are tried: of clean cuts only, and a finer one."""
 
+_BEYOND = 8
+"""So many plans of a curve are tried beyond the first that breaks the budget."""
+
 _SECONDS_PER_RUN = 1e-3
 """About what one run of stages takes, where work is counted and not time."""
 
@@ -60,62 +63,47 @@ class ChainDpSolver:
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Solve the chain of the graph's cut points, and give its cheapest plan that simulates within the budget.
 
-        Notes
-        -----
         O(stages**3 x points) for stages that all differ, O(stages**2 x points) for a repeated few. The
-        optimum is over plans of the chain alone: a bound on nothing else.
-
-        References
-        ----------
+        optimum is over plans of the chain alone: a bound on nothing else. The method is that of
         Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
         chains: how to train deep neural networks with limited memory", RR-9302, Inria, 2019.
         """
-        clock = effort.clock()
-        search = _CurveSearch(problem)
-        if not search.offer(Schedule.keep_all(problem.graph).order):
-            several = {tuple(chain_places(problem.graph, minor_share=share)): None for share in _MINOR_SHARES}
-            search.chains = [_affordable(problem, places) for places in several if places]
-            for limit_bytes in (int(_SPARE * problem.budget_bytes), 4 * problem.baseline.peak_bytes):
-                for chain in search.chains:
-                    if clock.left() < 0:
-                        break
-                    curves = Curves(chain, limit_bytes)
-                    clock.work(_SECONDS_PER_RUN * len(curves.points))
-                    search.along(curves)
-                    if progress:
-                        progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of them")
-                if search.incumbent.schedule is not None:
+        clock, incumbent = effort.clock(), Incumbent(problem)
+        if incumbent.update(Schedule.keep_all(problem.graph), self.name):
+            return incumbent.solution()
+        several = {tuple(chain_places(problem.graph, minor_share=share)): None for share in _MINOR_SHARES}
+        chains = [_affordable(problem, places) for places in several if places]
+        for limit_bytes in (int(_SPARE * problem.budget_bytes), 4 * problem.baseline.peak_bytes):
+            for chain in chains:
+                if clock.left() < 0:
                     break
-        if search.incumbent.schedule is None:
-            cause = "" if search.chains else "the forward has no cut points: "
-            raise search.incumbent.infeasible(what=f"{cause}no plan of the chain of stages keeps")
-        return search.incumbent.solution()
+                curves = Curves(chain, limit_bytes)
+                clock.work(_SECONDS_PER_RUN * len(curves.points))
+                _search_along(curves, incumbent)
+                if progress:
+                    progress(f"chain-dp: {chain.count} stages, {len(curves.points)} different runs of them")
+            if incumbent.schedule is not None:
+                break
+        cause = "" if chains else "the forward has no cut points: "
+        return incumbent.solution(what=f"{cause}no plan of the chain of stages keeps")
 
 
-class _CurveSearch:
-    """The cheapest schedule within the budget so far, and the lowest one."""
+def _search_along(curves: Curves, incumbent: Incumbent) -> None:
+    """Find the point of the whole chain's curve up to which plans simulate within the budget."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.chains: list[Chain] = []
-        self.incumbent = Incumbent(problem)
+    def fits(point: Point) -> bool:
+        order = without_useless(incumbent.problem, curves.order(point[0]))
+        return incumbent.update(Schedule(tuple(order)), ChainDpSolver.name)
 
-    def offer(self, order: Sequence[int]) -> bool:
-        """Simulate a schedule and say whether it keeps the budget."""
-        return self.incumbent.update(Schedule(tuple(without_useless(self.problem, order))), ChainDpSolver.name)
-
-    def along(self, curves: Curves, *, beyond: int = 8) -> None:
-        """Find the point of the whole chain's curve up to which plans simulate within the budget."""
-        if not (points := curves.whole):
-            return
-        self.offer(curves.order(points[0][0]))
-        low, high = 0, len(points)
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.offer(curves.order(points[middle][0]))
-            low, high = (middle, high) if fits else (low, middle)
-        for needed_bytes, _, _ in points[high + 1 : high + 1 + beyond]:
-            self.offer(curves.order(needed_bytes))
+    if not (points := curves.whole):
+        return
+    fits(points[0])
+    low, high = 0, len(points)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(points[middle]) else (low, middle)
+    for point in points[high + 1 : high + 1 + _BEYOND]:
+        fits(point)
 
 
 def _affordable(problem: Problem, places: Sequence[int]) -> Chain:
@@ -165,11 +153,7 @@ class Curves:
                 name = self.names[s][length]
                 if name not in self.points:
                     self.points[name] = _thinned(self._solve(s, s + length))
-
-    @property
-    def whole(self) -> list[Point]:
-        """The curve of the whole chain."""
-        return self._curve(0, self.chain.count - 1)
+        self.whole = self._curve(0, chain.count - 1)
 
     def _curve(self, s: int, t: int) -> list[Point]:
         return self.points[self.names[s][t - s]]

@@ -56,28 +56,19 @@ class IlpSolver:
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Find a schedule within the budget and a proven bound.
 
-        Notes
-        -----
         Each round is one programme of O(cuts x operations) columns. A single cut takes well under a
         second for 7,000 operations, its optimum nearly always being that of its relaxation; the
-        relaxation of three takes half a second for 2,000 and three for 7,000.
-
-        References
-        ----------
-        Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
-        MLSys 2020, whose programme over all steps this relaxes.
+        relaxation of three takes half a second for 2,000 and three for 7,000. It relaxes the programme over all steps
+        of Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020.
         """
         incumbent = Incumbent(problem)
         self.prove(incumbent, effort=effort, progress=progress)
         return incumbent.solution()
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better the plan and the bound of an incumbent that others may work on at the same time.
+        """Better plan and bound of an incumbent that others may work on at the same time, or raise if there is no plan.
 
-        Raises
-        ------
-        InfeasibleBudgetError
-            If no plan keeps the budget, or none was found.
+        The InfeasibleBudgetError says whether it is proven that no plan keeps the budget.
         """
         _StepCutSearch(incumbent, effort.clock(), progress or (lambda line: None)).run()
 

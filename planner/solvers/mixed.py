@@ -57,20 +57,13 @@ class MixedSolver:
     proves_bound = True
     offloads = True
 
-    recompute = "auto"
-
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Find a schedule within the budgets of device and host; without a host, one that only recomputes.
 
-        Raises
-        ------
-        InfeasibleBudgetError
-            If none was found.
-        HostBudgetError
-            If one would be found with more of the host's memory.
+        If none was found, a HostBudgetError says that one would be with more of the host's memory.
         """
         if problem.host is None:
-            return solvers.get(self.recompute).solve(problem, effort=effort, progress=progress)
+            return solvers.get("auto").solve(problem, effort=effort, progress=progress)
         tell = progress or (lambda line: None)
         incumbent = Incumbent(problem, lambda line: tell(f"mixed: {line}"))
         self.improve(incumbent, effort=effort)
@@ -79,10 +72,7 @@ class MixedSolver:
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
         """Better an incumbent, of a problem with a host, in which a plan and a bound may be already.
 
-        Raises
-        ------
-        InfeasibleBudgetError, HostBudgetError
-            If there is no plan, or none was found.
+        An InfeasibleBudgetError, or HostBudgetError, says that there is no plan, or that none was found.
         """
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
@@ -138,16 +128,11 @@ class _Mix:
     def choose(self, step: int) -> tuple[float, frozenset[int]]:
         """Solve the programme of a cut, keep its bound, and give it with the values that are away in its solution.
 
-        Raises
-        ------
-        InfeasibleBudgetError
-            If it has none: that is proven then.
+        If it has none, it is proven that there is no plan.
         """
         cut = build(self.problem, step)
-        if cut is None:
-            raise _infeasible(self.incumbent, self.host, proven=True)
-        answer = self.solved(cut)
-        if answer.infeasible:
+        answer = self.solved(cut) if cut is not None else None
+        if cut is None or answer is None or answer.infeasible:
             raise _infeasible(self.incumbent, self.host, proven=True)
         self.incumbent.raise_bound(answer.bound * cut.scale)
         return answer.bound * cut.scale, _away(cut, answer)
@@ -192,7 +177,7 @@ class _Mix:
         self.tried.add(trial)
         share_seconds = max(share * self.clock.left(), 0.1)
         try:
-            found = solvers.get(MixedSolver.recompute).solve(
+            found = solvers.get("auto").solve(
                 asked.problem, effort=replace(self.effort, time_limit_seconds=share_seconds, told=self.clock.work)
             )
         except InfeasibleBudgetError:

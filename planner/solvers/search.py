@@ -1,7 +1,7 @@
 """Annealing on the set of reruns, for budgets at which the integer programme stalls.
 
 It proves nothing. From scratch it goes from hot to cold; given a plan it starts from that one,
-barely warm. The moves and the exact bytes after each are in ``_annealing``, compiled by numba,
+barely warm. The moves and the exact bytes after each are in ``solving.annealing``, compiled by numba,
 which is loaded when a search starts and not before.
 """
 
@@ -62,15 +62,7 @@ class SearchSolver:
     offloads = False
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Search from scratch.
-
-        Raises
-        ------
-        InfeasibleBudgetError
-            If no plan within the budget was found.
-        SolverUnavailableError
-            If numba is not installed.
-        """
+        """Search from scratch; a SolverUnavailableError says that numba is not installed."""
         incumbent = Incumbent(problem, progress)
         if not incumbent.update(Schedule.keep_all(problem.graph), self.name):
             if progress and not _is_compiled():
@@ -80,8 +72,6 @@ class SearchSolver:
             incumbent.update(
                 lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes), self.name
             )
-        if incumbent.schedule is None:
-            raise incumbent.infeasible()
         return incumbent.solution()
 
     def require(self) -> None:
@@ -103,31 +93,12 @@ class SearchSolver:
         return False
 
     def improve(
-        self,
-        incumbent: Incumbent,
-        *,
-        effort: SolveLimits,
-        gap_seconds: float = 0.0,
-        is_over: Callable[[], bool] = lambda: False,
+        self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Better the plan of an incumbent that others may work on at the same time.
+        """Go on from the plan of an incumbent, if any, that others may work on at the same time.
 
-        Parameters
-        ----------
-        incumbent : Incumbent
-            Its plan, if any, is where to start; every better one is offered to it.
-        gap_seconds : float
-            Distance from its bound at which the search may stop.
-        is_over : callable, optional
-            Asked now and then whether to stop.
-
-        Notes
-        -----
-        A move costs O(runs + reads changed): 10 to 50 us for 1,000 operations.
-
-        References
-        ----------
-        Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983.
+        Now and then it asks whether it is over. A move costs O(runs + reads changed): 10 to 50 us for 1,000 operations.
+        The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983.
         """
         problem = incumbent.problem
         if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
@@ -135,13 +106,13 @@ class SearchSolver:
         self.require()
         clock = effort.clock()
         annealing = Annealing(problem, effort.seed)
-        annealing.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(gap_seconds))
+        annealing.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0))
 
 
 def _is_compiled() -> bool:
     """Say whether numba has kept the kernels of an earlier run; a guess that costs time where it is wrong."""
     folder = _cache_folder()
-    return folder is None or any(folder.glob("_annealing.anneal-*.nbi"))
+    return folder is None or any(folder.glob("annealing.anneal-*.nbi"))
 
 
 def _cache_folder() -> Path | None:

@@ -25,12 +25,7 @@ class SqrtSolver:
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Try several numbers of segments and give the cheapest schedule within the budget.
 
-        Notes
-        -----
-        O(numbers tried x runs); a few milliseconds each for 1,500 operations.
-
-        References
-        ----------
+        O(numbers tried x runs); a few milliseconds each for 1,500 operations. The method is that of
         Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016.
         """
         incumbent = Incumbent(problem)
@@ -40,9 +35,7 @@ class SqrtSolver:
             clock.work(_SECONDS_PER_RUN * len(schedule.order))
             if incumbent.added_seconds == 0.0 or clock.left() < 0:
                 break
-        if incumbent.schedule is None:
-            raise incumbent.infeasible(what="no segmentation keeps")
-        return incumbent.solution()
+        return incumbent.solution(what="no segmentation keeps")
 
 
 SOLVER = SqrtSolver()

@@ -88,9 +88,10 @@ class Incumbent:
             f"best {now[0]:.2%} ({self.solver}), bound {now[1]:.2%}, gap {100 * (now[0] - now[1]):.2f} points"
         )
 
-    def solution(self) -> Solution:
-        """Return the best plan as a claim; there must be one."""
-        assert self.schedule is not None
+    def solution(self, *, what: str = "") -> Solution:
+        """Return the best plan as a claim, or raise the error of :meth:`infeasible` if there is none."""
+        if self.schedule is None:
+            raise self.infeasible(what=what)
         return Solution.simulated(
             self.evaluation, self.schedule, self.solver, lower_bound_seconds=self.lower_bound_seconds
         )

@@ -206,3 +206,9 @@ def test_kernels_are_compiled_by_one_process_at_a_time(tmp_path: Path, monkeypat
     with open(tmp_path / "annealing.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert search._compile_beside() is None
+
+
+@needs_numba
+def test_kernels_that_were_compiled_are_found() -> None:
+    SOLVER.solve(search.smallest(), effort=SolveLimits(deterministic=True))
+    assert search._is_compiled()
