@@ -244,7 +244,7 @@ class Study:
         """Return the plan of the lowest peak that quick methods find, down to the problem's budget."""
         if problem.regions is not None:
             return lowest_choice(problem, Clock(_LOWEST_SECONDS, counts_work=effort.deterministic))
-        schedules = [lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes)]
+        schedules = [lowest_schedule(problem)]
         if problem.host is not None:
             schedules.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
         return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)

@@ -51,17 +51,8 @@ class SolveLimits:
 
 
 class Clock:
-    """How much of a limit is left.
+    """How much of a limit is left; where work is counted, time passes only by :meth:`work`, on every machine alike.
 
-    Parameters
-    ----------
-    counts_work : bool, optional
-        Whether time passes only by :meth:`work`, the same on every machine.
-    told : callable, optional
-        Told of all work too.
-
-    Examples
-    --------
     >>> clock = Clock(10.0, counts_work=True)
     >>> clock.work(4.0)
     >>> clock.left(), clock.left(0.5)

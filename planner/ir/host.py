@@ -18,26 +18,18 @@ _SHARE_OF_HOST = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Host memory beside a device.
-
-    Parameters
-    ----------
-    bytes_per_second : float
-        Rate of a transfer, the same in both directions. Each direction has one copy engine: transfers one way queue
-        up, those of the two ways and computing go on at the same time.
-    budget_bytes : int
-        What offloaded values may take of the host's memory.
-    least_bytes : int
-        Values below this size stay on the device.
-    lossy : bool
-        Whether values of float32 are rounded to bfloat16 on their way, where that leaves gradients a little off and
-        breaks nothing.
-    """
+    """Host memory beside a device."""
 
     bytes_per_second: float
+    """Rate of a transfer, the same in both directions. Each direction has one copy engine: transfers one way queue
+    up, those of the two ways and computing go on at the same time."""
     budget_bytes: int
+    """What offloaded values may take of the host's memory."""
     least_bytes: int = LEAST_BYTES
+    """Values below this size stay on the device."""
     lossy: bool = False
+    """Whether values of float32 are rounded to bfloat16 on their way, where that leaves gradients a little off and
+    breaks nothing."""
 
     def rounds(self, value: Value) -> bool:
         """Whether a value is rounded on its way."""

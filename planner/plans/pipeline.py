@@ -162,8 +162,8 @@ class _Device:
                 found = simulate(stage.graph, stage.costs, schedule)
                 return found.peak_bytes + others * _saved(stage, schedule, found)
 
-            candidates = [*segmentations(stage.graph), lowest_schedule(stage.graph, stage.costs, target_bytes=0)]
-            best.append(min(candidates, key=height))
+            lowest = lowest_schedule(Problem(graph=stage.graph, costs=stage.costs, budget_bytes=0))
+            best.append(min((*segmentations(stage.graph), lowest), key=height))
         return self.hold(best)
 
     def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, int, int, int]:

@@ -64,8 +64,7 @@ class AutoSolver:
         if not incumbent.is_closed(0.0):
             _Race(incumbent, effort, progress or (lambda line: None)).run()
         if incumbent.schedule is None:
-            target_bytes = problem.budget_bytes
-            incumbent.update(lowest_schedule(problem.graph, problem.costs, target_bytes=target_bytes), self.name)
+            incumbent.update(lowest_schedule(problem), self.name)
         if incumbent.schedule is None:
             raise incumbent.infeasible()
 

@@ -10,11 +10,11 @@ from planner.solving.modules.offload import cheapest_with_offload, offloading_va
 from planner.solving.modules.variants import cheapest, variants_of
 
 
-def lowest_choice(problem: Problem, clock: Clock, progress: Progress | None = None) -> Schedule:
+def lowest_choice(problem: Problem, clock: Clock) -> Schedule:
     """Return the choice of a problem's regions with the lowest peak that is found."""
     assert problem.regions is not None
     variants = variants_of if problem.host is None else offloading_variants
-    chooser = Chooser(problem, variants(problem.regions, problem.graph, problem.costs), clock, progress)
+    chooser = Chooser(problem, variants(problem.regions, problem.graph, problem.costs), clock)
     return chooser.schedule(chooser.lowest())
 
 

@@ -206,10 +206,9 @@ class _StepCutSearch:
 
     def mend(self, order: Sequence[int]) -> None:
         """Bring a schedule under the budget by local search."""
-        budget = self.problem.budget_bytes
-        order, peak = lower_peak(self.problem, order, budget_bytes=budget, clock=self.clock)
-        if peak <= budget:
-            order = take_back(self.problem, order, budget_bytes=budget, clock=self.clock)
+        order, peak_bytes = lower_peak(self.problem, order, self.clock)
+        if peak_bytes <= self.problem.budget_bytes:
+            order = take_back(self.problem, order, self.clock)
         self.offer(order)
 
     def cut_at(

@@ -1,12 +1,11 @@
 """Keep, recompute or offload: a mixed plan, with a bound on all of them.
 
-Which values to offload comes from the programme of :mod:`planner.solving.offload_bound`, whose optimum is
-the bound. What is recomputed beside them is then found by the solvers of recompute, for which
-fetching poses as a recompute of no cost (:mod:`planner.solving.offload_reduction`); last, transfers get time to hide
-(:mod:`planner.solving.transfer_windows`). Plans that only recompute, or only offload, are looked for too, so that
-both together are no worse than either. Starting from the best, single values are offloaded or no longer,
-as long as that helps; where runs wait then, single decisions are tried the other way, if the graph is not too large
-(:mod:`planner.solving.single_flip_search`). Only the simulator says what helps.
+The programme of :mod:`planner.solving.offload_bound` says which values to offload, and its optimum is the bound. What
+is recomputed beside them is found by the solvers of recompute, for which fetching poses as a recompute of no cost
+(:mod:`planner.solving.offload_reduction`); then transfers get time to hide (:mod:`planner.solving.transfer_windows`).
+Plans that only recompute, or only offload, are looked for too, so that both together are no worse than either. From
+the best on, single values are offloaded or no longer, and in a graph that is not too large single decisions are tried
+the other way where runs wait (:mod:`planner.solving.single_flip_search`). Only the simulator says what helps.
 """
 
 from __future__ import annotations
@@ -244,9 +243,8 @@ def ranked(problem: Problem) -> list[int]:
 
 def lowest_offloading(problem: Problem, values: Iterable[int]) -> Schedule:
     """Return the schedule of the lowest peak that quick methods find if some values can be fetched."""
-    asked = OffloadReduction(problem, frozenset(values))
-    found = lowest_schedule(asked.problem.graph, asked.problem.costs, target_bytes=asked.problem.budget_bytes)
-    return asked.invert(found)
+    asked = OffloadReduction(problem, values)
+    return asked.invert(lowest_schedule(asked.problem))
 
 
 def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
@@ -263,8 +261,7 @@ def first_within(problem: Problem, values: Iterable[int]) -> frozenset[int]:
 
 
 def _away(cut: OffloadCut, answer: Answer) -> frozenset[int]:
-    columns = answer.columns or [0.0] * len(cut.model.cost)
-    return frozenset(u for u, column in cut.away.items() if columns[column] > 0.5)
+    return frozenset(u for u, column in cut.away.items() if answer.columns and answer.columns[column] > 0.5)
 
 
 def _infeasible(incumbent: Incumbent, host: Host, *, proven: bool = False) -> InfeasibleBudgetError:

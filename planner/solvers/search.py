@@ -18,19 +18,15 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, SolverUnavailableError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
-
-if TYPE_CHECKING:
-    from planner.solving import annealing as _annealing
 
 _HOT, _WARM, _COLD = 5.0, 0.1, 0.003
 """Temperatures at the start from scratch, at the start from a plan, and at the end, in mean costs of an operation."""
@@ -69,9 +65,7 @@ class SearchSolver:
                 progress(f"search: {_COMPILES}")
             self.improve(incumbent, effort=effort)
         if incumbent.schedule is None:
-            incumbent.update(
-                lowest_schedule(problem.graph, problem.costs, target_bytes=problem.budget_bytes), self.name
-            )
+            incumbent.update(lowest_schedule(problem), self.name)
         return incumbent.solution()
 
     def require(self) -> None:
@@ -183,7 +177,7 @@ class Annealing:
         def zeros(size: int | tuple[int, int]) -> Any:
             return np.zeros(size, np.int64)
 
-        self.state: _annealing.State = kernels.State(
+        self.state = kernels.State(
             keys=zeros(count + capacity),
             live_bytes=zeros(count + capacity),
             dying_bytes=zeros(count + capacity),
@@ -257,8 +251,18 @@ class Annealing:
     def hand_in(self, incumbent: Incumbent) -> None:
         """Offer the best plan of the kernels, and hold what they say of it against the simulator."""
         seconds = float(self.state.real[self.kernels.BEST]) * self.unit_seconds
-        if self.state.best[0] and seconds < incumbent.added_seconds * (1 - 1e-9):
-            incumbent.update(self.confirmed(self.schedule(self.best()), seconds), SearchSolver.name)
+        if not self.state.best[0] or seconds >= incumbent.added_seconds * (1 - 1e-9):
+            return
+        schedule = self.schedule(self.best())
+        evaluation = self.problem.evaluate(schedule)
+        slack = abs(evaluation.recompute_seconds - seconds)
+        if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
+            raise ClaimMismatchError(
+                f"solver 'search' claims {seconds} s within {self.problem.budget_bytes} bytes, "
+                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
+                "please report this as a bug"
+            )
+        incumbent.update(schedule, SearchSolver.name)
 
     def next_round(self, number: int, incumbent: Incumbent) -> float:
         """Set the plan that a round starts from, every fourth time none; give its first temperature."""
@@ -279,20 +283,8 @@ class Annealing:
         """Return the keys of the cheapest set within the budget that the moves have come by."""
         return self.state.best[1 : 1 + self.state.best[0]]
 
-    def confirmed(self, schedule: Schedule, seconds: float) -> Schedule:
-        """Hold what the kernels say of a schedule against the simulator."""
-        evaluation = simulate(self.problem.graph, self.problem.costs, schedule)
-        slack = abs(evaluation.recompute_seconds - seconds)
-        if evaluation.peak_bytes > self.problem.budget_bytes or slack > 1e-6 * evaluation.seconds:
-            raise ClaimMismatchError(
-                f"solver 'search' claims {seconds} s within {self.problem.budget_bytes} bytes, "
-                f"simulated are {evaluation.recompute_seconds} s and {evaluation.peak_bytes} bytes; "
-                "please report this as a bug"
-            )
-        return schedule
 
-
-def _tables(problem: Problem, kernels: Any, unit_seconds: float) -> _annealing.Tables:
+def _tables(problem: Problem, kernels: Any, unit_seconds: float) -> Any:
     """Lay out a graph as arrays."""
     np = import_module("numpy")
     graph, costs = problem.graph, problem.costs
@@ -312,7 +304,7 @@ def _tables(problem: Problem, kernels: Any, unit_seconds: float) -> _annealing.T
     output_start, outputs = rows([u for u in o.outputs if counts(False, u)] for o in operations)
     reader_start, flat_readers = rows(readers)
     droppable = [u for u, p in enumerate(producer) if counts(True, u) and readers[u] and operations[p].recomputable]
-    return kernels.Tables(  # type: ignore[no-any-return]
+    return kernels.Tables(
         input_start=input_start,
         inputs=inputs,
         output_start=output_start,

@@ -7,7 +7,7 @@ a solver then runs again of these operations are offloads, what else it runs aga
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import replace
 
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
@@ -23,7 +23,7 @@ class OffloadReduction:
     nothing if it hides, 1 if it does not.
     """
 
-    def __init__(self, problem: Problem, chosen: Collection[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
+    def __init__(self, problem: Problem, chosen: Iterable[int], *, spare_bytes: int = 0, price: float = 1e-3) -> None:
         assert problem.host is not None
         self.real, self.host, self.chosen = problem, problem.host, frozenset(chosen)
         graph = problem.graph
@@ -33,12 +33,11 @@ class OffloadReduction:
         self.stands_for: list[int] = []
         """For each operation of the problem as posed, the real one; for one that fetches, -1 less the value."""
         for index, (operation, cost) in enumerate(zip(graph.operations, problem.costs, strict=True)):
-            moved = [u for u in operation.outputs if u in chosen]
+            moved = [u for u in operation.outputs if u in self.chosen]
             tickets = tuple(range(len(values), len(values) + len(moved)))
             values += [Value(name=f"ticket of {values[u].name}", size_bytes=0) for u in moved]
-            operations.append(
-                replace(operation, outputs=(*(u for u in operation.outputs if u not in chosen), *tickets))
-            )
+            stays = (u for u in operation.outputs if u not in moved)
+            operations.append(replace(operation, outputs=(*stays, *tickets)))
             held_bytes = sum(values[u].size_bytes for u in moved)
             costs.append(replace(cost, workspace_bytes=cost.workspace_bytes + held_bytes))
             self.stands_for.append(index)

@@ -10,7 +10,6 @@ from planner.common.limits import Clock
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.repair import lower_peak
 from planner.solving.segmentations import segmentations
@@ -72,8 +71,9 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
     operation.
     """
     proven, binding = proven_floor(graph, costs)
-    schedule = lowest_schedule(graph, costs, target_bytes=proven)
-    evaluation = simulate(graph, costs, schedule)
+    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven)
+    schedule = lowest_schedule(problem)
+    evaluation = problem.evaluate(schedule)
     names = [operation.name for operation in graph.operations] or [""]
     return MinimumPeak(
         proven_peak_bytes=proven,
@@ -99,17 +99,16 @@ def proven_lowest(problem: Problem) -> int:
     return proven_floor(problem.graph, problem.costs)[0]
 
 
-def lowest_schedule(graph: TrainingGraph, costs: Sequence[OperationCost], *, target_bytes: int) -> Schedule:
-    """Return the schedule of the lowest peak that quick methods find, stopping at a target."""
-    problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=target_bytes)
-    clock = Clock(_SECONDS_PER_OPERATION * len(graph.operations), counts_work=True)
-    lowest = (problem.baseline.peak_bytes, Schedule.keep_all(graph))
-    for schedule in segmentations(graph):
-        peak_bytes = simulate(graph, costs, schedule).peak_bytes
+def lowest_schedule(problem: Problem) -> Schedule:
+    """Return the schedule of the lowest peak that quick methods find by recompute, stopping at the budget."""
+    clock = Clock(_SECONDS_PER_OPERATION * len(problem.graph.operations), counts_work=True)
+    lowest = (problem.baseline.peak_bytes, Schedule.keep_all(problem.graph))
+    for schedule in segmentations(problem.graph):
+        peak_bytes = problem.evaluate(schedule).peak_bytes
         if peak_bytes < lowest[0]:
             lowest = (peak_bytes, schedule)
         clock.work(_SECONDS_PER_RUN * len(schedule.order))
-        if lowest[0] <= target_bytes or clock.left() < 0:
+        if lowest[0] <= problem.budget_bytes or clock.left() < 0:
             break
-    order, _ = lower_peak(problem, lowest[1].order, budget_bytes=target_bytes, clock=clock)
+    order, _ = lower_peak(problem, lowest[1].order, clock)
     return Schedule(tuple(order))

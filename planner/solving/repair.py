@@ -158,8 +158,8 @@ def _idle(layout: Layout, peak: int) -> list[tuple[int, int]]:
     return found
 
 
-def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> tuple[list[int], int]:
-    """Insert reruns, cheapest per byte freed first, until the peak is within a budget, or the clock says to give up.
+def lower_peak(problem: Problem, order: Sequence[int], clock: Clock) -> tuple[list[int], int]:
+    """Insert reruns, cheapest per byte freed first, until the peak is within the budget, or the clock says to give up.
 
     The order of the lowest peak that was seen comes back, and that peak.
     """
@@ -167,10 +167,10 @@ def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clo
     layout = Layout(problem, order)
     best, best_peak = order, layout.peak_bytes
     patience = 0
-    while layout.peak_bytes > budget_bytes and patience < 60 and clock.left() > 0:
+    while layout.peak_bytes > problem.budget_bytes and patience < 60 and clock.left() > 0:
         clock.work(len(order) * _SECONDS_PER_RUN)
         peak = layout.bytes.index(layout.peak_bytes)
-        over = layout.peak_bytes - budget_bytes
+        over = layout.peak_bytes - problem.budget_bytes
         offers = []
         for copy, target in _idle(layout, peak):
             offer = _rerun(layout, copy, peak, target)
@@ -196,7 +196,7 @@ def lower_peak(problem: Problem, order: Sequence[int], *, budget_bytes: int, clo
     return best, best_peak
 
 
-def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, clock: Clock) -> list[int]:
+def take_back(problem: Problem, order: Sequence[int], clock: Clock) -> list[int]:
     """Remove reruns, dearest first, as long as the peak stays within the budget.
 
     A rerun is looked at in O(gap since the copy before); each removal costs one :class:`Layout`.
@@ -216,31 +216,28 @@ def take_back(problem: Problem, order: Sequence[int], *, budget_bytes: int, cloc
         for cost, position, count in reruns:
             if cost <= 0.0:
                 return order
-            index = order[position]
-            if _can_go(layout, position, index, budget_bytes):
+            if _can_go(layout, position):
                 clock.work(len(order) * _SECONDS_PER_RUN)
                 trial = without_useless(problem, order[:position] + order[position + 1 :])
                 trial_layout = Layout(problem, trial)
-                if trial_layout.peak_bytes <= budget_bytes:
+                if trial_layout.peak_bytes <= problem.budget_bytes:
                     order, layout = trial, trial_layout
                     break
-            refused.add((index, count))
+            refused.add((order[position], count))
         else:
             return order
     return order
 
 
-def _can_go(layout: Layout, position: int, index: int, budget_bytes: int) -> bool:
+def _can_go(layout: Layout, position: int) -> bool:
     """Say whether the copies before a rerun could stay in its place, by their bytes alone."""
-    graph = layout.problem.graph
-    for u in graph.operations[index].outputs:
+    graph, budget_bytes = layout.problem.graph, layout.problem.budget_bytes
+    for u in graph.operations[layout.order[position]].outputs:
         if graph.values[u].retained or not graph.values[u].size_bytes:
             continue
-        copies = layout.copies_of[u]
-        place = bisect_right(copies, position, key=layout.born.__getitem__) - 1
-        if not layout.reads[copies[place]]:
+        if not layout.reads[layout.copy_at(u, position + 1)]:
             continue
-        start = layout.died[copies[place - 1]] + 1
+        start = layout.died[layout.copy_at(u, position)] + 1
         if start < position and max(layout.bytes[start:position]) + graph.values[u].size_bytes > budget_bytes:
             return False
     return True

@@ -98,8 +98,9 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model 
         return None
     for number in range(len(cuts)):
         builder.require_inputs(number)
-        builder.link_to_next(number)
-        builder.look_ahead(number)
+        if number + 1 < len(cuts):
+            builder.link_to_next(number)
+            builder.look_ahead(number)
         builder.keep_budget(number)
     return builder.model
 
@@ -179,8 +180,6 @@ class _Builder:
 
     def link_to_next(self, number: int) -> None:
         """Require what is held at the next cut to be held at this one or made between."""
-        if number + 1 == len(self.cuts):
-            return
         model, following = self.model, self.cuts[number + 1]
         for value, column in model.held[number + 1].items():
             maker = self.graph.producer[value]
@@ -197,8 +196,6 @@ class _Builder:
         Whole solutions do so already; without these rows, the LP relaxation of several cuts is
         weaker than that of one.
         """
-        if number + 1 == len(self.cuts):
-            return
         model, graph, latest = self.model, self.graph, self.cuts[number].latest
         ever, later = self.ever_after[number], self.ever_after[number + 1]
         for operation, column in ever.items():

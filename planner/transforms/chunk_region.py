@@ -15,7 +15,8 @@ from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import storage_id
 from planner.ir.graph import OperationCost
-from planner.ir.simulator import lifetimes, simulate
+from planner.ir.problem import Problem
+from planner.ir.simulator import lifetimes
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
 from planner.transforms.chunk_rules import Form, Split, lead_of, split_of
 
@@ -61,9 +62,10 @@ def find_region(lowered: LoweredGraph) -> ChunkRegion | None:
     operation.
     """
     graph = lowered.graph
-    costs = [OperationCost(seconds=1.0)] * len(graph.operations)
-    schedule = lowest_schedule(graph, costs, target_bytes=proven_floor(graph, costs)[0])
-    peak = simulate(graph, costs, schedule).peak_position
+    costs = (OperationCost(seconds=1.0),) * len(graph.operations)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=proven_floor(graph, costs)[0])
+    schedule = lowest_schedule(problem)
+    peak = problem.evaluate(schedule).peak_position
     alive = {copy.value for copy in lifetimes(graph, schedule) if copy.born <= peak <= copy.died}
     free = [value for value in alive if not graph.values[value].retained]
     free.sort(key=lambda value: (-graph.values[value].size_bytes, value))

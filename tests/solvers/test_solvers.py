@@ -261,7 +261,7 @@ def test_counting_work_gives_the_same_plan_every_time(
 
 
 def test_the_bound_survives_where_no_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.solvers.ilp.lower_peak", lambda problem, order, **_: (list(order), 10**18))
+    monkeypatch.setattr("planner.solvers.ilp.lower_peak", lambda problem, order, *_: (list(order), 10**18))
     monkeypatch.setattr("planner.solvers.ilp.carry_out", lambda problem, *_: (Schedule.keep_all(problem.graph), [0]))
     monkeypatch.setattr("planner.solvers.ilp._StepCutSearch.cut_at", lambda *_: None)
     with pytest.raises(InfeasibleBudgetError, match="found no plan") as caught:

@@ -10,9 +10,7 @@ least: all is sent while the forward computes or waits, and all is fetched while
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from planner.common.limits import Clock
 from planner.errors import InfeasibleBudgetError
@@ -63,13 +61,11 @@ class Chooser:
 
         If none was found, an InfeasibleBudgetError has the lowest peak of all choices.
         """
-        begun = time.perf_counter()
         chosen, bound = self.choose()
         evaluation = self._simulate(chosen)
         if evaluation.peak_bytes > self.problem.budget_bytes:
             raise self.infeasible(chosen, bound)
-        solution = Solution.simulated(evaluation, self.schedule(chosen), NAME, lower_bound_seconds=bound)
-        return replace(solution, solve_seconds=time.perf_counter() - begun)
+        return Solution.simulated(evaluation, self.schedule(chosen), NAME, lower_bound_seconds=bound)
 
     def infeasible(self, lowest: frozenset[int], bound: float) -> InfeasibleBudgetError:
         """Return the error that says what the lowest choice needs."""
@@ -90,20 +86,33 @@ class Chooser:
         free, and less may be sent than the host takes. The bound is then of the same.
         """
         budget_bytes = self.problem.budget_bytes - free_bytes
+        chosen, bound = self._within(
+            budget_bytes, lambda: self._model(budget_bytes, price, most_sent_bytes=most_sent_bytes)
+        )
+        return self.lowest() if chosen is None else chosen, bound
+
+    def least_sent(self) -> frozenset[int]:
+        """Return the choice that keeps the budget with the least of the host's memory, or else the empty one."""
+        budget_bytes = self.problem.budget_bytes
+        chosen, _ = self._within(budget_bytes, lambda: self._model(budget_bytes, least_sent=True))
+        return chosen or frozenset()
+
+    def _within(self, budget_bytes: int, write: Callable[[], Model]) -> tuple[frozenset[int] | None, float]:
+        """Return what a programme, written anew as moments are added, chooses within a budget, and a bound in seconds.
+
+        None is chosen where it has no solution.
+        """
         chosen: frozenset[int] = frozenset()
         bound = 0.0
-        while True:
-            evaluation = self._simulate(chosen)
-            if evaluation.peak_bytes <= budget_bytes:
-                return chosen, bound
+        while (evaluation := self._simulate(chosen)).peak_bytes > budget_bytes:
             self._add_moments(evaluation, chosen, budget_bytes)
             self._tell(f"{NAME}: {len(self._moments)} moments, at least {bound:.3g} s")
-            model = self._model(budget_bytes, price, most_sent_bytes=most_sent_bytes)
-            answer = self._minimise(model)
+            answer = self._minimise(write())
             bound = max(bound, answer.bound * self._unit_seconds)
             if answer.columns is None:
-                return self.lowest(), bound
+                return None, bound
             chosen = self._chosen(answer)
+        return chosen, bound
 
     def lowest(self) -> frozenset[int]:
         """Return the choice with the lowest peak that is found."""
@@ -122,17 +131,6 @@ class Chooser:
             if answer.columns is None:
                 return best
             chosen = self._chosen(answer)
-
-    def least_sent(self) -> frozenset[int]:
-        """Return the choice that keeps the budget with the least of the host's memory, or else the empty one."""
-        chosen: frozenset[int] = frozenset()
-        while (evaluation := self._simulate(chosen)).peak_bytes > self.problem.budget_bytes:
-            self._add_moments(evaluation, chosen, self.problem.budget_bytes)
-            answer = self._minimise(self._model(self.problem.budget_bytes, least_sent=True))
-            if answer.columns is None:
-                return frozenset()
-            chosen = self._chosen(answer)
-        return chosen
 
     def schedule(self, chosen: frozenset[int]) -> Schedule:
         """Return the schedule of a choice."""

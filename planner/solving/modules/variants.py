@@ -47,11 +47,7 @@ def cheapest(
     if not found:
         raise min(refused, key=lambda error: error.minimum_feasible_peak_bytes)
     best = min(found, key=lambda solution: solution.added_seconds)
-    return replace(
-        best,
-        lower_bound_seconds=min(best.added_seconds, bound),  # of the second: it chooses among more
-        solve_seconds=sum(solution.solve_seconds for solution in found),
-    )
+    return replace(best, lower_bound_seconds=min(best.added_seconds, bound))  # of the second: it chooses among more
 
 
 def variants_of(regions: Sequence[Region], graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[Region, ...]:
