@@ -79,9 +79,9 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "planner.solving.annealing", raising=False)
     pytest.importorskip("numpy")
-    import planner.solvers as package
+    import planner.solving as package
 
-    monkeypatch.delattr(package, "_annealing", raising=False)
+    monkeypatch.delattr(package, "annealing", raising=False)
     return lambda count: max(count // 8, 1)
 
 
