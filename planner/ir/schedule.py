@@ -86,6 +86,10 @@ class Schedule:
             order.append(index)
         return cls(tuple(order))
 
+    def first_runs(self) -> dict[int, int]:
+        """Return the position at which each operation first runs."""
+        return {index: position for position, index in reversed(tuple(enumerate(self.order)))}
+
     def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
         """Return the values that are fetched at each position, in the order in which they are read.
 
@@ -129,11 +133,6 @@ class Schedule:
         if pending:
             raise ScheduleError(f"operations {pending} are recomputed after the end of the step")
         return before
-
-
-def first_runs(order: Sequence[int]) -> dict[int, int]:
-    """Return the position at which each operation runs first."""
-    return {index: position for position, index in reversed(tuple(enumerate(order)))}
 
 
 def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]]) -> Schedule:

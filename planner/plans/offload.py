@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from planner.errors import PlanMismatchError
 from planner.ir.graph import LOSS_KEY, LOSS_KEY_BEFORE, TrainingGraph
 from planner.ir.problem import Problem
-from planner.ir.schedule import Offload, Schedule, first_runs
+from planner.ir.schedule import Offload, Schedule
 from planner.ir.simulator import Evaluation
 
 
@@ -116,7 +116,7 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
     if offloading is None or not offloading.values:
         return schedule
     index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
-    first = first_runs(schedule.order)
+    first = schedule.first_runs()
 
     def position_of(place: Place) -> int:
         position = first[index_of[place.before]] - place.runs

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
-from planner.ir.schedule import Schedule, first_runs
+from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
@@ -217,7 +217,7 @@ class _StepCutSearch:
         """Add the cut that a schedule over the budget calls for; None if it is there already."""
         position = timeline.index(max(timeline))
         order = schedule.order
-        first = first_runs(order)
+        first = schedule.first_runs()
         operation = order[position]
         if first[operation] == position:
             return self.with_step(cuts, operation)

@@ -13,7 +13,7 @@ from operator import add
 
 from planner.common.limits import Clock
 from planner.ir.problem import Problem
-from planner.ir.schedule import first_runs
+from planner.ir.schedule import Schedule
 
 _SECONDS_PER_RUN = 1e-5
 """About what it takes to look at a schedule, for each of its runs."""
@@ -22,7 +22,7 @@ _SECONDS_PER_RUN = 1e-5
 def without_useless(problem: Problem, order: Sequence[int]) -> list[int]:
     """Leave out the reruns whose results nobody reads."""
     operations, values = problem.graph.operations, problem.graph.values
-    first = first_runs(order)
+    first = Schedule(tuple(order)).first_runs()
     wanted = [False] * len(values)
     kept: list[int] = []
     for position in range(len(order) - 1, -1, -1):

@@ -15,7 +15,7 @@ from itertools import pairwise
 from planner.common.limits import Clock
 from planner.errors import ScheduleError
 from planner.ir.problem import Problem
-from planner.ir.schedule import Schedule, first_runs, recompute_lazily
+from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes
 from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.transfer_windows import widened, without_unneeded
@@ -69,7 +69,7 @@ class SingleFlipSearch:
         return best[1] if best is not None else None
 
     def _gone_in(self, schedule: Schedule) -> Gone:
-        first = first_runs(schedule.order)
+        first = schedule.first_runs()
         copies: dict[int, list[tuple[int, int]]] = {}
         for copy in lifetimes(self.graph, schedule):
             copies.setdefault(copy.value, []).append((copy.born, copy.died))
@@ -110,7 +110,7 @@ class SingleFlipSearch:
 
     def _earlier(self, order: list[int]) -> Iterator[list[int]]:
         """Let each rerun go ahead of more and more of those before it."""
-        first = first_runs(order)
+        first = Schedule(tuple(order)).first_runs()
         for position, index in enumerate(order):
             if first[index] == position:
                 continue
