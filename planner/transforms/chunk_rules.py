@@ -18,7 +18,7 @@ from torch import fx
 
 from planner.capture.joint import is_random, mutates, tensors_of
 from planner.capture.torch_internals import OpOverload
-from planner.transforms.operators import argument, dims_before, dims_of, shape_of
+from planner.transforms.operators import SOFTMAX_DIM, TRANSPOSITIONS, VIEWS, argument, dims_before, dims_of, shape_of
 
 aten = torch.ops.aten
 
@@ -280,20 +280,12 @@ RULES: dict[Any, Rule] = {
     aten.alias.default: _pointwise,
     aten.expand.default: _pointwise,
     aten.native_dropout_backward.default: _pointwise,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.t.default: _transposed,
-    aten.transpose.int: _transposed,
-    aten.permute.default: _transposed,
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(TRANSPOSITIONS, _transposed),
     aten.mm.default: _product,
     aten.addmm.default: _product_with_bias,
     aten.bmm.default: _batched_product,
-    aten._softmax.default: _along(1),
-    aten._safe_softmax.default: _along(1),
-    aten._log_softmax.default: _along(1),
-    aten._softmax_backward_data.default: _along(2),
-    aten._log_softmax_backward_data.default: _along(2),
+    **{target: _along(position) for target, position in SOFTMAX_DIM.items()},
     aten.gather.default: _along(1),
     aten.scatter_add.default: _along(1),
     aten.slice.Tensor: _along(1, 0),

@@ -12,10 +12,20 @@ from planner.capture.joint import tensors_of
 
 aten = torch.ops.aten
 
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+TRANSPOSITIONS = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+SOFTMAX_DIM = {
+    aten._softmax.default: 1,
+    aten._safe_softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax_backward_data.default: 2,
+}
+"""Operators that mix one dimension, and the position of the argument that names it."""
+
 SHAPE_ARGUMENT = {
-    aten.view.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.reshape.default: 1,
+    **dict.fromkeys(VIEWS, 1),
     aten.expand.default: 1,
     aten.slice_backward.default: 1,
     aten.select_backward.default: 1,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from planner.transforms.operators import dims_of, shape_of
+from planner.transforms.operators import SOFTMAX_DIM, dims_of, shape_of
 from planner.transforms.shard_views import PASSES_SUMS, VIEW_RULES
 from planner.transforms.shards import Call, Partial, Rule, Shard, State, merge, origins_of
 
@@ -145,11 +145,7 @@ RULES: dict[Any, Rule] = {
     aten.sum.default: _reduced(adds=True),
     aten.mean.dim: _reduced(adds=False),
     aten.amax.default: _reduced(adds=False),
-    aten._softmax.default: _along(1),
-    aten._safe_softmax.default: _along(1),
-    aten._log_softmax.default: _along(1),
-    aten._softmax_backward_data.default: _along(2),
-    aten._log_softmax_backward_data.default: _along(2),
+    **{target: _along(position) for target, position in SOFTMAX_DIM.items()},
     aten.native_dropout.default: _pointwise,
     aten.native_dropout_backward.default: _pointwise,
     aten.native_layer_norm.default: _norm,

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from planner.capture.joint import tensors_of
-from planner.transforms.operators import argument, dims_before, dims_of, shape_of
+from planner.transforms.operators import TRANSPOSITIONS, VIEWS, argument, dims_before, dims_of, shape_of
 from planner.transforms.shards import Call, Rule, Shard, State, origins_of
 
 aten = torch.ops.aten
@@ -53,10 +53,6 @@ def _group(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[range
                 to += 1
         if dim < at:
             return range(begin, at), range(begin_to, to)
-
-
-def _same(call: Call) -> Any:
-    return call[0]
 
 
 def _transposed(call: Call) -> State:
@@ -168,16 +164,9 @@ def _stack(call: Call) -> State:
 
 
 VIEW_RULES: dict[Any, Rule] = {
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
-    aten._to_copy.default: _same,
-    aten.t.default: _transposed,
-    aten.transpose.int: _transposed,
-    aten.permute.default: _transposed,
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default), Call.shard),
+    **dict.fromkeys(TRANSPOSITIONS, _transposed),
     aten.unsqueeze.default: _unsqueeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
