@@ -16,14 +16,14 @@ from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
 from planner.plans.plan_file import SCHEMA
 from planner.solvers.auto import AutoSolver
-from planner.solving.incumbent import Incumbent as BestKnown
+from planner.solving.incumbent import Incumbent
 
 NEAR = 0.03
 """Within so much of the step a way counts as near the best plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incumbent:
+class StrategyRow:
     """One strategy on a step; its name has the number that it was taken with, its note says what its figures leave out.
 
     The peak is of the whole device, the optimizer's own step included, and overhead is recompute and waiting for
@@ -64,7 +64,7 @@ class Established:
     torch: str
     baseline_peak_bytes: int
     baseline_step_seconds: float
-    rows: tuple[Incumbent, ...]
+    rows: tuple[StrategyRow, ...]
     absent: dict[str, str]
 
     def report(self) -> dict[str, Any]:
@@ -142,11 +142,11 @@ def _evaluated(study: Study, problem: Problem, step: strategies.StrategyStep, ch
     )
 
 
-def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, seconds: float) -> Incumbent:
+def _row(found: Evaluated, strategy: strategies.Strategy, best: _Best | None, seconds: float) -> StrategyRow:
     """Set a strategy beside the best plan that is known, which may be itself."""
     best_seconds = None if best is None else min(best.added_seconds, found.added_seconds)
     bound_seconds = None if best is None or best_seconds is None else min(best.lower_bound_seconds, best_seconds)
-    return Incumbent(
+    return StrategyRow(
         name=found.name,
         summary=strategy.summary,
         peak_bytes=found.peak_bytes,
@@ -176,7 +176,7 @@ def _best_offloading_beside(study: Study, one: Evaluated, others: list[Evaluated
     """Look for a plan that may offload as much as a strategy does."""
     host = study.host(one.host_bytes, at_least=1)
     problem = replace(study.problem(one.peak_bytes), host=host)
-    incumbent = BestKnown(problem)
+    incumbent = Incumbent(problem)
     for known in (one, *(other for other in others if other.peak_bytes <= one.peak_bytes)):
         incumbent.update(known.schedule, known.name)
     try:

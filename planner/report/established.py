@@ -6,7 +6,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.analysis.strategy_comparison import NEAR, Established, Incumbent
+from planner.analysis.strategy_comparison import NEAR, Established, StrategyRow
 from planner.common.units import format_bytes, format_seconds
 from planner.report.style import at_least_percent, counted, print_parts, print_verdict, signed_percent, sizes, table
 
@@ -34,11 +34,11 @@ def answer(established: Established) -> str:
     return how_many if len(near) == len(rows) else f"{how_many}; the farthest is {_pays(farthest)}"
 
 
-def _excess(row: Incumbent) -> float:
+def _excess(row: StrategyRow) -> float:
     return row.excess or 0.0
 
 
-def _pays(row: Incumbent) -> str:
+def _pays(row: StrategyRow) -> str:
     best = "-" if row.best_overhead is None else signed_percent(row.best_overhead)
     return f"{row.name}, {signed_percent(row.overhead)} where {best} would do"
 
