@@ -6,17 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 import cost_models
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, scaled
 from planner.capture.lowering import LoweredGraph
+from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
 from planner.findings.finding import Finding, collapsed
 from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, workspace
+from planner.measure.devices import device_here
 
 SECONDS_TO_MEASURE = 60.0
 """How long measuring a step may take; what is left then costs what the roofline says."""
@@ -35,29 +38,28 @@ class Costing:
 
 
 def cost_step(
+    model: nn.Module,
     lowered: LoweredGraph,
     spec: DeviceSpec,
+    target: Target,
     *,
-    cost_model: str,
-    here: torch.device | None,
     inputs: tuple[tuple[int, ...], ...],
-    effort: workspace.TrialLimits,
-    profile: Profile | None = None,
-    time_limit_seconds: float = SECONDS_TO_MEASURE,
-    progress: Progress | None = None,
+    time_limit_seconds: float,
+    progress: Progress | None,
 ) -> Costing:
-    """Find out what every operation costs on the device that the plan is for.
+    """Find out what every operation costs on the device that the plan is for, by asking it where it is here.
 
-    ``here`` is that device, if it is here and can be asked; ``inputs`` are the shapes of what the step is called with.
-    A profile that was recorded before makes the cost model ``"measured"``; ProfileMismatchError if it is of another
-    step, device or version. UsageError if there is no such cost model, or the device is not here to be measured.
+    ``inputs`` are the shapes of what the step is called with, and the limit is for measuring. A profile that was
+    recorded before makes the cost model ``"measured"``; ProfileMismatchError if it is of another step, device or
+    version. UsageError if there is no such cost model, or the device is not here to be measured.
     """
-    graph = lowered.graph
+    graph, cost_model, profile = lowered.graph, target.cost_model, target.profile
+    here = device_here(model, spec)
     costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
     notes: tuple[Finding, ...] = ()
     seen: dict[int, int | None] = {}
     if here is not None:
-        seen = workspace.measure(lowered, costs, here, effort)
+        seen = workspace.measure(lowered, costs, here, workspace.effort_for(model))
         costs = _with_seen(costs, seen)
         notes = tuple(_unseen(graph, seen))
     elif spec.kind == "cuda":

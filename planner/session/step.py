@@ -46,9 +46,8 @@ from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
 from planner.measure import devices, loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
-from planner.measure.devices import device_here, device_spec
+from planner.measure.devices import device_spec
 from planner.measure.resident import Blocks, static_memory
-from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
 from planner.transforms import rounding
@@ -321,16 +320,14 @@ def cost(
     *,
     time_limit_seconds: float = SECONDS_TO_MEASURE,
 ) -> Costing:
-    """Find out what every operation costs, by asking the device where it is here."""
+    """Find out what every operation costs; see :func:`planner.measure.costing.cost_step`."""
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
+            model,
             lowered,
             spec,
-            cost_model=options.target.cost_model,
-            here=device_here(model, spec),
+            options.target,
             inputs=tuple(tuple(tensor.shape) for tensor in called_with(model, lowered.joint)),
-            effort=effort_for(model),
-            profile=options.target.profile,
             time_limit_seconds=time_limit_seconds,
             progress=options.search.progress,
         )
