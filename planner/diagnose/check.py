@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -101,5 +102,5 @@ def _step(model: nn.Module, inputs: Inputs, options: Options, loss_fn: LossFunct
     lowered = lower_step(model, joint, options)
     graph, costs = lowered.lowered.graph, cost(model, lowered.lowered, lowered.spec, options).costs
     unbounded = Problem(graph=graph, costs=costs, budget_bytes=0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=unbounded.baseline.peak_bytes)
+    problem = replace(unbounded, budget_bytes=unbounded.baseline.peak_bytes)
     return CapturedStep(problem=problem, schedule=Schedule.keep_all(graph), evaluation=unbounded.baseline)
