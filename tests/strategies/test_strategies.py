@@ -16,7 +16,7 @@ import cli
 import cost_models
 from planner import strategies
 from planner.analysis.audit import audit_study
-from planner.analysis.strategy_comparison import Established, Incumbent, compare
+from planner.analysis.strategy_comparison import Established, StrategyRow, compare
 from planner.analysis.study import Study
 from planner.analysis.trade_off import methods as ways
 from planner.common.options import Search
@@ -469,7 +469,7 @@ def _fixed(*rows: tuple[str, float, float, float, float]) -> Established:
         model="toy", device="toy-device", cost_model="roofline", torch="2.13.0", baseline_peak_bytes=9 * 2**30,
         baseline_step_seconds=0.5, absent={"megatron-selective": "toy has no attention in its blocks"},
         rows=tuple(
-            Incumbent(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
+            StrategyRow(name=name, summary="", peak_bytes=int(size * 2**30), overhead=pays, best_overhead=best,
                      lower_bound_overhead=bound, solver="ilp")
             for name, size, pays, best, bound in rows
         ),
