@@ -100,9 +100,9 @@ def make_plan(
     after_bytes = optimizer_peak_bytes(graph, static_memory)
     try:
         if problem.budget_bytes <= 0:
-            raise _nothing_left(problem)
+            raise _too_little(problem, "what is resident alone")
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
-            raise _optimizer_does_not_fit(problem, after_bytes)
+            raise _too_little(problem, "the optimizer's step", after_bytes)
         with timings.stage("solving"):
             solution = _solved(problem, search)
     except InfeasibleBudgetError as error:
@@ -248,23 +248,15 @@ def _by_key(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[str, ..
     return {keys[index]: tuple(keys[again] for again in before) for index, before in schedule.recomputations().items()}
 
 
-def _optimizer_does_not_fit(problem: Problem, after_bytes: int) -> InfeasibleBudgetError:
+def _too_little(problem: Problem, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
+    """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
     floor = lowest_peak(problem)
     before_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
     return InfeasibleBudgetError(
-        "the optimizer's step breaks the budget",
+        f"{why} breaks the budget",
         minimum_feasible_peak_bytes=max(after_bytes, before_bytes),
         operation=OPTIMIZER_STEP if after_bytes >= before_bytes else floor.found_operation,
-        is_proven=True,
-    )
-
-
-def _nothing_left(problem: Problem) -> InfeasibleBudgetError:
-    floor = lowest_peak(problem)
-    return InfeasibleBudgetError(
-        "what is resident alone breaks the budget",
-        minimum_feasible_peak_bytes=floor.found_peak_bytes + problem.graph.total_static_bytes,
-        operation=floor.found_operation,
+        is_proven=after_bytes > 0,
     )
 
 

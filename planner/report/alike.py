@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from planner.ir.graph import named_by, operator_name
 from planner.ir.layers import collapse
 
+T = TypeVar("T")
+
 
 def alike(
-    places: Sequence[tuple[str, int | None, str]], signatures: Sequence[object]
-) -> Iterator[tuple[str, list[int]]]:
-    """Group values by what they are inside their blocks: a label, and the positions of the values it stands for.
+    values: Sequence[T], place_of: Callable[[T], tuple[str, int | None, str]], signature_of: Callable[[T], object]
+) -> Iterator[tuple[str, list[T]]]:
+    """Group values by what they are inside their blocks: a label, and the values it stands for.
 
-    A place is the key of an operation, which of its results is meant, and the path of its block; signatures are what
+    A place is the key of an operation, which of its results is meant, and the path of its block; the signature is what
     else must be equal for two to be shown as one.
 
     Examples
     --------
-    >>> keys = [f"h.{i}.mlp|aten.mm.default|forward+0" for i in range(3)] + ["|aten.add.Tensor|forward+0"]
-    >>> list(alike([(key, 0, key.partition(".mlp")[0] if "h." in key else "") for key in keys], [1, 1, 2, 1]))
-    [('h 0-1 (x2) · mlp · mm', [0, 1]), ('h.2.mlp · mm', [2]), ('(model) · add', [3])]
+    >>> keys = [f"h.{i}.mlp|aten.mm.default|f0" for i in range(3)]
+    >>> [label for label, _ in alike(keys, lambda key: (key, 0, key[:3]), lambda key: "2" in key)]
+    ['h 0-1 (x2) · mlp · mm', 'h.2.mlp · mm']
     """
+    places = [place_of(value) for value in values]
     within = [
-        (key[len(block) :], output, signature)
-        for (key, output, block), signature in zip(places, signatures, strict=True)
+        (key[len(block) :], output, signature_of(value))
+        for value, (key, output, block) in zip(values, places, strict=True)
     ]
     for label, members in collapse([block for _, _, block in places], within):
         key, output, block = places[members[0]]
         module, _ = named_by(key)
         parts = [label, module[len(block) + 1 :]] if len(members) > 1 else [module or "(model)"]
-        yield " · ".join([*filter(None, parts), result_name(key, output)]), members
+        yield " · ".join([*filter(None, parts), result_name(key, output)]), [values[i] for i in members]
 
 
 def result_name(key: str, output: int | None) -> str:

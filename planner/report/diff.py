@@ -79,7 +79,7 @@ def _layers(difference: Difference) -> Group | None:
     if not layers:
         return None
     signatures = [
-        (layer.a.saved_bytes, layer.b.saved_bytes, _targets(layer.a.targets), _targets(layer.b.targets))
+        (layer.a.saved_bytes, layer.b.saved_bytes, *(frozenset(of.targets.items()) for of in (layer.a, layer.b)))
         if layer.block
         else position
         for position, layer in enumerate(layers)
@@ -107,10 +107,6 @@ def _layers(difference: Difference) -> Group | None:
     return Group(shown, Text("'saved', 'again' (runs beyond the first) and 'added' are of B, 'change' is from A to B."))
 
 
-def _targets(targets: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(targets.items()))
-
-
 def _runs_again(row: tuple[str, Sequence[LayerDifference]]) -> str:
     return f"{sum(layer.b.recomputed for layer in row[1])} ({sum(layer.recomputed for layer in row[1]):+})"
 
@@ -123,12 +119,14 @@ def _moves(difference: Difference) -> Group | None:
     moves = difference.moves
     if not moves:
         return None
-    places = [(move.operation, move.output, move.block) for move in moves]
-    groups = [
-        (label, [moves[i] for i in members])
-        for label, members in alike(places, [(move.size_bytes, move.before, move.after) for move in moves])
-    ]
-    groups.sort(key=lambda group: (group[1][0].before, group[1][0].after, -_bytes(group[1])))
+    groups = sorted(
+        alike(
+            moves,
+            lambda move: (move.operation, move.output, move.block),
+            lambda move: (move.size_bytes, move.before, move.after),
+        ),
+        key=lambda group: (group[1][0].before, group[1][0].after, -_bytes(group[1])),
+    )
     noun = "value" if difference.by_value else "operation"
     shown = table(
         f"{noun.capitalize()}s that moved",

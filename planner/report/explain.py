@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.padding import Padding
@@ -19,8 +19,13 @@ def render(explanation: Explanation, console: Console, *, largest: int | None = 
     """Print an explanation; with ``largest`` only so many of the values, those with the most bytes."""
     print_verdict(answer(explanation), console, style="bold")
     console.print(Text(_peaks(explanation)))
-    groups = list(_alike(explanation.values))
-    shown = groups
+    shown = groups = list(
+        alike(
+            explanation.values,
+            lambda v: (v.value.operation, v.value.output, v.block),
+            lambda v: (v.value.size_bytes, v.reason, v.value.spans_baseline_peak, v.value.spans_peak),
+        )
+    )
     if largest is not None:
         shown = sorted(groups, key=lambda group: -sum(v.value.size_bytes for v in group[1]))[:largest]
     print_parts(console, *(_paragraph(label, members) for label, members in shown))
@@ -58,13 +63,6 @@ def _peaks(explanation: Explanation) -> str:
         f"({format_bytes(plan.baseline_peak_bytes)}), the plan's step {table.peak_step + 1} "
         f"({format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)})"
     )
-
-
-def _alike(values: Sequence[ExplainedValue]) -> Iterator[tuple[str, list[ExplainedValue]]]:
-    signatures = [(v.value.size_bytes, v.reason, v.value.spans_baseline_peak, v.value.spans_peak) for v in values]
-    places = [(v.value.operation, v.value.output, v.block) for v in values]
-    for label, members in alike(places, signatures):
-        yield label, [values[i] for i in members]
 
 
 def _paragraph(label: str, members: Sequence[ExplainedValue]) -> Group:
