@@ -10,15 +10,8 @@ from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.pipeline_types import PipelinePlan
-from planner.report.style import (
-    at_least_percent,
-    in_unit_of,
-    print_parts,
-    print_verdict,
-    signed_percent,
-    sizes,
-    table,
-)
+from planner.report.style import at_least_percent, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.verdict import fits
 
 
 def render(plan: PipelinePlan, console: Console) -> None:
@@ -56,8 +49,6 @@ def render_infeasible(report: dict[str, Any], console: Console) -> None:
 
 
 def _verdict(plan: PipelinePlan) -> str:
-    budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
-    peak = in_unit_of(plan.peak_bytes, plan.budget_bytes, digits=1).split()[0]
     cost = f"{signed_percent(plan.overhead)} step time"
     if plan.overhead > 0:
         cost += f" (no plan can pay less than {at_least_percent(plan.lower_bound_overhead)})"
@@ -66,7 +57,7 @@ def _verdict(plan: PipelinePlan) -> str:
     layers = [layer for stage in plan.stages for part in stage.plans for layer in part.placement if layer.block]
     recomputed = sum(layer.recomputed > 0 for layer in layers)
     return (
-        f"FITS {peak} of {budget} · {cost} · stage {binding.index} of {plan.schedule.stages} binds, "
+        f"{fits(plan.peak_bytes, plan.budget_bytes)} · {cost} · stage {binding.index} of {plan.schedule.stages} binds, "
         f"{_in_flight(plan, count)} in flight · {recomputed} of {len(layers)} layers recomputed"
     )
 

@@ -20,49 +20,39 @@ class Chart:
     """A chart as wide as the console lets it be."""
 
     def __init__(self, plan: Plan, details: StepDetails) -> None:
-        self._plan = plan
         self._before, self._after = details.before, details.after
+        self._end_seconds = max(details.before.step_seconds, details.after.step_seconds)
+        self._top_bytes = max(details.before.peak_bytes, details.after.peak_bytes, 1)
+        is_within = plan.budget_bytes < self._top_bytes
+        self._budget_row = int(_ROWS * plan.budget_bytes / self._top_bytes) if is_within else None
+        self._labels = {_ROWS - 1: in_unit_of(self._top_bytes, self._top_bytes, digits=1)}
+        if self._budget_row is not None:
+            self._labels.setdefault(self._budget_row, in_unit_of(plan.budget_bytes, self._top_bytes, digits=1))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        top_bytes = max(self._before.peak_bytes, self._after.peak_bytes, 1)
-        labels = self._labels(top_bytes)
-        margin = max(map(len, labels))
+        margin = max(map(len, self._labels.values()))
         columns = options.max_width - margin - 2
         yield Text("Memory over the step", style="bold")
         if columns < 20:
             yield Text("(too narrow to draw)")
             return
-        end_seconds = max(self._before.step_seconds, self._after.step_seconds)
-        before, after = (_heights(line, columns, end_seconds) for line in (self._before, self._after))
-        budget_row = self._row_of(self._plan.budget_bytes, top_bytes)
+        before, after = (_heights(line, columns, self._end_seconds or 1.0) for line in (self._before, self._after))
+        scale = _ROWS / self._top_bytes
         for row in reversed(range(_ROWS)):
-            line = Text(f"{labels[row]:>{margin}} │")
+            line = Text(f"{self._labels.get(row, ''):>{margin}} │")
             for ahead, behind in zip(after, before, strict=True):
-                line.append(*_cell(row, _ROWS * ahead / top_bytes, _ROWS * behind / top_bytes, row == budget_row))
+                line.append(*_cell(row, scale * ahead, scale * behind, row == self._budget_row))
             yield line
         yield Text(f"{'0':>{margin}} └{'─' * columns}")
-        yield Text(" " * (margin + 2) + self._axis(columns, end_seconds))
+        yield Text(" " * (margin + 2) + self._axis(columns))
         legend = Text("█ this plan  ░ without recompute")
-        if budget_row is not None:
+        if self._budget_row is not None:
             legend.append("  ─ budget")
         yield Text(" " * (margin + 2)) + legend
 
-    @staticmethod
-    def _row_of(size_bytes: int, top_bytes: int) -> int | None:
-        """Return the row in which a size lies, None for one above the chart."""
-        return int(_ROWS * size_bytes / top_bytes) if size_bytes < top_bytes else None
-
-    def _labels(self, top_bytes: int) -> list[str]:
-        labels = [""] * _ROWS
-        labels[-1] = in_unit_of(top_bytes, top_bytes, digits=1)
-        budget_row = self._row_of(self._plan.budget_bytes, top_bytes)
-        if budget_row is not None and budget_row < _ROWS - 1:
-            labels[budget_row] = in_unit_of(self._plan.budget_bytes, top_bytes, digits=1)
-        return labels
-
-    def _axis(self, columns: int, end_seconds: float) -> str:
-        turn = int(columns * self._after.backward_seconds / end_seconds) if end_seconds else 0
-        end = format_seconds(end_seconds)
+    def _axis(self, columns: int) -> str:
+        turn = int(columns * self._after.backward_seconds / (self._end_seconds or 1.0))
+        end = format_seconds(self._end_seconds)
         axis = "forward".ljust(turn)[:turn] if turn > 8 else " " * turn
         rest = columns - turn
         middle = "backward" if rest > len(end) + 11 else ""
@@ -79,8 +69,7 @@ def _heights(line: Timeline, columns: int, end_seconds: float) -> Sequence[int]:
     heights = [0] * columns
     ends = [*(point.seconds for point in line.points[1:]), line.step_seconds]
     for point, end in zip(line.points, ends, strict=True):
-        first, last = (min(int(columns * at / end_seconds), columns - 1) if end_seconds else 0
-                       for at in (point.seconds, end))  # fmt: skip
+        first, last = (min(int(columns * at / end_seconds), columns - 1) for at in (point.seconds, end))
         for column in range(first, last + 1):
             heights[column] = max(heights[column], point.size_bytes)
     return heights

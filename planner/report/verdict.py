@@ -11,19 +11,18 @@ from planner.report.style import at_least_percent, in_unit_of, signed_percent
 
 def verdict(plan: Plan) -> str:
     """Return the verdict on a plan as one line."""
-    budget = in_unit_of(plan.budget_bytes, plan.budget_bytes, digits=1)
-    peak = in_unit_of(plan.whole_step_peak_bytes, plan.budget_bytes, digits=1).split()[0]
     away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
     if plan.offloading and plan.offloading.rounded:
         away += " LOSSY: rounded to bfloat16, gradients are not bit-equal"
-    return f"FITS {peak} of {budget} · {_cost(plan)} · {layers(plan)}{away}"
+    proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
+    cost = f"{signed_percent(plan.overhead)} step time{proven}"
+    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {layers(plan)}{away}"
 
 
-def _cost(plan: Plan) -> str:
-    cost = f"{signed_percent(plan.overhead)} step time"
-    if plan.added_seconds <= 0:
-        return cost
-    return f"{cost} ({bound(plan)})"
+def fits(peak_bytes: int, budget_bytes: int) -> str:
+    """Say that a peak keeps a budget, in the unit of the budget."""
+    peak, budget = (in_unit_of(size, budget_bytes, digits=1) for size in (peak_bytes, budget_bytes))
+    return f"FITS {peak.split()[0]} of {budget}"
 
 
 def bound(plan: Plan) -> str:
