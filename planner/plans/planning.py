@@ -30,7 +30,7 @@ from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
 from planner.plans.plan import BaselineRow, NoPlanFitsError, OperationRow, Plan, PlanOrigin, StepDetails
 from planner.plans.plan_file import SCHEMA
-from planner.plans.step_details import one_more_gib, step_details
+from planner.plans.step_details import step_details
 from planner.plans.values import ValueTable, value_table
 from planner.solvers import solved
 from planner.solvers.checkpoints import lowest_choice
@@ -227,19 +227,15 @@ def plan_from_solution(
 
 
 def _compared(problem: Problem, solution: Solution, evaluation: Evaluation, limits: SolveLimits) -> _Comparison:
-    schedule = solution.schedule
     if problem.regions is None:
-        more = one_more_gib(problem, schedule, evaluation.added_seconds)
         lowest_bytes = lowest_peak(problem).found_peak_bytes
-        values = value_table(problem, schedule)
     else:
-        more = values = None
         lowest_bytes = problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes
     return _Comparison(
         lowest_peak_bytes=min(evaluation.peak_bytes, lowest_bytes),
         baselines=tuple(baseline_rows(problem, solution)),
-        details=step_details(problem, schedule, evaluation, more),
-        values=values,
+        details=step_details(problem, solution.schedule, evaluation),
+        values=value_table(problem, solution.schedule) if problem.regions is None else None,
     )
 
 

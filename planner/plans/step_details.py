@@ -28,9 +28,7 @@ _SECONDS_FOR_MORE, _SECONDS_FOR_MORE_WITH_OFFLOAD = 0.5, 2.0
 """For the plan of a larger budget; counted as work, so that the same report comes out every time."""
 
 
-def step_details(
-    problem: Problem, schedule: Schedule, evaluation: Evaluation, more: MoreMemory | None = None
-) -> StepDetails:
+def step_details(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> StepDetails:
     """Return the step over time, what fills its peak, and what a larger budget would buy."""
     graph, costs = problem.graph, problem.costs
     allocations = tuple(allocations_of(graph, costs, schedule))
@@ -40,18 +38,18 @@ def step_details(
         before=_timeline(problem, Schedule.keep_all(graph), problem.baseline),
         after=_timeline(problem, schedule, evaluation),
         alive=tensors_at(tensors, evaluation.peak_position),
-        one_more_gib=more,
+        one_more_gib=_one_more_gib(problem, schedule, evaluation.added_seconds),
         modules=placement(graph, costs, schedule, of_modules),
         allocations=allocations,
     )
 
 
-def one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
-    """Say what a budget larger by a GiB would buy; nothing where nothing is added to the step now.
+def _one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
+    """Say what a budget larger by a GiB would buy; the schedule keeps it too, so that its overhead bounds what is paid.
 
-    The schedule keeps the larger budget too, so that its overhead bounds what that pays.
+    Nothing where nothing is added to the step now, or modules are chosen.
     """
-    if overhead_seconds <= 0 or problem.baseline.seconds <= 0:
+    if problem.regions is not None or overhead_seconds <= 0 or problem.baseline.seconds <= 0:
         return None
     larger = replace(problem, budget_bytes=problem.budget_bytes + _GIB)
     seconds = 0.0
