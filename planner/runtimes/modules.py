@@ -5,16 +5,19 @@ Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from planner.capture.eager.graph import keeps_statistics
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import call_implementation, calling
 from planner.errors import PlanMismatchError
@@ -22,9 +25,11 @@ from planner.plans.module_choices import modules_of
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, StartsCalls
-from planner.runtimes._contexts import Kept, contexts
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.session.step import plan_eager
+
+Kept = Mapping[str, Sequence[int]]
+"""For an operator, those of its calls within a module whose results are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,75 @@ def _run(name: str, module: nn.Module, chosen: _Chosen, waiting: Waiting, *args:
 def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, *args: Any) -> Any:
     context_fn = partial(contexts, module, kept)
     return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
+
+
+# What a checkpointed module runs under, in the forward and when it runs again.
+
+
+def contexts(module: nn.Module, kept: Kept) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return a context for the forward of a module, and one for its further runs."""
+    if not kept:
+        return nullcontext(), _Again(module, None)
+    keeping, giving = create_selective_checkpoint_contexts(_Policy(kept))
+    return _Only(kept, keeping), _Again(module, _Only(kept, giving))
+
+
+class _Policy:
+    """Counts the calls of each operator, and says which are kept."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = {operator: frozenset(occurrences) for operator, occurrences in kept.items()}
+        self.called: Counter[tuple[bool, str]] = Counter()
+        """Apart for both runs: up to torch 2.12 the second asks too."""
+
+    def __call__(self, context: Any, function: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        called = (context.is_recompute, str(function))
+        occurrence = self.called[called]
+        self.called[called] += 1
+        kept = occurrence in self.kept[str(function)]
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+
+
+class _Only(TorchDispatchMode):
+    """Lets one of torch's two modes see nothing but the operators of which something is kept.
+
+    They refuse a second run that calls any operator more often than the first, as autocast does where a weight was
+    cast before.
+    """
+
+    def __init__(self, kept: Kept, mode: Any) -> None:
+        super().__init__()
+        self.operators = frozenset(kept)
+        self.mode = mode
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(function) in self.operators:
+            return self.mode.__torch_dispatch__(function, types, args, kwargs)
+        return function(*args, **(kwargs or {}))
+
+
+class _Again(AbstractContextManager[None]):
+    """Gives the second run what was kept, and lets no further run touch running statistics, but copies of them.
+
+    What was kept is given once: a third run, as for a second backward, computes everything.
+    """
+
+    def __init__(self, module: nn.Module, giving: TorchDispatchMode | None) -> None:
+        self.module = module
+        self.giving = giving
+        self.stack = ExitStack()
+
+    def __enter__(self) -> None:
+        for part in filter(keeps_statistics, self.module.modules()):
+            for name, buffer in part.named_buffers(recurse=False):
+                self.stack.callback(setattr, part, name, buffer)
+                setattr(part, name, buffer.clone())
+        if self.giving is not None:
+            self.stack.enter_context(self.giving)
+            self.giving = None
+
+    def __exit__(self, *raised: Any) -> None:
+        self.stack.__exit__(*raised)
 
 
 class _Modules(StartsCalls):
