@@ -12,6 +12,7 @@ import torch
 
 import cli
 from planner import zoo
+from planner.measure import calibration
 from planner.zoo.modules import MiniGPT
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,7 +42,8 @@ def small(name: str) -> list[str]:
     """Return the options that make a model of the zoo small enough to be planned and run in seconds."""
     if name not in zoo.names():
         return []
-    return ["--layers", "2", *(["--seq-len", "256"] if "tokens" in zoo.describe(name) else [])]
+    length = {"minigpt": "64"}.get(name, "256")  # minigpt alone is also run; AdamW leaves minimind no smaller budget
+    return ["--layers", "2", *(["--seq-len", length] if "tokens" in zoo.describe(name) else [])]
 
 
 def test_two_commands_do_all_the_set_up():
@@ -67,8 +69,8 @@ def test_every_installed_package_is_pinned():
 def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    model = MiniGPT(layers=3, width=64, heads=4, hidden=256, vocabulary=128, positions=64)
-    inputs, labels = torch.randint(128, (8, 64)), torch.randint(128, (8, 64))
+    model = MiniGPT(layers=2, width=64, heads=2, hidden=256, vocabulary=128, positions=32)
+    inputs, labels = torch.randint(128, (8, 32)), torch.randint(128, (8, 32))
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
     snippets = [block for block in fenced("python") if not block.startswith("# my_model.py")]
     assert len(snippets) == 5
@@ -85,8 +87,11 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibration, "_LEAST_SECONDS", 0.01)
     (own,) = (block for block in fenced("python") if block.startswith("# my_model.py"))
     Path("my_model.py").write_text(own, encoding="utf-8")
+    (report,) = fenced("text")
+    assert VERDICT.fullmatch(report.splitlines()[0])
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
         "plan", "check", "profile", "calibrate", "verify", "models", "explain", "diff", "audit", "what-if",
@@ -120,14 +125,9 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert output.out.startswith("CALIBRATED ") and Path("this-machine.json").stat().st_size
         else:
             assert VERDICT.fullmatch(output.out.splitlines()[0])
+        if arguments[:2] == ["plan", "minimind-26m"]:
+            assert headings(output.out) == headings(report)
     assert Path("minigpt.plan").stat().st_size and Path("plan.json").stat().st_size
-
-
-def test_the_report_that_is_shown_is_one_of_today(capsys: pytest.CaptureFixture[str]):
-    (shown,) = fenced("text")
-    assert VERDICT.fullmatch(shown.splitlines()[0])
-    assert cli.main(["plan", "minimind-26m", "--activation-budget", "70%", *small("minimind-26m")]) == 0
-    assert headings(capsys.readouterr().out) == headings(shown)
 
 
 def headings(report: str) -> list[str]:
