@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import planner
+from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.common.options import TOLERANCE, check_chunk, chunks_of
@@ -129,11 +130,28 @@ def rows(count: int = 60, width: int = WIDTH) -> tuple[Tensor]:
     return (torch.randn(count, width, generator=torch.Generator().manual_seed(1)),)
 
 
-def smallest(model: nn.Module, inputs: Any, **asked: Any) -> int:
+def smallest(step: Study) -> int:
     """Return the smallest budget for which a plan is known."""
     with pytest.raises(InfeasibleBudgetError) as refused:
-        planner.plan(model, inputs, budget=1000, **asked)
+        step.plan(budget=1000)
     return refused.value.minimum_feasible_peak_bytes
+
+
+def tight_plan(model: nn.Module, inputs: Any, chunk: int) -> Plan:
+    """Return a plan at the smallest budget in chunks, which is below what the step in one piece needs."""
+    whole, in_chunks = planner.study(model, inputs), planner.study(model, inputs, chunk=chunk)
+    assert smallest(in_chunks) < smallest(whole)
+    return in_chunks.plan(budget=smallest(in_chunks), time_limit_seconds=0.5)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Study:
+    return planner.study(GPT(), tokens())
+
+
+@pytest.fixture(scope="module")
+def in_four() -> Study:
+    return planner.study(GPT(), tokens(), chunk=4)
 
 
 def region_of(model: nn.Module, inputs: Any) -> ChunkRegion | None:
@@ -157,42 +175,23 @@ def assert_as_promised(model: nn.Module, inputs: Any, plan: Plan) -> None:
         assert measured <= predicted <= 1.001 * measured
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(lambda: GPT(), id="mean"),
-        pytest.param(lambda: GPT(tied=True, reduction="sum"), id="tied, sum", marks=pytest.mark.slow),
-        pytest.param(lambda: GPT(gives_logits=True), id="logits too", marks=pytest.mark.slow),
-    ],
-)
-def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_predicted(model) -> None:
-    built, inputs = model(), tokens()
-    in_one_piece = smallest(built, inputs)
-    in_chunks = smallest(built, inputs, chunk=5)
+def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_predicted(
+    whole: Study, in_four: Study
+) -> None:
     logits_bytes = ROWS * VOCABULARY * 4
-    assert in_chunks < in_one_piece - logits_bytes
-    plan = planner.plan(built, inputs, budget=in_chunks, chunk=5, time_limit_seconds=0.5)
-    assert chunks_of(plan.fingerprint) == 5
-    assert_as_promised(built, inputs, plan)
-
-
-def test_gradients_are_those_of_plain_eager_to_within_the_tolerance() -> None:
-    model, inputs = GPT(), tokens()
-    model(*inputs).backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    planner.auto_wrap(model, inputs, budget="90%", chunk=3, time_limit_seconds=0.5)
-    model(*inputs).backward()
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad - expected[name]).norm() <= TOLERANCE * max(expected[name].norm(), 0.01), name
-
-
-def test_a_count_that_does_not_divide_the_rows_leaves_a_smaller_last_slice() -> None:
-    model, inputs = GPT(), tokens()
-    plan = planner.plan(model, inputs, budget="100%", chunk=4)
+    assert smallest(in_four) < smallest(whole) - logits_bytes
+    plan = in_four.plan(budget=smallest(in_four), time_limit_seconds=0.5)
+    assert chunks_of(plan.fingerprint) == 4
     (note,) = (w for w in plan.warnings if w.rule == "in-slices")
     assert f"13 of {ROWS} rows at a time, and 11 at last" in note.evidence
-    assert_as_promised(model, inputs, plan)
+    assert_as_promised(GPT(), tokens(), plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"tied": True, "reduction": "sum"}, {"gives_logits": True}])
+def test_other_heads_need_less_too(options: dict[str, Any]) -> None:
+    model = GPT(**options)
+    assert_as_promised(model, tokens(), tight_plan(model, tokens(), 5))
 
 
 def test_every_layer_that_is_built_alike_is_chunked() -> None:
@@ -201,10 +200,7 @@ def test_every_layer_that_is_built_alike_is_chunked() -> None:
     assert region is not None
     assert len(set(region.parts.values())) == 3
     assert region.rows == 60
-    in_chunks = smallest(model, inputs, chunk=4)
-    assert in_chunks < smallest(model, inputs)
-    plan = planner.plan(model, inputs, budget=in_chunks, chunk=4, time_limit_seconds=0.5)
-    assert_as_promised(model, inputs, plan)
+    assert_as_promised(model, inputs, tight_plan(model, inputs, 4))
 
 
 def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_piece() -> None:
@@ -215,9 +211,7 @@ def test_random_numbers_and_overwritten_buffers_are_those_of_the_step_in_one_pie
 
 def test_a_chain_of_pointwise_operations_is_chunked_from_end_to_end() -> None:
     model, inputs = Chain(), (rows(128, 200)[0].requires_grad_(),)
-    in_chunks = smallest(model, inputs, chunk=8)
-    assert in_chunks < smallest(model, inputs)
-    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_chunks, chunk=8, time_limit_seconds=0.5))
+    assert_as_promised(model, inputs, tight_plan(model, inputs, 8))
 
 
 def test_batch_entries_are_chunked_where_tokens_depend_on_each_other() -> None:
@@ -226,9 +220,7 @@ def test_batch_entries_are_chunked_where_tokens_depend_on_each_other() -> None:
     assert region is not None
     assert region.rows == 6
     assert "aten.bmm.default" in targets(region)
-    in_chunks = smallest(model, inputs, chunk=3)
-    assert in_chunks < smallest(model, inputs)
-    assert_as_promised(model, inputs, planner.plan(model, inputs, budget=in_chunks, chunk=3, time_limit_seconds=0.5))
+    assert_as_promised(model, inputs, tight_plan(model, inputs, 3))
 
 
 def test_tokens_that_attention_mixes_are_never_chunked_through_it() -> None:
@@ -267,10 +259,10 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
         planner.plan(Wide(), rows(), budget="100%", **asked)
 
 
-def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper() -> None:
+def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper(whole: Study) -> None:
     model, inputs = GPT(), tokens()
     assert chunks_of(planner.plan(model, inputs, budget="100%", chunk="auto").fingerprint) == 1
-    budget = smallest(model, inputs) - ROWS * VOCABULARY * 4
+    budget = smallest(whole) - ROWS * VOCABULARY * 4
     plan = planner.plan(model, inputs, budget=budget, chunk="auto", time_limit_seconds=0.5)
     assert chunks_of(plan.fingerprint) > 1
     (why,) = (w for w in plan.warnings if w.rule == "why-slices")
@@ -279,42 +271,36 @@ def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper() -> None:
         planner.plan(model, inputs, budget=budget, time_limit_seconds=0.5)
 
 
-def test_a_saved_plan_rebuilds_its_chunks(tmp_path: Path) -> None:
-    model, inputs = GPT(), tokens()
-    made = planner.plan(model, inputs, budget="85%", chunk=4, time_limit_seconds=0.5)
+def test_a_saved_plan_rebuilds_its_chunks_gives_the_gradients_of_eager_and_goes_to_other_sizes(
+    tmp_path: Path, whole: Study
+) -> None:
+    model, (ids, labels) = GPT(), tokens()
+    model(ids, labels).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    made = planner.plan(model, (ids, labels), budget="85%", chunk=4, time_limit_seconds=0.5, compare=False)
+    in_one_piece = whole.problem("85%")
+    assert made.budget_bytes == in_one_piece.budget_bytes + in_one_piece.graph.total_static_bytes
     made.save(tmp_path / "plan")
     plan = Plan.load(tmp_path / "plan")
     assert plan == made
-    assert_as_promised(model, inputs, plan)
-    planner.auto_wrap(model, inputs, plan=plan)
-    assert planner.plan_of(model).fingerprint == made.fingerprint
-    model(*inputs).backward()
-    assert planner.plan_of(model).recomputations == made.recomputations
-
-
-def test_a_wrapped_model_chunks_other_sizes_too() -> None:
-    model, (ids, labels) = GPT(), tokens()
-    planner.auto_wrap(model, (ids, labels), budget="90%", chunk=4, time_limit_seconds=0.5)
+    planner.auto_wrap(model, plan=plan)
     model(ids, labels).backward()
+    assert planner.plan_of(model).fingerprint == made.fingerprint
+    assert planner.plan_of(model).recomputations == made.recomputations
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).norm() <= TOLERANCE * max(expected[name].norm(), 0.01), name
+    planner.auto_wrap(model, (ids, labels), budget=made.budget_bytes, chunk=4, time_limit_seconds=0.5)
     model(ids[:, :20], labels[:, :20]).backward()
     assert chunks_of(planner.plan_of(model).fingerprint) == 4
 
 
-def test_a_step_in_chunks_can_be_studied() -> None:
-    model, inputs = GPT(), tokens()
-    whole, step = planner.study(model, inputs), planner.study(model, inputs, chunk=4)
-    assert step.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
-    plan = step.plan(budget="90%", time_limit_seconds=0.5)
+def test_a_step_in_chunks_can_be_studied(whole: Study, in_four: Study) -> None:
+    assert in_four.problem().baseline.peak_bytes < whole.problem().baseline.peak_bytes
+    plan = in_four.plan(budget="90%", time_limit_seconds=0.5)
     assert chunks_of(plan.fingerprint) == 4 and planner.explain(plan).values
     with pytest.raises(UsageError, match="in one number of chunks"):
-        planner.study(model, inputs, chunk="auto")
-
-
-def test_a_percentage_is_of_the_step_in_one_piece() -> None:
-    model, inputs = GPT(), tokens()
-    whole = planner.study(model, inputs).problem("90%")
-    plan = planner.plan(model, inputs, budget="90%", chunk=4, time_limit_seconds=0.5, compare=False)
-    assert plan.budget_bytes == whole.budget_bytes + whole.graph.total_static_bytes
+        planner.study(GPT(), tokens(), chunk="auto")
 
 
 def test_numbers_of_chunks() -> None:
