@@ -59,7 +59,7 @@ def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
     assert schedule is not None
     found = simulate(GRAPH, COSTS, schedule)
     step_seconds = found.seconds - found.recompute_seconds
-    audit = audited(study_of(), current, budget="75%", time_limit_seconds=2.0)
+    audit = audited(study_of(), current, budget="75%", time_limit_seconds=1.0)
     assert audit.now.peak_bytes == found.peak_bytes + STATIC
     assert audit.now.overhead == pytest.approx(found.recompute_seconds / step_seconds)
     best = simulate(GRAPH, COSTS, audit.best.schedule_for(GRAPH))
@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_the_simulator(current: str, n: int) -> None:
 
 
 def test_the_verdict() -> None:
-    audit = audited(study_of(), "every-layer", time_limit_seconds=2.0)
+    audit = audited(study_of(), "every-layer", time_limit_seconds=1.0)
     first = answer(audit).splitlines()[0]
     percent = r"\+(\d+\.\d)%"
     found = re.fullmatch(
@@ -87,11 +87,11 @@ def test_the_verdict() -> None:
 
 
 def test_the_verdict_at_a_budget() -> None:
-    none = audited(study_of(), "none", budget="75%", time_limit_seconds=2.0)
+    none = audited(study_of(), "none", budget="75%", time_limit_seconds=1.0)
     assert re.match(r"you pay nothing; it does not fit .* MiB, where \+\d", answer(none))
-    roomy = audited(study_of(), "none", budget="100%", time_limit_seconds=2.0)
+    roomy = audited(study_of(), "none", budget="100%", time_limit_seconds=1.0)
     assert "it fits" in answer(roomy) and "where nothing better is known" in answer(roomy)
-    tight = audited(study_of(), "every-layer", budget="38%", time_limit_seconds=2.0)
+    tight = audited(study_of(), "every-layer", budget="38%", time_limit_seconds=1.0)
     assert tight.no_plan_fits is not None and "and no plan is known that does" in answer(tight)
     assert tight.report()["budget"]["no_plan_fits"]["status"] == "infeasible"
     unproven = audited(study_of(), "every-layer", solver="sqrt")
@@ -99,14 +99,14 @@ def test_the_verdict_at_a_budget() -> None:
 
 
 def test_where_a_solver_finds_nothing_better_the_set_up_stands() -> None:
-    best = study_of().plan(budget="60%", time_limit_seconds=2.0)
+    best = study_of().plan(budget="60%", time_limit_seconds=1.0)
     audit = audited(study_of(), best, solver="sqrt")
     assert audit.best.recompute_seconds == audit.now.recompute_seconds == best.recompute_seconds
     assert "nothing better is known at the same peak" in answer(audit)
 
 
 def test_sqrt_is_chens_segmentation() -> None:
-    audit = audited(study_of(), "sqrt", time_limit_seconds=2.0)
+    audit = audited(study_of(), "sqrt", time_limit_seconds=1.0)
     assert audit.now.overhead > 0 and audit.now.peak_bytes < audit.now.baseline_peak_bytes
 
 
@@ -120,12 +120,12 @@ def test_a_plan_file_is_a_set_up(tmp_path: Path) -> None:
     path = tmp_path / "toy.plan"
     plan = study_of().plan(budget="70%", solver="sqrt", compare=False)
     plan.save(path)
-    audit = audited(study_of(), path, time_limit_seconds=2.0)
+    audit = audited(study_of(), path, time_limit_seconds=1.0)
     assert audit.current == f"the plan in {path}" and not audit.notes
     assert (audit.now.peak_bytes, audit.now.recompute_seconds) == (plan.peak_bytes, plan.recompute_seconds)
     larger = study_of(*transformer(4, unit_bytes=2**21))
     larger = dataclasses.replace(larger, origin=PlanOrigin(fingerprint={**larger.origin.fingerprint, "graph": "b"}))
-    scaled = audited(larger, path, time_limit_seconds=2.0)
+    scaled = audited(larger, path, time_limit_seconds=1.0)
     assert scaled.now.peak_bytes > plan.peak_bytes and "other sizes" in scaled.notes[0]
 
 

@@ -1,14 +1,10 @@
-"""Why a plan does what it does: the table of values held against the simulator, reasons, the command.
-
-Set ``UPDATE_GOLDEN=1`` to write the golden text anew, and read the difference before committing.
-"""
+"""Why a plan does what it does: the table of values held against the simulator, reasons, the command."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,6 @@ from tests.example_graphs import Builder, transformer
 from tests.planned import make_plan, make_problem
 
 GRAPH, COSTS = transformer(4)
-GOLDEN = Path(__file__).parent.parent / "golden" / "explain_80.txt"
 TURN = next(index for index, op in enumerate(GRAPH.operations) if op.phase is Phase.BACKWARD)
 
 
@@ -62,6 +57,17 @@ def plan_for(graph: TrainingGraph, costs: tuple[OperationCost, ...], schedule: S
         solver="test", schedule=schedule, peak_bytes=found.peak_bytes, recompute_seconds=found.recompute_seconds
     )
     return plan_from_solution(make_problem(graph, costs, **budget), solution)
+
+
+def plan_with_drops() -> Plan:
+    """Return a plan that recomputes GELUs and norms, and one more value in layer 2."""
+    wanted = [
+        value
+        for index, op in enumerate(GRAPH.operations[:TURN])
+        for value in op.outputs
+        if "gelu" in op.target or "norm" in op.target or ("h.2." in op.module and "mlp.0" in op.module)
+    ]
+    return plan_for(GRAPH, COSTS, recompute_lazily(GRAPH, {TURN - 1: wanted}), budget="75%")
 
 
 def value_of(row: ValueRow) -> int:
@@ -370,21 +376,6 @@ def shown(explanation: Explanation, **options: Any) -> str:
     stream = io.StringIO()
     render_explanation(explanation, Console(file=stream, width=80, highlight=False), **options)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
-
-
-def test_golden_explanation() -> None:
-    wanted = [
-        value
-        for index, op in enumerate(GRAPH.operations[:TURN])
-        for value in op.outputs
-        if "gelu" in op.target or "norm" in op.target or ("h.2." in op.module and "mlp.0" in op.module)
-    ]
-    plan = plan_for(GRAPH, COSTS, recompute_lazily(GRAPH, {TURN - 1: wanted}), budget="75%")
-    text = shown(explain(plan, "transformer.h.2")) + "\n\n" + shown(explain(plan), largest=6)
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.write_text(text, encoding="utf-8")
-    assert text == GOLDEN.read_text(encoding="utf-8")
-    assert all(len(line) <= 80 for line in text.splitlines() if "keeps" not in line)
 
 
 def test_the_command(plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,7 +44,6 @@ from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 QUICK = Search(time_limit_seconds=2.0, deterministic=True)
 
 
@@ -284,18 +283,6 @@ def fixed_curve() -> TradeOffCurve:
         baseline_step_seconds=1.25, minimum_feasible_peak_bytes=int(5.2 * gib),
         proven_minimum_peak_bytes=5 * gib, points=tuple(made), asked=asked, asked_more=more,
     )  # fmt: skip
-
-
-def test_the_report_at_80_columns() -> None:
-    pytest.importorskip("plotext")
-    console = Console(width=80, file=io.StringIO(), highlight=False)
-    render_what_if(Answers(curve=fixed_curve(), interrupted=True), console)
-    text = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"
-    golden = GOLDEN / "what_if_80.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(text, encoding="utf-8")
-    assert text == golden.read_text(encoding="utf-8")
-    assert max(map(len, text.splitlines()[1:])) <= 80
 
 
 def test_without_plotext_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

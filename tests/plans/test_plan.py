@@ -33,6 +33,7 @@ from planner.plans.plan import NoPlanFitsError, Plan, PlanOrigin, Verification
 from planner.plans.planning import plan_from_solution
 from tests.example_graphs import Builder, transformer
 from tests.planned import make_plan, make_problem
+from tests.tiers import tiered
 
 GRAPH, COSTS = transformer(4)
 UNPLANNED_BYTES = simulate(GRAPH, COSTS, Schedule.keep_all(GRAPH)).peak_bytes + GRAPH.total_static_bytes
@@ -164,7 +165,7 @@ def test_a_budget_above_the_unplanned_peak_recomputes_nothing() -> None:
     assert plan.peak_bytes == plan.baseline_peak_bytes
 
 
-@pytest.mark.parametrize("budget", ["35%", GRAPH.total_static_bytes, GRAPH.total_static_bytes // 2, 1])
+@pytest.mark.parametrize("budget", tiered(["35%", GRAPH.total_static_bytes, 1], slow=[1]))
 def test_an_infeasible_budget_names_one_that_is_feasible(budget: int | str) -> None:
     with pytest.raises(NoPlanFitsError, match="the smallest feasible budget is") as caught:
         make_plan(GRAPH, COSTS, budget=budget, solver="sqrt")

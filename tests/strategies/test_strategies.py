@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +35,6 @@ from planner.strategies._divided import GATHER
 from planner.strategies.binary_search import peak_bytes, search
 from tests.example_graphs import Builder, transformer
 
-GOLDEN = Path(__file__).parent.parent / "golden" / "strategies_80.txt"
 GRAPH, COSTS = transformer(4)
 HOST = Host(bytes_per_second=1e11, budget_bytes=2**62, least_bytes=1)
 
@@ -480,14 +478,8 @@ FAR = ("pytorch-checkpoint", 4.0, 0.331, 0.2, 0.18), ("jax-dots-with-no-batch-di
 NEAR = ("selective", 7.25, 0.05, 0.03, 0.03)
 
 
-def test_the_table_at_80_columns() -> None:
-    console = Console(width=80, file=io.StringIO(), highlight=False)
-    render_established(_fixed(*FAR, NEAR), console)
-    text = "\n".join(line.rstrip() for line in console.file.getvalue().splitlines()) + "\n"  # type: ignore[attr-defined]
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.write_text(text, encoding="utf-8")
-    assert text == GOLDEN.read_text(encoding="utf-8")
-    assert max(map(len, text.splitlines()[1:])) <= 80
+def fixed_strategies() -> Established:
+    return _fixed(*FAR, NEAR)
 
 
 def test_the_verdict() -> None:

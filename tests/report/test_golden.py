@@ -1,0 +1,78 @@
+"""What reports look like, held against files at the widths of terminals.
+
+Set ``UPDATE_GOLDEN=1`` to write the files anew, and read the difference before committing.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from planner.analysis.diff import diff
+from planner.analysis.explain import explain
+from planner.analysis.trade_off.answers import Answers
+from planner.plans.plan import NoPlanFitsError
+from planner.report import (
+    render,
+    render_difference,
+    render_established,
+    render_explanation,
+    render_infeasible,
+    render_what_if,
+)
+from tests.analysis.test_diff import two_plans
+from tests.analysis.test_explain import plan_with_drops
+from tests.analysis.test_what_if import fixed_curve
+from tests.example_graphs import transformer
+from tests.planned import make_plan
+from tests.report.test_report import example_plan
+from tests.strategies.test_strategies import fixed_strategies
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def infeasible(console: Console) -> None:
+    with pytest.raises(NoPlanFitsError) as caught:
+        make_plan(*transformer(8), budget="64MiB", solver="sqrt")
+    render_infeasible(caught.value.report, console)
+
+
+def what_if(console: Console) -> None:
+    pytest.importorskip("plotext")
+    render_what_if(Answers(curve=fixed_curve(), interrupted=True), console)
+
+
+REPORTS: dict[str, tuple[Callable[[Console], object], tuple[int, ...]]] = {
+    "plan": (lambda console: render(example_plan(), console), (80, 100, 160)),
+    "infeasible": (infeasible, (80, 100, 160)),
+    "diff": (lambda console: render_difference(diff(*two_plans()), console), (80,)),
+    "explain": (lambda console: render_explanation(explain(plan_with_drops()), console, largest=6), (80,)),
+    "explain_module": (lambda c: render_explanation(explain(plan_with_drops(), "transformer.h.2"), c), (80,)),
+    "strategies": (lambda console: render_established(fixed_strategies(), console), (80,)),
+    "what_if": (what_if, (80,)),
+}
+
+
+FILES = [(name, width) for name, (_, widths) in REPORTS.items() for width in widths]
+
+
+@pytest.mark.parametrize(("name", "width"), FILES)
+def test_golden_report(name: str, width: int) -> None:
+    stream = io.StringIO()
+    REPORTS[name][0](Console(file=stream, width=width, highlight=False))
+    text = "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+    path = GOLDEN / f"{name}_{width}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+    assert all(len(line) <= width for line in text.splitlines()[1:]), "only the verdict may be longer"
+
+
+def test_every_file_is_of_a_report() -> None:
+    expected = {"signatures.txt", *(f"{name}_{width}.txt" for name, width in FILES)}
+    assert {path.name for path in GOLDEN.iterdir()} == expected
