@@ -35,7 +35,7 @@ def test_timelines_peak_where_the_plan_does(plan: Plan) -> None:
 
 
 def test_a_long_step_has_few_points_and_the_same_peak() -> None:
-    graph, costs = transformer(60)
+    graph, costs = transformer(20)
     plan = make_plan(graph, costs, budget="70%", solver="sqrt")
     assert plan.details is not None and len(graph.operations) > 2 * MOST_POINTS
     for line, peak_bytes in ((plan.details.before, plan.baseline_peak_bytes), (plan.details.after, plan.peak_bytes)):
@@ -78,7 +78,7 @@ def test_one_more_gib_never_costs_more() -> None:
     free = make_plan(graph, costs, budget="100%")
     assert free.details is not None and free.details.one_more_gib is None
     host = Host(bytes_per_second=3e10, budget_bytes=2**40)
-    both = make_plan(graph, costs, budget=plan.budget_bytes, host=host, deterministic=True, time_limit_seconds=2.0)
+    both = make_plan(graph, costs, budget=plan.budget_bytes, host=host, deterministic=True, time_limit_seconds=0.5)
     assert both.details is not None and both.details.one_more_gib is not None
     assert 0 <= both.details.one_more_gib.overhead < both.overhead
 

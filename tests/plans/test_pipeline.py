@@ -28,6 +28,7 @@ from planner.plans.pipeline_stages import IN_FLIGHT, Stage, balanced, cut
 from planner.plans.pipeline_types import PipelinePlan
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
+from tests.tiers import tiered
 
 PIPELINES = [
     PipelineSchedule(stages=stages, micro_batches=micro_batches, name=name, chunks=chunks)
@@ -231,7 +232,7 @@ def plan_toy(pipeline: PipelineSchedule, budget: str, layers: int = 6) -> tuple[
     parts = cut(graph, costs, pipeline.stages * pipeline.chunks)
     devices = [list(parts[index :: pipeline.stages]) for index in range(pipeline.stages)]
     around = [StaticMemory(static_bytes={"parameters": 1000 * (index + 1)}) for index in range(pipeline.stages)]
-    return make_pipeline_plan(devices, around, pipeline, budget=budget, search=Search(time_limit_seconds=3)), devices
+    return make_pipeline_plan(devices, around, pipeline, budget=budget, search=Search(time_limit_seconds=1)), devices
 
 
 @pytest.mark.parametrize("budget", ["100%", "75%"])
@@ -258,7 +259,7 @@ def test_the_peak_of_a_stage_is_that_of_all_its_passes_written_out(pipeline: Pip
     assert plan.lower_bound_overhead <= plan.overhead
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", tiered(range(4), quick=(3,)))
 def test_plans_of_small_graphs_are_optimal(seed: int):
     graph, costs = random_graph(seed, operations=8, plain=True)
     (stage,) = cut(graph, costs, 1)
@@ -315,7 +316,7 @@ class Send(torch.autograd.Function):
         return torch.ones(ctx.shape)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("micro_batches", tiered([1, 2, 4], slow=[2]))
 def test_the_predicted_peak_of_a_stage_is_the_measured_one(micro_batches: int):
     torch.manual_seed(0)
     model = Halves()
@@ -350,7 +351,7 @@ def test_the_predicted_peak_of_a_stage_is_the_measured_one(micro_batches: int):
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    code = cli.main(["plan", "minigpt", "--layers", "3", "--seq-len", "64", "--batch-size", "2", *options])
+    code = cli.main(["plan", "minigpt", "--layers", "2", "--seq-len", "64", "--batch-size", "2", *options])
     output = capsys.readouterr()
     return code, output.out, output.err
 

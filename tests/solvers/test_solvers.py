@@ -71,7 +71,7 @@ def test_the_time_limit_must_be_positive() -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 @given(seed=seeds, share=shares)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_solver_beats_the_optimum_or_breaks_the_budget(name: str, seed: int, share: float) -> None:
     problem = tiny(seed, share, 7)
     best = oracle.cheapest(problem)
@@ -126,7 +126,7 @@ def test_scaling_bytes_and_seconds_scales_the_answer(name: str) -> None:
         costs=tuple(OperationCost(seconds=4 * c.seconds, workspace_bytes=8 * c.workspace_bytes) for c in problem.costs),
         budget_bytes=8 * problem.budget_bytes,
     )
-    one, other = (solvers.solve(p, name, time_limit_seconds=0.5, deterministic=True) for p in (problem, scaled))
+    one, other = (solvers.solve(p, name, time_limit_seconds=0.25, deterministic=True) for p in (problem, scaled))
     assert other.recompute_seconds == pytest.approx(4 * one.recompute_seconds, rel=2e-2)
 
 
@@ -154,11 +154,11 @@ def test_the_ilp_finds_the_optimum_and_proves_it(seed: int, share: float, count:
     ("step", "share", "gap"),
     [
         (GPT, 0.8, 0.001),
-        (GPT, 0.6, 0.001),
+        pytest.param(GPT, 0.6, 0.001, marks=pytest.mark.slow),
         (GPT, 0.4, 0.005),
         (CNN, 0.8, 0.001),
         (CNN, 0.6, 0.001),
-        (CNN, 0.4, 0.02),
+        pytest.param(CNN, 0.4, 0.02, marks=pytest.mark.slow),
     ],
 )
 def test_training_steps_come_near_the_bound(
@@ -170,8 +170,8 @@ def test_training_steps_come_near_the_bound(
 
 
 def test_more_budget_never_costs_more() -> None:
-    shares = (0.35, 0.5, 0.65, 0.8, 0.95)
-    found = [solvers.solve(at(GPT, share), time_limit_seconds=1, deterministic=True) for share in shares]
+    shares = (0.35, 0.6, 0.85)
+    found = [solvers.solve(at(GPT, share), time_limit_seconds=0.5, deterministic=True) for share in shares]
     slack = 3e-4 * at(GPT, 1.0).baseline.seconds
     for tight, loose in pairwise(found):
         assert loose.recompute_seconds <= tight.recompute_seconds + slack
@@ -180,9 +180,9 @@ def test_more_budget_never_costs_more() -> None:
 
 def test_auto_is_no_worse_than_the_others() -> None:
     problem = at(CNN, 0.5)
-    auto = solvers.solve(problem, time_limit_seconds=0.5, deterministic=True)
+    auto = solvers.solve(problem, time_limit_seconds=0.25, deterministic=True)
     for name in ("sqrt", "ilp"):
-        other = solvers.solve(problem, name, time_limit_seconds=0.5, deterministic=True)
+        other = solvers.solve(problem, name, time_limit_seconds=0.25, deterministic=True)
         assert auto.recompute_seconds <= other.recompute_seconds + 3e-4 * problem.baseline.seconds
 
 
@@ -237,7 +237,7 @@ def test_auto_finds_a_plan_at_the_peak_that_the_floor_found() -> None:
     for graph, costs in (GPT, CNN):
         floor = minimum_peak(graph, costs)
         problem = Problem(graph=graph, costs=costs, budget_bytes=floor.found_peak_bytes)
-        found = solvers.solve(problem, time_limit_seconds=0.25, deterministic=True)
+        found = solvers.solve(problem, time_limit_seconds=0.1, deterministic=True)
         assert found.peak_bytes <= floor.found_peak_bytes
 
 
@@ -245,14 +245,11 @@ def test_auto_finds_a_plan_at_the_peak_that_the_floor_found() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("step", [GPT, CNN], ids=["gpt", "cnn"])
-def test_counting_work_gives_the_same_plan_every_time(
-    name: str, step: tuple[TrainingGraph, tuple[OperationCost, ...]]
-) -> None:
+def test_counting_work_gives_the_same_plan_every_time(name: str) -> None:
     found = []
     for _ in range(2):
         try:
-            solution = solvers.solve(at(step, 0.45), name, time_limit_seconds=0.25, deterministic=True, seed=3)
+            solution = solvers.solve(at(CNN, 0.45), name, time_limit_seconds=0.25, deterministic=True, seed=3)
         except InfeasibleBudgetError as error:
             found.append((str(error), error.lower_bound_seconds))
         else:
