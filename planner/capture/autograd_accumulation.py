@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.engine_internals import is_called_by_engine, is_dense, references, takes_boxed_gradients
+from planner.capture.torch_internals import is_called_by_engine, is_dense, references, takes_boxed_gradients
 
 aten = torch.ops.aten
 
@@ -81,11 +81,7 @@ def _references_alone(device: torch.device) -> tuple[int, int] | None:
     x = torch.ones(2, 2, device=device, requires_grad=True)
     # Hooks of its own: those around this, of a checkpoint say, are not to see what is saved here.
     probe = _Probe()
-    with torch.enable_grad(), saved_tensors_hooks(_itself, _itself), probe:
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), probe:
         value = x * 2
         torch.autograd.backward([(value.sin() * value.cos()).sum()])
     return probe.seen
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

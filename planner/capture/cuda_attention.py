@@ -34,26 +34,11 @@ _FLASH_ALIGNMENT = 8
 
 
 def choose(spec: DeviceSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> str:
-    """Name the kernel that torch takes on a device.
+    """Name the kernel that torch takes on a CUDA device: ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
 
-    Parameters
-    ----------
-    spec : DeviceSpec
-        Of kind ``"cuda"``.
-    query, key, value : Tensor
-        Of shape (batch, heads, length, head size); fake ones will do.
-    **options
-        ``dropout_p``, ``is_causal`` and ``enable_gqa`` of the call.
-
-    Returns
-    -------
-    str
-        ``"cudnn"``, ``"flash"``, ``"efficient"`` or ``"math"``.
-
-    Notes
-    -----
-    The order and the conditions are those of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``
-    in torch 2.11 to 2.13 with nothing disabled by the user.
+    Tensors, fake ones will do, are of shape (batch, heads, length, head size); ``options`` are ``dropout_p``,
+    ``is_causal`` and ``enable_gqa`` of the call. The order and the conditions are those of
+    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` in torch 2.11 to 2.13 with nothing disabled by the user.
     """
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return "math"
@@ -112,14 +97,14 @@ def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
     return call.query.dtype in _HALVES and fits and constant_mask and call.is_dense(grouped=call.enable_gqa)
 
 
-def attention_on(spec: DeviceSpec) -> Attention:
-    """Return what stands in for ``scaled_dot_product_attention`` while a step for a device is traced.
+_FUSED = {
+    "cudnn": aten._scaled_dot_product_cudnn_attention,
+    "efficient": aten._scaled_dot_product_efficient_attention,
+}
 
-    Parameters
-    ----------
-    spec : DeviceSpec
-        Of kind ``"cuda"``.
-    """
+
+def attention_on(spec: DeviceSpec) -> Attention:
+    """Return what stands in for ``scaled_dot_product_attention`` while a step for a CUDA device is traced."""
 
     def attention(
         query: Tensor,
@@ -142,13 +127,8 @@ def attention_on(spec: DeviceSpec) -> Attention:
             return _run_flash(query, key, value, scale=scale, **options)
         mask = None if attn_mask is None else _added(attn_mask, query, key, pad=kernel == "efficient")
         trains = any(tensor.requires_grad for tensor in (query, key, value))
-        operator = (
-            aten._scaled_dot_product_cudnn_attention
-            if kernel == "cudnn"
-            else aten._scaled_dot_product_efficient_attention
-        )
-        fused: Tensor = operator(query, key, value, mask, trains, dropout_p, is_causal, scale=scale)[0]
-        return fused
+        fused = _FUSED[kernel](query, key, value, mask, trains, dropout_p, is_causal, scale=scale)
+        return fused[0]  # type: ignore[no-any-return]
 
     return attention
 
@@ -185,22 +165,13 @@ def replace_attention(graph_module: fx.GraphModule, attention: Attention) -> Non
 
 
 class InPlaceOfAttention(TorchFunctionMode):
-    """While entered, lets every attention call of a program that is followed run something else.
-
-    Parameters
-    ----------
-    attention : callable, optional
-        Without it calls run as they are.
-    """
+    """While entered, lets every attention call of a program that is followed run something else, if there is any."""
 
     def __init__(self, attention: Attention | None) -> None:
         super().__init__()
         self.attention = attention
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Stand in for one call."""
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.attention is not None and function is functional.scaled_dot_product_attention:
             function = self.attention
         return function(*args, **(kwargs or {}))

@@ -22,21 +22,19 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as error:
-        cause = error.__cause__ or getattr(error, "inner_exception", None)
+        inner = getattr(error, "inner_exception", None)
+        cause = error.__cause__ or inner
         if isinstance(cause, PlannerError):
             raise cause from error
-        name, where = type(model).__name__, _user_line(error)
+        reason = first_line(error) if inner is None else in_one_line(inner)
+        problem = "the forward of {} fails: {}{}"
         if raised := _RAISED.search(f"{error} {cause}"):
-            raise CaptureError(f"the forward of {name} fails: {raised['kind']}: {raised['message']}{where}") from error
-        raised_by = getattr(error, "inner_exception", None)
-        reason = _first_line(error) if raised_by is None else in_one_line(raised_by)
-        if depends_on_data(error):
-            raise CaptureError(
-                f"{name} cannot be captured as one graph: what it runs depends on data{where}"
-            ) from error
-        if isinstance(error, Unsupported):
-            raise CaptureError(f"{name} cannot be captured as one graph: {reason}{where}") from error
-        raise CaptureError(f"the forward of {name} fails: {reason}{where}") from error
+            reason = f"{raised['kind']}: {raised['message']}"
+        elif depends_on_data(error):
+            problem, reason = "{} cannot be captured as one graph: {}{}", "what it runs depends on data"
+        elif isinstance(error, Unsupported):
+            problem = "{} cannot be captured as one graph: {}{}"
+        raise CaptureError(problem.format(type(model).__name__, reason, raised_at(error))) from error
 
 
 @contextmanager
@@ -53,23 +51,21 @@ def explain_forward(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def in_one_line(error: BaseException) -> str:
-    """Name an error and give the first line of what it says."""
-    first = _first_line(error)
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+def raised_at(error: BaseException) -> str:
+    """Name the user's line that an error came from, or nothing."""
+    # Dynamo keeps the lines that it was tracing.
+    for stack in (getattr(error, "real_stack", None), traceback.extract_tb(error.__traceback__)):
+        if frames := [frame for frame in stack or () if not is_library(frame.filename)]:
+            return f" (at {short_path(frames[-1].filename)}:{frames[-1].lineno})"
+    return ""
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says."""
     return next(iter(str(error).strip().splitlines()), "")
 
 
-def _user_line(error: BaseException) -> str:
-    stack = getattr(error, "real_stack", None)
-    frames = [f for f in stack or () if not is_library(f.filename)]
-    return f" (at {short_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else raised_at(error)
-
-
-def raised_at(error: BaseException) -> str:
-    """Name the user's line that an error came from, or nothing."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
-    return f" (at {short_path(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
+def in_one_line(error: BaseException) -> str:
+    """Name an error and give the first line of what it says."""
+    first = first_line(error)
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

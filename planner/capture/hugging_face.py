@@ -57,24 +57,16 @@ def as_with_data(masking: Masking) -> Iterator[None]:
     """Let masks be skipped on fake tensors where a batch does not need them."""
     library = sys.modules.get(_LIBRARY)
     with ExitStack() as stack:
-        for name in (_FINDS_PACKED, *_LOOKS_FOR_PADDING):
+        if not masking.packed and hasattr(library, _FINDS_PACKED):
+            stack.enter_context(patch.object(library, _FINDS_PACKED, lambda position_ids: None))
+        for name in () if masking.padded else _LOOKS_FOR_PADDING:
             if (found := getattr(library, name, None)) is not None:
-                skipping = _never_packed if name == _FINDS_PACKED else _never_padded
-                needed = masking.packed if name == _FINDS_PACKED else masking.padded
-                if not needed:
-                    stack.enter_context(patch.object(library, name, skipping(found)))
+                stack.enter_context(patch.object(library, name, _never_padded(found)))
         yield
 
 
-def _never_packed(_original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda position_ids: None
-
-
 def _never_padded(original: Callable[..., Any]) -> Callable[..., Any]:
-    def without(padding_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(None, *args, **kwargs)
-
-    return without
+    return lambda padding_mask, *args, **kwargs: original(None, *args, **kwargs)
 
 
 def _named(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:

@@ -17,26 +17,18 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.torch_internals import PartitionFunction, call_implementation, compile_isolated
+from planner.capture.torch_internals import PartitionFunction
 from planner.errors import PlannerError
 
 
 @dataclass(frozen=True)
 class Draft:
-    """One graph as Inductor writes it, with kernels that do nothing.
-
-    Parameters
-    ----------
-    source : str
-        The code that calls the kernels, comments left out.
-    run : callable
-        That code, loaded: it takes a list of tensors, which it empties, and gives the outputs.
-    inputs : list
-        What it was written for; fake tensors.
-    """
+    """One graph as Inductor writes it, with kernels that do nothing, and the fake tensors that it was written for."""
 
     source: str
+    """The code that calls the kernels, comments left out."""
     run: Callable[[list[Any]], Any]
+    """That code, loaded: it takes a list of tensors, which it empties, and gives the outputs."""
     inputs: list[Any]
 
 
@@ -181,30 +173,3 @@ def missing_compiler(device: torch.device) -> str | None:
     except InvalidCxxCompiler:
         return "a C++ compiler (g++, clang++, or what the environment variable CXX names)"
     return None
-
-
-def self_test() -> None:
-    """Check that Inductor hands its joint graph to a partition of ours; no compiler is needed.
-
-    Raises
-    ------
-    PlannerError
-        Naming the version of torch.
-    """
-    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
-
-    class Reached(BaseException):
-        pass
-
-    def partition(*_arguments: Any, **_options: Any) -> Any:
-        raise Reached
-
-    def backend(graph_module: fx.GraphModule, inputs: Any) -> Any:
-        draft_with_inductor(partition, graph_module, inputs)
-        return graph_module.forward
-
-    try:
-        compile_isolated(lambda y: call_implementation(model)(y), backend)(x)
-    except Reached:
-        return
-    raise PlannerError(f"torch {torch.__version__} is not supported: Inductor does not ask a partitioner of ours")

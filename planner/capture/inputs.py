@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,11 @@ from planner.errors import RuntimeUnsupportedError, UsageError
 
 LossFunction = Callable[[Any], torch.Tensor]
 """From a model's output to a scalar."""
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class Inputs:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among the arguments, nested ones too."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+        return tensors_in((self.args, self.kwargs))
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """Return the same arguments with every tensor replaced."""
@@ -68,23 +72,13 @@ class Inputs:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what cannot be planned whatever it is called with: no module, scripted, or distributed already.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise a UsageError for what cannot be planned whatever it is called with: see also :func:`check_module`."""
     check_module(model)
     check_not_distributed(model)
 
 
 def check_module(model: Any) -> None:
-    """Refuse what is no module, or is scripted.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise a UsageError for what is no module, or is scripted."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -111,24 +105,13 @@ def check_capturable(model: nn.Module, inputs: Inputs) -> None:
 
 
 def check_plannable(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse what cannot be captured, and a model that Hugging Face's switch tells to checkpoint itself.
-
-    Raises
-    ------
-    UsageError, RuntimeUnsupportedError
-        See :func:`check_capturable`.
-    """
+    """Make the checks of :func:`check_capturable` and :func:`check_own_checkpointing`."""
     check_capturable(model, inputs)
     check_own_checkpointing(model)
 
 
 def check_own_checkpointing(model: nn.Module) -> None:
-    """Refuse a model that Hugging Face's switch tells to checkpoint itself.
-
-    Raises
-    ------
-    UsageError
-    """
+    """Raise a UsageError for a model that Hugging Face's switch tells to checkpoint itself."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True and module.training:
             raise UsageError(
@@ -139,14 +122,8 @@ def check_own_checkpointing(model: nn.Module) -> None:
 
 
 def check_device(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse inputs that are not on the model's device.
-
-    Raises
-    ------
-    UsageError
-        Naming both.
-    """
-    devices = {p.device for p in itertools.chain(model.parameters(), model.buffers())}
+    """Raise a UsageError for inputs that are not on the model's device."""
+    devices = {tensor.device for tensor in state_of(model).values()}
     for tensor in inputs.tensors():
         if len(devices) == 1 and tensor.device not in devices:
             raise UsageError(
@@ -154,41 +131,55 @@ def check_device(model: nn.Module, inputs: Inputs) -> None:
             )
 
 
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model, by all names that they have."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def differentiated(outputs: Any) -> list[torch.Tensor]:
+    """Return the outputs that a backward starts from where no loss is given: the losses, else all with gradients."""
+    tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    return [tensor for tensor in tensors if tensor.dim() == 0] or tensors
+
+
 def run_backward(outputs: Any, loss_fn: LossFunction | None) -> None:
     """Differentiate what a model returned: its loss, the given loss of it, or all its outputs."""
     if loss_fn is not None:
         loss_fn(outputs).backward()
         return
-    tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    losses = [t for t in tensors if t.dim() == 0]
-    if losses:
-        torch.autograd.backward(losses)
-    elif tensors:
-        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
-    else:
+    tensors = differentiated(outputs)
+    if not tensors:
         raise UsageError("no output of the model requires gradients: there is no backward to run")
+    torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors] if tensors[0].dim() else None)
+
+
+class OutsideLoss(torch.autograd.Function):
+    """Stands for a loss that is not seen: ``tangents`` gives each output a gradient, which nobody else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, tangents: Callable[[], list[torch.Tensor]], *outputs: torch.Tensor) -> torch.Tensor:
+        """Return a number that the outputs lead to."""
+        ctx.tangents = tangents
+        return outputs[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: Any) -> Any:
+        """Return the gradients of the outputs."""
+        return None, *ctx.tangents()
 
 
 def static_bytes(model: nn.Module, inputs: Sequence[torch.Tensor], *, alignment_bytes: int) -> dict[str, int]:
-    """Count what is resident before the step, each storage once.
-
-    Parameters
-    ----------
-    inputs : sequence of torch.Tensor
-        What the step is given; parameters and buffers among them are not counted again.
-
-    Returns
-    -------
-    dict of str to int
-        Bytes of ``parameters``, ``buffers`` and ``inputs``.
-    """
+    """Return the bytes of ``parameters``, ``buffers`` and ``inputs`` before the step, each storage once."""
     seen: set[int] = set()
     groups = {"parameters": model.parameters(), "buffers": model.buffers(), "inputs": inputs}
     return {kind: new_bytes(tensors, seen, alignment_bytes) for kind, tensors in groups.items()}
 
 
-def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: int) -> int:
-    """Count the storages of tensors that are not among those seen, each once, and add them to those."""
+def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: int = 1) -> int:
+    """Return the bytes of the storages that were not seen before, and note them as seen."""
     total = 0
     for tensor in tensors:
         if (storage := storage_id(tensor)) not in seen:

@@ -25,24 +25,10 @@ _ATTENTION_DROPOUT_ARGUMENT = {
 
 @dataclass(frozen=True)
 class JointGraph:
-    """A joint graph as AOTAutograd hands it to a partition function.
+    """A joint graph as AOTAutograd hands it to a partition function, common subexpressions merged.
 
-    Parameters
-    ----------
-    module : torch.fx.GraphModule
-        Root for the attributes that the graph reads.
-    graph : torch.fx.Graph
-        Forward and backward nodes after common-subexpression elimination.
-    num_forward_outputs : int
-        How many outputs belong to the forward.
-    inputs : list of torch.Tensor
-        What the graph was captured with, parameters and buffers included.
-    assumes : tuple of str
-        Inputs whose values the graph takes for granted; see :mod:`planner.capture.masks`.
-    functional : bool
-        Whether nothing in the graph may write into what it has made: Inductor wants it so.
-    outside_bytes : tuple of int
-        Gradients that autograd handles outside: of outputs that are views of each other, or of inputs.
+    ``module`` is the root of the attributes that the graph reads; ``inputs`` is what the graph was captured with,
+    parameters and buffers included.
     """
 
     module: fx.GraphModule
@@ -50,8 +36,17 @@ class JointGraph:
     num_forward_outputs: int
     inputs: list[torch.Tensor] = field(default_factory=list)
     assumes: tuple[str, ...] = ()
+    """Inputs whose values the graph takes for granted; see :mod:`planner.capture.masks`."""
     functional: bool = False
+    """Whether nothing in the graph may write into what it has made: Inductor wants it so."""
     outside_bytes: tuple[int, ...] = ()
+    """Gradients that autograd handles outside: of outputs that are views of each other, or of inputs."""
+
+    @classmethod
+    def without_graph(cls, inputs: list[torch.Tensor]) -> JointGraph:
+        """Return what stands for a step that is not one graph: its inputs."""
+        graph = fx.Graph()
+        return cls(fx.GraphModule({}, graph), graph, 0, inputs)
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -59,16 +54,23 @@ class JointGraph:
         return [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
 
     @property
+    def tangents(self) -> list[fx.Node]:
+        """What the backward is given: gradients of outputs."""
+        return [node for node in self.graph.find_nodes(op="placeholder") if is_tangent(node)]
+
+    @property
     def outputs(self) -> tuple[list[Any], list[Any]]:
         """Forward and backward outputs: nodes, or None where there is no gradient."""
-        flat = list(self.graph.output_node().args[0])  # type: ignore[arg-type]
-        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
+        return self._halves(self.graph.output_node().args[0])
 
     @property
     def output_descriptors(self) -> tuple[list[Any], list[Any]]:
         """AOTAutograd's descriptors of forward and backward outputs."""
-        flat = list(self.graph.output_node().meta.get("desc") or [None] * len(self.graph.output_node().args[0]))  # type: ignore[arg-type]
-        return flat[: self.num_forward_outputs], flat[self.num_forward_outputs :]
+        output = self.graph.output_node()
+        return self._halves(output.meta.get("desc") or [None] * len(output.args[0]))  # type: ignore[arg-type]
+
+    def _halves(self, flat: Any) -> tuple[list[Any], list[Any]]:
+        return list(flat[: self.num_forward_outputs]), list(flat[self.num_forward_outputs :])
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -95,6 +97,11 @@ def fake_mode_of(graph: fx.Graph) -> Any:
     """Return the fake mode that a graph was captured in."""
     given = (tensor for node in graph.find_nodes(op="placeholder") for tensor in tensors_of(node))
     return next(tensor.fake_mode for tensor in given if isinstance(tensor, FakeTensor))
+
+
+def values_of(arguments: Any) -> Any:
+    """Return arguments with what was recorded of nodes in place of these."""
+    return fx.map_arg(arguments, lambda node: node.meta.get("val"))
 
 
 def is_random(node: fx.Node) -> bool:
@@ -177,17 +184,22 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
 
 
 def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Return the roots and all that they need, in the order of ``nodes``."""
-    needed: set[fx.Node] = set()
+    """Return the roots, all that they need and all elements of that, in the order of ``nodes``."""
+    needed = sources(roots)
+    needed |= {user for node in needed for user in node.users if user.target is operator.getitem}
+    return [node for node in nodes if node in needed]
+
+
+def sources(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the roots and all that they are computed from."""
+    found: set[fx.Node] = set()
     stack = list(roots)
     while stack:
         node = stack.pop()
-        if node not in needed:
-            needed.add(node)
+        if node not in found:
+            found.add(node)
             stack.extend(node.all_input_nodes)
-    for node in list(needed):
-        needed.update(user for user in node.users if user.target is operator.getitem)
-    return [node for node in nodes if node in needed]
+    return found
 
 
 def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import fx, nn
 
 from planner.capture.cuda_attention import Attention, replace_attention
 from planner.capture.failures import explain_forward
-from planner.capture.inputs import Inputs, check_capturable
+from planner.capture.inputs import Inputs, check_capturable, state_of
 from planner.capture.joint import JointGraph
 from planner.capture.layouts import correct_layouts
 from planner.capture.masks import Assumption, simplify_masks
@@ -49,11 +51,7 @@ _counter = itertools.count()
 
 
 class Stopped(BaseException):
-    """Carries a result out of the compiler; no ``except Exception`` in between stops it."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
+    """Carries a result, its argument, out of the compiler; no ``except Exception`` in between stops it."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -61,23 +59,20 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def capture(
-    model: nn.Module,
-    inputs: Inputs,
-    *,
-    implementation: Callable[..., Any] | None = None,
-    **options: Any,
-) -> JointGraph:
+def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
+    """Return the fake mode that some of the tensors are of, or a new one."""
+    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
+
+
+def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:
     """Capture forward and backward of one call as a joint graph; nothing is run.
 
     Parameters
     ----------
     model : torch.nn.Module
         Real or built under :func:`fake_mode`. It is left as it was.
-    implementation : callable, optional
-        What to capture in place of the model's call: its ``forward``, without its hooks.
     **options
-        See :class:`Backend`.
+        See :func:`until_stopped`.
 
     Raises
     ------
@@ -93,7 +88,7 @@ def capture(
         raise Stopped(joint)
 
     with timings.stage("capture"):
-        joint: JointGraph = until_stopped(model, inputs, stop, implementation=implementation, **options)
+        joint: JointGraph = until_stopped(model, inputs, stop, **options)
     return joint
 
 
@@ -105,14 +100,18 @@ def until_stopped(
     implementation: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Compile one call until something in it raises :class:`Stopped`, and give what that carries."""
+    """Compile one call until something in it raises :class:`Stopped`, and give what that carries.
+
+    ``implementation`` is captured in place of the model's call: its ``forward``, say, without its hooks. For the other
+    options see :class:`Backend`.
+    """
     check_capturable(model, inputs)
     call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
     try:
         with explain_forward(model), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
     except Stopped as stopped:
-        return stopped.result
+        return stopped.args[0]
     raise CaptureError(
         f"{type(model).__name__} needs no backward: no parameter and no input that requires gradients "
         "leads to an output (is everything frozen?)"
@@ -124,15 +123,7 @@ NOT_CAPTURED = object()
 
 
 class IsolatedCall:
-    """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other.
-
-    Parameters
-    ----------
-    implementation : callable
-        Of the module.
-    partition, **options
-        See :class:`Backend`.
-    """
+    """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other."""
 
     def __init__(
         self, module: nn.Module, implementation: Callable[..., Any], partition: Partition, **options: Any
@@ -177,50 +168,32 @@ def _own_function(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
 
 
+@dataclass(frozen=True, eq=False)
 class Backend:
     """A ``torch.compile`` backend around a partition function.
 
     Outputs that carry no loss are detached before AOTAutograd traces: otherwise their gradients,
     all zeros, would be allocated and computed with. ``planner.runtimes.graph`` gives them a way
     back for the step in which a gradient does arrive.
-
-    Parameters
-    ----------
-    partition : callable
-        From a :class:`~planner.capture.lowering.JointGraph` to forward and backward graph modules.
-    choose_outputs : callable
-        From Dynamo's graph module to the positions of the outputs that a backward starts from.
-    finish : callable, optional
-        ``finish(run, graph_module, differentiable)`` wraps what AOTAutograd returns.
-    attention : callable, optional
-        Stands in for ``scaled_dot_product_attention``.
-    assume : bool
-        Whether a mask may be left out for inputs that hold the same values as those at hand; other values
-        then end in :class:`~planner.capture.masks.AssumptionBrokenError`.
-    compiler : callable, optional
-        Makes a backend of the partition function: :func:`~planner.capture.torch_internals.aot_backend`, or Inductor's.
     """
 
-    def __init__(
-        self,
-        partition: Partition,
-        *,
-        choose_outputs: ChooseOutputs | None = None,
-        finish: Callable[..., Callable[..., Any]] | None = None,
-        attention: Attention | None = None,
-        assume: bool = True,
-        compiler: Compiler = aot_backend,
-    ) -> None:
-        self.partition = partition
-        self.choose_outputs = choose_outputs or expected_losses
-        self.finish = finish
-        self.attention = attention
-        self.assume = assume
-        self.compiler = compiler
+    partition: Partition
+    _: KW_ONLY
+    choose_outputs: ChooseOutputs | None = None
+    """The positions of the outputs that a backward starts from; :func:`expected_losses` if nothing is said."""
+    finish: Callable[..., Callable[..., Any]] | None = None
+    """``finish(run, graph_module, differentiable)`` wraps what AOTAutograd returns."""
+    attention: Attention | None = None
+    """Stands in for ``scaled_dot_product_attention``."""
+    assume: bool = True
+    """Whether a mask may be left out for inputs that hold the same values as those at hand; other values then end in
+    :class:`~planner.capture.masks.AssumptionBrokenError`."""
+    compiler: Compiler = aot_backend
+    """Makes a backend of the partition function: AOTAutograd's, or Inductor's."""
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
-        differentiable = self.choose_outputs(graph_module)
+        differentiable = (self.choose_outputs or expected_losses)(graph_module)
         narrowed = detach_others(graph_module, differentiable)
         keep_recurrent(narrowed)
         assumption = simplify_masks(narrowed, example_inputs, assume=self.assume)
@@ -258,22 +231,21 @@ def _under(assumption: Assumption, run: Callable[..., Any]) -> Callable[..., Any
 
 def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:
     """Return the positions of the outputs that require gradients."""
-    outputs = graph_module.graph.output_node().args[0]
-    return [i for i, node in enumerate(outputs) if (v := _value(node)) is not None and v.requires_grad]  # type: ignore[arg-type]
+    return [i for i, value in enumerate(_output_values(graph_module)) if value is not None and value.requires_grad]
 
 
 def expected_losses(graph_module: fx.GraphModule) -> list[int]:
-    """Guess which outputs a backward starts from.
+    """Guess the positions of the outputs that a backward starts from.
 
-    Returns
-    -------
-    list of int
-        Positions of the scalar outputs that require gradients if there are any (a Hugging Face model
-        with labels gives its loss beside its logits), else of every output that requires gradients.
+    They are the scalars that require gradients if there are any (a Hugging Face model with labels gives its loss beside
+    its logits), else all that require gradients.
     """
-    outputs: Any = graph_module.graph.output_node().args[0]
-    differentiable = differentiable_outputs(graph_module)
-    return [i for i in differentiable if outputs[i].meta["example_value"].dim() == 0] or differentiable
+    values, differentiable = _output_values(graph_module), differentiable_outputs(graph_module)
+    return [i for i in differentiable if values[i].dim() == 0] or differentiable
+
+
+def _output_values(graph_module: fx.GraphModule) -> list[Any]:
+    return list(map(_value, graph_module.graph.output_node().args[0]))  # type: ignore[arg-type]
 
 
 def _value(node: Any) -> torch.Tensor | None:
@@ -287,12 +259,11 @@ def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int
     What arrives for views of one storage is added up before the graph sees the sum; what arrives for an
     output that is an input, or a view of one, goes past the graph.
     """
-    outputs: Any = graph_module.graph.output_node().args[0]
+    values = _output_values(graph_module)
     given = {storage_id(v) for n in graph_module.graph.find_nodes(op="placeholder") if (v := _value(n)) is not None}
-    of_storage: dict[int, list[int]] = {}
-    for value in (_value(outputs[position]) for position in differentiable):
-        if value is not None:
-            of_storage.setdefault(storage_id(value), []).append(value.numel() * value.element_size())
+    of_storage: defaultdict[int, list[int]] = defaultdict(list)
+    for value in (values[position] for position in differentiable):
+        of_storage[storage_id(value)].append(value.numel() * value.element_size())
     found: list[int] = []
     for storage, sizes in of_storage.items():
         if storage in given:
@@ -304,13 +275,9 @@ def gradients_outside(graph_module: fx.GraphModule, differentiable: Sequence[int
 
 def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -> fx.GraphModule:
     """Return the graph module with all outputs detached but the named ones."""
-    outputs = list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
     graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(graph_module.graph, copied)
-    flat = list(result)  # type: ignore[arg-type]
-    for position, node in enumerate(outputs):
-        value = _value(node)
+    flat: list[Any] = list(graph.graph_copy(graph_module.graph, {}))  # type: ignore[arg-type]
+    for position, value in enumerate(_output_values(graph_module)):
         if position not in differentiable and value is not None and value.requires_grad:
             flat[position] = graph.call_method("detach", (flat[position],))
             flat[position].meta = {"example_value": value.detach()}
@@ -323,4 +290,4 @@ def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -
 
 def is_fake(model: nn.Module) -> bool:
     """Whether a model was built under a fake mode."""
-    return any(isinstance(t, FakeTensor) for t in itertools.chain(model.parameters(), model.buffers()))
+    return any(isinstance(tensor, FakeTensor) for tensor in state_of(model).values())

@@ -9,7 +9,6 @@ The order of dimensions in memory does not depend on sizes, so the kernel is ask
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
-from planner.capture.joint import mutates, tensors_of
+from planner.capture.inputs import tensors_in
+from planner.capture.joint import mutates, tensors_of, values_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, is_mutable, outside_tracing, storage_id
 
 aten = torch.ops.aten
@@ -33,23 +33,6 @@ _NORMS = {
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
-def _as_kernels_view(function: Any, arguments: Sequence[Any], result: Any) -> Any:
-    """Return a fake view the strides that the kernel gives it.
-
-    Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
-    whether channels come last, and lay out their own results after that.
-    """
-    if function not in _VIEWS or not isinstance(result, FakeTensor) or 1 not in result.shape:
-        return result
-    source = arguments[0]
-    with outside_tracing():
-        strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
-    if strides == result.stride():
-        return result
-    with result.fake_mode, torch.no_grad():
-        return result.as_strided(result.shape, strides, result.storage_offset())
-
-
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Return the fake result of a call that is being followed the strides that its kernel gives it.
 
@@ -58,25 +41,34 @@ def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
     if function in _VIEWS:
-        return _as_kernels_view(function, arguments, result)
-    read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
-    if all(tensor.is_contiguous() for tensor in read):
+        return _as_kernels_view(arguments[0], result)
+    if all(tensor.is_contiguous() for tensor in tensors_in((arguments, keywords))):
         return result
     return _laid_out(function, arguments, keywords, result)
+
+
+def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
+    """Return a fake view the strides that the kernel gives it.
+
+    Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
+    whether channels come last, and lay out their own results after that.
+    """
+    if not isinstance(result, FakeTensor) or 1 not in result.shape:
+        return result
+    with outside_tracing():
+        strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    with result.fake_mode, torch.no_grad():
+        return result.as_strided(result.shape, strides, result.storage_offset())
 
 
 def correct_layouts(graph: fx.Graph) -> None:
     """Return the recorded results of elementwise operators, and of BatchNorm, the strides that their kernels give them.
 
-    Parameters
-    ----------
-    graph : torch.fx.Graph
-        Its nodes' recorded values are changed in place; storages that are shared stay shared. Where a view is no
-        longer possible a copy is put in before it, as eager makes one.
-
-    Notes
-    -----
-    O(nodes); only operators that read something not laid out in the usual way are run.
+    Values of nodes are changed in place; storages that are shared stay shared. Where a view is no longer possible a
+    copy is put in before it, as eager makes one. Only operators that read something not laid out in the usual way are
+    run.
     """
     changed: set[fx.Node] = set()
     for node in graph.nodes:
@@ -90,7 +82,7 @@ def correct_layouts(graph: fx.Graph) -> None:
         elif isinstance(node.target, OpOverload) and not mutates(node):
             if affected:
                 result = _traced_again(node)
-            result = as_kernel_gives(node.target, _values(node.args), _values(node.kwargs), result)
+            result = as_kernel_gives(node.target, values_of(node.args), values_of(node.kwargs), result)
         leaves = zip(pytree.tree_leaves(result), pytree.tree_leaves(traced), strict=True)
         if any(new is not old for new, old in leaves):
             node.meta["val"] = result
@@ -119,7 +111,7 @@ def _traced_again(node: fx.Node) -> Any:
             copy.meta = {**node.meta, "val": _result(copy)}
             node.replace_input_with(source, copy)
             return _result(node)
-    after = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    after = tensors_in(result)
     looks_at = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
     is_view = not looks_at.isdisjoint(map(storage_id, after))
     is_other = [tensor.stride() for tensor in after] != [tensor.stride() for tensor in before]
@@ -127,13 +119,13 @@ def _traced_again(node: fx.Node) -> Any:
 
 
 def _result(node: fx.Node) -> Any:
-    return node.target(*_values(node.args), **_values(node.kwargs))  # type: ignore[operator]
+    args, kwargs = values_of((node.args, node.kwargs))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Return the results of a call the strides of its kernel; themselves, where they have them or nobody knows."""
-    read = [each for each in pytree.tree_leaves((arguments, keywords)) if isinstance(each, torch.Tensor)]
-    outputs = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    read, outputs = tensors_in((arguments, keywords)), tensors_in(result)
     if not outputs or not all(isinstance(output, FakeTensor) for output in outputs):
         return result
     if not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
@@ -145,7 +137,8 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
         return result
     try:
         with operands.running_alone(torch.device("cpu")):
-            found = function(*_in_small(arguments), **_in_small(keywords))
+            arguments, keywords = pytree.tree_map_only(torch.Tensor, _small, (arguments, keywords))
+            found = function(*arguments, **keywords)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return result  # it takes no sizes but its own
     if isinstance(result, torch.Tensor):
@@ -160,8 +153,7 @@ def _like(traced: Any, found: Any) -> Any:
     if found.dim() != traced.dim() or found.stride() == _small(traced).stride():
         return traced
     with traced.fake_mode:
-        strides = _dense(traced.shape, _order(found))
-        return torch.empty_strided(traced.shape, strides, dtype=traced.dtype, device=traced.device)
+        return torch.empty_permuted(traced.shape, _order(found), dtype=traced.dtype, device=traced.device)
 
 
 def _goes_with(tensor: torch.Tensor, output: torch.Tensor) -> bool:
@@ -176,35 +168,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
-def _dense(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
-    """Return the strides of a tensor without holes whose dimensions come in an order.
-
-    Examples
-    --------
-    >>> _dense([4, 3, 2], [0, 2, 1])
-    [6, 1, 3]
-    """
-    strides, step = [0] * len(sizes), 1
-    for dimension in reversed(order):
-        strides[dimension] = step
-        step *= sizes[dimension]
-    return strides
-
-
 def _small(tensor: torch.Tensor) -> torch.Tensor:
     """Return zeros, laid out alike, with two elements along each dimension that has several."""
-    sizes = [min(size, 2) for size in tensor.shape]
-    made = torch.zeros(2 ** tensor.dim(), dtype=tensor.dtype)
-    strides = _dense(sizes, _order(tensor))
-    return made.as_strided(sizes, [s if tensor.stride(d) else 0 for d, s in enumerate(strides)])
-
-
-def _values(arguments: Any) -> Any:
-    return fx.map_arg(arguments, lambda source: source.meta.get("val"))
-
-
-def _in_small(arguments: Any) -> Any:
-    def small(value: Any) -> Any:
-        return _small(value) if isinstance(value, torch.Tensor) else value
-
-    return pytree.tree_map(small, arguments)
+    made = torch.empty_permuted([min(size, 2) for size in tensor.shape], _order(tensor), dtype=tensor.dtype).zero_()
+    return made.as_strided(made.shape, [s if tensor.stride(d) else 0 for d, s in enumerate(made.stride())])

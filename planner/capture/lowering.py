@@ -8,9 +8,8 @@ out. The tables that lead back from operations and values to fx nodes go to ``pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -25,20 +24,19 @@ from planner.capture.joint import (
     is_batch_norm,
     is_collective,
     is_random,
-    is_tangent,
     mutates,
     needed_by_forward,
     on_cpu,
     overwritten_inputs,
     reads_any,
     tensors_of,
+    values_of,
     weight_copies,
 )
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.errors import UnsupportedModelError
-from planner.ir.builder import GraphBuilder
+from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.graph import Phase, TrainingGraph
-from planner.ir.static_memory import LossMemory
 
 ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
 
@@ -51,81 +49,47 @@ state is a host tensor, so it costs nothing on the device."""
 
 @dataclass(frozen=True)
 class LoweredGraph:
-    """A training graph and the way back to the fx nodes that it came from.
-
-    Parameters
-    ----------
-    operation_nodes : list of torch.fx.Node or None
-        For each operation its node; None for the loss and for what autograd does with gradients.
-    value_nodes : list of torch.fx.Node
-        For each value the node whose output owns the storage.
-    storage_of : dict of torch.fx.Node to tuple of int
-        For each node the values that its output looks at; resident storages are left out.
-    alias_nodes : set of torch.fx.Node
-        Nodes that cost nothing: views and ``getitem``.
-    fingerprinted : TrainingGraph, optional
-        What fingerprints are made of, where plan files were written before the graph was named and sized as it is.
-    """
+    """A training graph and the way back to the fx nodes that it came from."""
 
     joint: JointGraph
     graph: TrainingGraph
     operation_nodes: list[fx.Node | None]
-    value_nodes: list[fx.Node]
-    storage_of: dict[fx.Node, tuple[int, ...]]
+    """For each operation its node; None for the loss and for what autograd does with gradients."""
+    value_nodes: list[fx.Node] = field(default_factory=list)
+    """For each value the node whose output owns the storage."""
+    storage_of: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    """For each node the values that its output looks at; resident storages are left out."""
     alias_nodes: set[fx.Node] = field(default_factory=set)
+    """Nodes that cost nothing: views and ``getitem``."""
     fingerprinted: TrainingGraph | None = None
+    """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
 
 
 def lower(
     joint: JointGraph,
+    context: StepContext,
     *,
-    alignment_bytes: int,
-    static_bytes: dict[str, int],
-    name: str = "",
-    loss: LossMemory = LossMemory(),  # noqa: B008
     random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
     gradient_shards: int = 1,
     given: Sequence[fx.Node] = (),
-    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> LoweredGraph:
-    """Lower a joint graph.
+    """Lower a joint graph, in O(nodes + edges).
 
-    Parameters
-    ----------
-    alignment_bytes : int
-        What the allocator rounds sizes up to.
-    static_bytes : dict of str to int
-        What is resident before the step, by kind.
-    name : str
-        Name of the model.
-    loss : LossMemory
-        What a loss outside the graph takes.
-    random_state_bytes : int
-        What a random operation keeps of the device's memory if it is to be recomputed.
-    gradient_shards : int
-        Over how many devices each gradient is spread once it is there.
-    given : sequence of torch.fx.Node
-        Placeholders that are values and not resident, if the graph is a part of a step: one operation before all
-        others makes them.
-    kinds : mapping of str to str
-        Of the model, see :func:`planner.capture.provenance.kinds_of`.
+    ``random_state_bytes`` is what a random operation keeps of the device's memory if it is to be recomputed; each
+    gradient is spread over ``gradient_shards`` devices once it is there. ``given`` are placeholders that are values
+    and not resident, if the graph is a part of a step: one operation before all others makes them.
 
     Raises
     ------
     UnsupportedModelError
         If the graph holds symbolic sizes, or the backward needs an input that the forward overwrites.
-
-    Notes
-    -----
-    O(nodes + edges).
     """
-    lowering = _Lowering(joint, alignment_bytes, random_state_bytes, gradient_shards)
-    return lowering.run(static_bytes, name, loss, given, kinds)
+    return _Lowering(joint, context, random_state_bytes, gradient_shards).run(given)
 
 
 class _Lowering(GraphBuilder[fx.Node]):
-    def __init__(self, joint: JointGraph, alignment_bytes: int, random_state_bytes: int, gradient_shards: int) -> None:
-        super().__init__(alignment_bytes)
+    def __init__(self, joint: JointGraph, context: StepContext, random_state_bytes: int, gradient_shards: int) -> None:
+        super().__init__(context)
         self.joint = joint
         self.random_state_bytes = random_state_bytes
         self.gradient_shards = gradient_shards
@@ -135,59 +99,39 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.alias_nodes: set[fx.Node] = set()
         self.places = provenance.Places(joint.graph)
         self.weight_copies = weight_copies(joint)
+        self.unavailable = overwritten_inputs(joint)
+        self.retained: dict[int, str] = {}
+        """What a storage is that is there at the end of the step."""
+        for kind, outputs in zip(("gradient", "output"), reversed(joint.outputs), strict=True):
+            for node in outputs:
+                if isinstance(node, fx.Node):
+                    self.retained.update((storage_id(tensor), kind) for tensor in tensors_of(node))
 
-    def run(
-        self,
-        static_bytes: dict[str, int],
-        name: str,
-        loss: LossMemory,
-        given: Sequence[fx.Node],
-        kinds: Mapping[str, str],
-    ) -> LoweredGraph:
+    def run(self, given: Sequence[fx.Node]) -> LoweredGraph:
+        graph = self.joint.graph
         forward_outputs, backward_outputs = self.joint.outputs
         forward = needed_by_forward(self.joint)
-        self.unavailable = overwritten_inputs(self.joint)
-        self.retained = self._retained_storages(forward_outputs, backward_outputs)
-        tangents = []
-        drop_unused_statistics(self.joint.graph)
+        drop_unused_statistics(graph)
         self._add_given(given)
-        for node in self.joint.graph.nodes:
-            for tensor in tensors_of(node):
-                if any(isinstance(size, torch.SymInt) for size in tensor.shape):
-                    raise UnsupportedModelError(
-                        f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
-                        "remove mark_dynamic from the inputs"
-                    )
-            if node.op == "placeholder" and is_tangent(node):
-                tangents.append(node)
-            elif node.op in ("placeholder", "get_attr") and node not in given:
-                self._resident(node)
-        nodes = [n for n in self.joint.graph.nodes if n.op == "call_function"]
+        for node in graph.nodes:
+            _check_sizes(node)
+        for node in [*self.joint.placeholders, *graph.find_nodes(op="get_attr")]:
+            if node not in given:
+                self.value_of_storage.update((storage_id(tensor), None) for tensor in tensors_of(node))
+                self.storage_of[node] = ()
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
         for node in nodes:
             if node in forward:
                 self._add_node(node)
-        self._add_loss(forward_outputs, tangents, loss)
+        self._add_loss(forward_outputs)
         for node in ancestors([n for n in backward_outputs if isinstance(n, fx.Node)], nodes):
             if node not in forward:
                 self._add_node(node)
         self._add_gradient_copies(backward_outputs)
-        graph = self.finish(static_bytes, name, kinds)
         # Of what the loss makes there is none: it runs once, so nobody asks.
         value_nodes = cast("list[fx.Node]", self.value_nodes)
-        return LoweredGraph(self.joint, graph, self.operation_nodes, value_nodes, self.storage_of, self.alias_nodes)
-
-    def _retained_storages(self, forward_outputs: list[Any], backward_outputs: list[Any]) -> dict[int, str]:
-        kinds: dict[int, str] = {}
-        for outputs, kind in ((backward_outputs, "gradient"), (forward_outputs, "output")):
-            for node in outputs:
-                if isinstance(node, fx.Node):
-                    kinds.update({storage_id(t): kind for t in tensors_of(node)})
-        return kinds
-
-    def _resident(self, node: fx.Node) -> None:
-        for tensor in tensors_of(node):
-            self.value_of_storage[storage_id(tensor)] = None
-        self.storage_of[node] = ()
+        lowered = self.finish()
+        return LoweredGraph(self.joint, lowered, self.operation_nodes, value_nodes, self.storage_of, self.alias_nodes)
 
     def _add_given(self, nodes: Sequence[fx.Node]) -> None:
         if not nodes:
@@ -201,23 +145,24 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _add_node(self, node: fx.Node) -> None:
         tensors = tensors_of(node)
         reads = _distinct(v for source in node.all_input_nodes for v in self.storage_of[source])
-        if node.target is operator.getitem or (tensors and not mutates(node) and self._aliases_only(tensors)):
+        is_known = [storage_id(tensor) in self.value_of_storage for tensor in tensors]
+        if node.target is operator.getitem or (tensors and not mutates(node) and all(is_known)):
             self._add_alias(node, tensors)
             return
-        outputs = []
-        for position, tensor in enumerate(tensors):
-            storage = storage_id(tensor)
-            if storage in self.value_of_storage:
-                continue  # an operation that writes into an input: no new storage
-            outputs.append(self._new_value(node, tensor, position, len(tensors)))
-        self.storage_of[node] = _distinct(v for t in tensors if (v := self.value_of_storage[storage_id(t)]) is not None)
+        # One that writes into an input makes no storage of that.
+        outputs = [
+            self._new_value(node, tensor, position, len(tensors))
+            for position, tensor in enumerate(tensors)
+            if storage_id(tensor) not in self.value_of_storage
+        ]
+        self.storage_of[node] = self._looked_at(tensors)
         if self.phase is Phase.BACKWARD and reads_any(node, self.unavailable, self.alias_nodes):
             raise UnsupportedModelError(
                 f"the backward of {node.target} ({self.places[node].source}) reads an input that the forward "
                 "overwrites: copy it before the in-place change"
             )
         place = self.places[node]
-        called = (node.target, _vals(node.args), _vals(node.kwargs), node.meta.get("val"))
+        called = (node.target, *values_of((node.args, node.kwargs)), node.meta.get("val"))
         self.add(
             str(node.target),
             reads,
@@ -233,13 +178,13 @@ class _Lowering(GraphBuilder[fx.Node]):
             **operands.described(node),
         )
 
-    def _aliases_only(self, tensors: list[torch.Tensor]) -> bool:
-        return all(storage_id(tensor) in self.value_of_storage for tensor in tensors)
+    def _looked_at(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+        values = (self.value_of_storage[storage_id(tensor)] for tensor in tensors)
+        return _distinct(value for value in values if value is not None)
 
     def _add_alias(self, node: fx.Node, tensors: list[torch.Tensor]) -> None:
         self.alias_nodes.add(node)
-        looks_at = [self.value_of_storage[storage_id(tensor)] for tensor in tensors]
-        self.storage_of[node] = _distinct(v for v in looks_at if v is not None)
+        self.storage_of[node] = self._looked_at(tensors)
         source = node.args[0]
         if node.target is operator.getitem and isinstance(source, fx.Node) and source not in self.alias_nodes:
             for value in self.storage_of[node]:
@@ -263,19 +208,17 @@ class _Lowering(GraphBuilder[fx.Node]):
         )
         return value
 
-    def _add_loss(self, forward_outputs: list[Any], tangents: list[fx.Node], loss: LossMemory) -> None:
+    def _add_loss(self, forward_outputs: list[Any]) -> None:
         reads = _distinct(v for n in forward_outputs if isinstance(n, fx.Node) for v in self.storage_of.get(n, ()))
-        outputs = []
-        for node in tangents:
-            made = []
-            for tensor in tensors_of(node):
-                made.append(self._new_value(node, tensor, 0, 1))
-                # Whoever differentiates by hand holds the gradients that he gives; those of a loss go to the backward.
-                retained = not (loss.is_known and GIVES_GRADIENTS_AWAY)
-                self.values[-1] = replace(self.values[-1], kind="tangent", retained=retained)
-            self.storage_of[node] = tuple(made)
-            outputs.extend(made)
-        outputs += self.add_loss_values(loss)
+        # Whoever differentiates by hand holds the gradients that he gives; those of a loss go to the backward.
+        retained = not (self.context.loss.is_known and GIVES_GRADIENTS_AWAY)
+        outputs: list[int] = []
+        for node in self.joint.tangents:
+            self.storage_of[node] = tuple(self._new_value(node, tensor, 0, 1) for tensor in tensors_of(node))
+            for value in self.storage_of[node]:
+                self.values[value] = replace(self.values[value], kind="tangent", retained=retained)
+            outputs.extend(self.storage_of[node])
+        outputs += self.add_loss_values()
         for index, size_bytes in enumerate(self.joint.outside_bytes):
             if size_bytes:
                 view = f"gradient {index} of a view"
@@ -305,13 +248,16 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _recomputable(self, node: fx.Node) -> bool:
         if mutates(node) or is_collective(node):
             return False
-        if reads_any(node, self.unavailable, self.alias_nodes):
-            return is_batch_norm(node)
-        return True
+        return is_batch_norm(node) or not reads_any(node, self.unavailable, self.alias_nodes)
 
 
-def _vals(arguments: Any) -> Any:
-    return fx.map_arg(arguments, lambda node: node.meta.get("val"))
+def _check_sizes(node: fx.Node) -> None:
+    for tensor in tensors_of(node):
+        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+            raise UnsupportedModelError(
+                f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
+                "remove mark_dynamic from the inputs"
+            )
 
 
 def _distinct(values: Iterable[int]) -> tuple[int, ...]:

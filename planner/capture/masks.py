@@ -10,7 +10,7 @@ replaced by the flag; what it was computed from is remembered, and compared in e
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from planner.capture.joint import sources
 from planner.capture.torch_internals import FakeTensor
 from planner.errors import PlannerError
 
@@ -35,77 +36,49 @@ class AssumptionBrokenError(PlannerError):
 
 @dataclass(frozen=True)
 class Assumption:
-    """Values that a captured program takes for granted.
-
-    Parameters
-    ----------
-    values : dict of int to Tensor
-        By position among the program's inputs, on the CPU.
-    names : tuple of str
-        What those inputs are called.
-    """
+    """Values that a captured program takes for granted."""
 
     values: dict[int, Tensor]
+    """By position among the program's inputs, on the CPU."""
     names: tuple[str, ...]
+    """What those inputs are called."""
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Refuse inputs with other values, before anything has been run.
-
-        Raises
-        ------
-        AssumptionBrokenError
-        """
+        """Raise an AssumptionBrokenError for inputs with other values, before anything has been run."""
         for position, expected in self.values.items():
             if not torch.equal(inputs[position].detach().cpu(), expected):
                 raise AssumptionBrokenError(f"{', '.join(self.names)}: other values than in the captured step")
 
 
 def simplify_masks(graph_module: fx.GraphModule, inputs: Sequence[Any], *, assume: bool = True) -> Assumption | None:
-    """Replace masks by flags in a captured program, where their values allow it.
+    """Replace masks by flags in a program as Dynamo captured it, where their values allow it; evaluate each mask once.
 
-    Parameters
-    ----------
-    graph_module : torch.fx.GraphModule
-        As Dynamo captured it; changed in place.
-    inputs : sequence
-        What it is captured with, by position. Values of fake tensors are not known: masks that are
-        computed from them stay.
-    assume : bool
-        Whether to rely on what the inputs hold; otherwise only masks that no input has a part in are replaced.
-
-    Returns
-    -------
-    Assumption or None
-        What holds no longer if an input changes; None if no input is involved.
-
-    Notes
-    -----
-    O(nodes), and one evaluation of each mask.
+    ``inputs`` is what it is captured with. Values of fake tensors are not known, so masks that are computed from them
+    stay; without ``assume`` all stay that an input has a part in. Return what holds no longer if an input changes; None
+    if no input is involved.
     """
     graph = graph_module.graph
-    placeholders = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
-    calls = graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention)
+    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
+    known = given if assume else dict.fromkeys(given)
     flags: dict[fx.Node, bool | None] = {}
-    sources: set[fx.Node] = set()
-    for call in calls:
+    relied_on: set[fx.Node] = set()
+    for call in graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
         mask = _argument(call, "attn_mask")
         if not isinstance(mask, fx.Node):
             continue
         if mask not in flags:
-            flags[mask] = None
-            origin = _computed_from(mask, placeholders, inputs if assume else [None] * len(inputs))
-            if origin is not None:
-                flags[mask] = _flag(_evaluate(graph_module, origin, mask, placeholders, inputs))
-                if flags[mask] is not None:
-                    sources |= {node for node in origin if node in placeholders}
+            origin = _computed_from(mask, known)
+            flags[mask] = _flag(_evaluate(graph_module, origin, given)) if origin else None
+            if flags[mask] is not None:
+                relied_on |= given.keys() & origin
         if (causal := flags[mask]) is not None:
             _pass_flag(call, causal)
     _erase_unused(graph, [mask for mask, flag in flags.items() if flag is not None])
     graph_module.recompile()
-    if not sources:
+    if not relied_on:
         return None
-    values = {placeholders[node]: inputs[placeholders[node]].detach().cpu().clone() for node in sources}
-    return Assumption(values, tuple(sorted(_input_name(node) for node in sources)))
+    values = {at: value.detach().cpu().clone() for at, (node, value) in enumerate(given.items()) if node in relied_on}
+    return Assumption(values, tuple(sorted(map(_input_name, relied_on))))
 
 
 def _argument(call: fx.Node, name: str) -> Any:
@@ -113,26 +86,20 @@ def _argument(call: fx.Node, name: str) -> Any:
     return call.args[position] if len(call.args) > position else call.kwargs.get(name)
 
 
-def _computed_from(mask: fx.Node, placeholders: dict[fx.Node, int], inputs: Sequence[Any]) -> list[fx.Node] | None:
-    """Return a mask's nodes in order, or None where its values are not known or not worth remembering."""
-    origin: set[fx.Node] = set()
-    stack = [mask]
-    while stack:
-        node = stack.pop()
-        if node not in origin:
-            origin.add(node)
-            stack.extend(node.all_input_nodes)
+def _computed_from(mask: fx.Node, given: Mapping[fx.Node, Any]) -> list[fx.Node]:
+    """Return a mask's nodes in order, the mask last; none where its values are not known or not worth remembering."""
+    origin = sources([mask])
     source_elements = 0
     for node in origin:
         if any(_writes(user) for user in (node, *node.users)):
-            return None
-        if node in placeholders:
-            source = inputs[placeholders[node]]
+            return []
+        if node in given:
+            source = given[node]
             if not isinstance(source, Tensor) or isinstance(source, (FakeTensor, nn.Parameter)) or source.requires_grad:
-                return None
+                return []
             source_elements += source.numel()
     if source_elements * _MASK_TO_SOURCE > mask.meta["example_value"].numel():
-        return None
+        return []
     return [node for node in mask.graph.nodes if node in origin]
 
 
@@ -148,23 +115,16 @@ def _writes(node: fx.Node) -> bool:
     return in_place or "out" in node.kwargs
 
 
-def _evaluate(
-    graph_module: fx.GraphModule,
-    origin: Sequence[fx.Node],
-    mask: fx.Node,
-    placeholders: dict[fx.Node, int],
-    inputs: Sequence[Any],
-) -> Tensor | None:
-    """Compute a mask, or None if random numbers are drawn on the way."""
+def _evaluate(graph_module: fx.GraphModule, origin: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Tensor | None:
+    """Compute the mask that comes last, or None if random numbers are drawn on the way."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in origin:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[mask])
-    arguments = [inputs[placeholders[node]] for node in origin if node in placeholders]
+    graph.output(copies[origin[-1]])
     with torch.random.fork_rng(), torch.no_grad():
         before = torch.get_rng_state()
-        value: Tensor = fx.GraphModule(graph_module, graph)(*arguments)
+        value: Tensor = fx.GraphModule(graph_module, graph)(*(given[node] for node in origin if node in given))
         return value if torch.equal(before, torch.get_rng_state()) else None
 
 

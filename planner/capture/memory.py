@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,17 +25,7 @@ def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, An
     """Run a step and give the most bytes that it held above what was there when it began.
 
     On a CPU every allocation and release that the profiler reports is added up; on CUDA the
-    allocator's own peak counter is read.
-
-    Parameters
-    ----------
-    step : callable
-        Run once.
-
-    Returns
-    -------
-    tuple
-        Peak in bytes, and what the step returned.
+    allocator's own peak counter is read. What the step returned comes second.
     """
     gc.collect()
     if device.type == "cuda":
@@ -44,23 +37,15 @@ def measure_peak(step: Callable[[], Any], device: torch.device) -> tuple[int, An
         return torch.cuda.max_memory_allocated(device) - before_bytes, result
     with record() as recording:
         result = step()
-    live_bytes = peak_bytes = 0
-    for _, change_bytes in recording.changes:
-        live_bytes += change_bytes
-        peak_bytes = max(peak_bytes, live_bytes)
-    return peak_bytes, result
+    return recording.peak_bytes(), result
 
 
 def keep_freed_memory() -> bool:
     """Tell the C library to keep what this process frees, as CUDA's caching allocator does.
 
     Otherwise large tensors come from the system page by page, again and again, and a step with a lower
-    peak is faster for that alone: measured steps then say little about recompute.
-
-    Returns
-    -------
-    bool
-        Whether there is such a switch: glibc has one, for the rest of the process.
+    peak is faster for that alone: measured steps then say little about recompute. Return whether there is such a
+    switch: glibc has one, for the rest of the process.
     """
     try:
         library = ctypes.CDLL("libc.so.6")
@@ -72,18 +57,18 @@ def keep_freed_memory() -> bool:
 
 @dataclass
 class Recording:
-    """What the profiler saw on the CPU.
-
-    Parameters
-    ----------
-    changes : list of tuple of int
-        Time in nanoseconds and bytes of each allocation (positive) and release (negative), in order.
-    windows : dict of str to tuple of int
-        Begin and end in nanoseconds of each ``record_function`` label.
-    """
+    """What the profiler saw on the CPU; times are in nanoseconds."""
 
     changes: list[tuple[int, int]] = field(default_factory=list)
+    """Time and bytes of each allocation (positive) and release (negative), in order."""
     windows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Begin and end of each ``record_function`` label."""
+
+    def peak_bytes(self, label: str | None = None) -> int:
+        """Return the most bytes that were held above what was there before, within a label or in all."""
+        begin_ns, end_ns = self.windows[label] if label else (-math.inf, math.inf)
+        within = slice(bisect_left(self.changes, (begin_ns,)), bisect_right(self.changes, (end_ns, math.inf)))
+        return max(accumulate((change_bytes for _, change_bytes in self.changes[within]), initial=0))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from planner.capture.joint import mutates, tensors_of
+from planner.capture.joint import mutates, tensors_of, values_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
 
 aten = torch.ops.aten
@@ -63,10 +63,9 @@ _COPIES = {
 first time that they are asked: what they remember of a call has no size of the memory."""
 
 
-def storage_bytes(operator: Any, read: Iterable[torch.Tensor], tensor: torch.Tensor) -> int:
+def storage_bytes(operator: Any, read: Sequence[torch.Tensor], tensor: torch.Tensor) -> int:
     """Count the memory behind an output of an operator that reads some tensors: the kernel's, not the fake one."""
     traced_bytes = tensor.untyped_storage().nbytes()
-    read = list(read)
     if operator in _COPIES and read:
         return max(traced_bytes, read[0].untyped_storage().nbytes())
     if operator not in _SHRUNK:
@@ -131,36 +130,42 @@ def signature(node: fx.Node) -> str:
     return f"{node.target}({', '.join(described_arguments)})"
 
 
+def sharing(make: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what gives tensors others of their layouts, which share memory as they do.
+
+    ``make`` is asked for the memory behind a tensor: as a flat tensor of so many elements.
+    """
+    flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        key = storage_id(tensor), tensor.dtype
+        if key not in flats:
+            flats[key] = make(tensor, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return flats[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return like
+
+
 def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
     """Make real tensors in place of the fake ones that an operation was traced with: ones, and valid indices.
 
     What shares memory there shares it here: a kernel may copy one of two arguments that are the same.
     """
-    fake = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fake = values_of((node.args, node.kwargs))
     bound = _INDEX_BOUND.get(node.target)  # type: ignore[call-overload]
     below = int(bound(fake[0])) if bound else 1
     ends = _GROUP_ENDS.get(node.target)  # type: ignore[call-overload]
-    storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def filled(leaf: FakeTensor) -> torch.Tensor:
-        elements = leaf.untyped_storage().nbytes() // leaf.element_size()
-        where = device if leaf.device.type != "cpu" or device.type == "cpu" else leaf.device
-        if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
-            return torch.ones(elements, dtype=leaf.dtype, device=where)
+    def filled(tensor: torch.Tensor, elements: int) -> torch.Tensor:
+        where = device if tensor.device.type != "cpu" or device.type == "cpu" else tensor.device
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            return torch.ones(elements, dtype=tensor.dtype, device=where)
         if ends is not None:
-            return torch.full((elements,), ends(fake[0]), dtype=leaf.dtype, device=where)
-        if below > 1 and leaf.dtype in (torch.int64, torch.int32):
+            return torch.full((elements,), ends(fake[0]), dtype=tensor.dtype, device=where)
+        if below > 1 and tensor.dtype in (torch.int64, torch.int32):
             # A stride that shares no factor with most bounds visits rows in no order that a cache would like.
-            return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(leaf.dtype)
-        return torch.zeros(elements, dtype=leaf.dtype, device=where)
+            return (torch.arange(elements, dtype=torch.int64, device=where) * 7919 % below).to(tensor.dtype)
+        return torch.zeros(elements, dtype=tensor.dtype, device=where)
 
-    def real(leaf: Any) -> Any:
-        if not isinstance(leaf, FakeTensor):
-            return leaf
-        key = storage_id(leaf), leaf.dtype
-        if key not in storages:
-            storages[key] = filled(leaf)
-        return storages[key].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-
-    args, kwargs = pytree.tree_map(real, fake)
+    args, kwargs = pytree.tree_map_only(FakeTensor, sharing(filled), fake)
     return args, kwargs

@@ -24,13 +24,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_not_distributed(model: nn.Module) -> None:
-    """Refuse a model that DDP or FSDP2 has already been put around.
-
-    Raises
-    ------
-    UsageError
-        Saying in which order to do it.
-    """
+    """Raise a UsageError, saying in which order to do it, for a model that DDP or FSDP2 was put around already."""
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         raise UsageError(
             f"the model is inside {type(model).__name__} already: wrap the module inside, before: "

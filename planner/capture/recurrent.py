@@ -35,59 +35,30 @@ def keep_recurrent(graph_module: fx.GraphModule) -> None:
     graph_module.recompile()
 
 
-def _run_stack(stack: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
-    if not isinstance(arguments[3], bool):  # batch sizes come second, and all else is one further
-        return _run_packed(stack, *arguments)
-    x, state, parameters, has_biases, layers, dropout, train, bidirectional, batch_first = arguments
-    x = x.transpose(0, 1) if batch_first else x
-
-    def run(layer_input: Tensor, layer_state: Any, of_layer: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        if stack is torch.lstm and _is_for_onednn(layer_input, layer_state, of_layer, has_biases):
-            return _onednn_layer(layer_input, layer_state, of_layer, bidirectional, train)
-        return stack(layer_input, layer_state, of_layer, has_biases, 1, 0.0, train, bidirectional, False)
-
-    output, *states = _run_layers(run, x, state, parameters, layers, dropout if train else 0.0, bidirectional)
-    return (output.transpose(0, 1) if batch_first else output, *states)
-
-
-def _run_packed(
-    stack: Callable[..., tuple[Tensor, ...]],
-    data: Tensor,
-    batch_sizes: Tensor,
-    state: Any,
-    parameters: Sequence[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-) -> tuple[Tensor, ...]:
-    def run(layer_input: Tensor, layer_state: Any, of_layer: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return stack(layer_input, batch_sizes, layer_state, of_layer, has_biases, 1, 0.0, train, bidirectional)
-
-    return _run_layers(run, data, state, parameters, layers, dropout if train else 0.0, bidirectional)
-
-
-def _run_layers(
-    run: Callable[..., tuple[Tensor, ...]],
-    x: Tensor,
-    state: Any,
-    parameters: Sequence[Tensor],
-    layers: int,
-    dropout: float,
-    bidirectional: bool,
-) -> tuple[Tensor, ...]:
+def _run_stack(stack: Callable[..., tuple[Tensor, ...]], x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Run layer after layer, the way eager does."""
+    # Packed sequences come with the sizes of their batches, and say nothing of batches that come first.
+    sizes, rest = ((), arguments) if isinstance(arguments[2], bool) else (arguments[:1], arguments[1:])
+    state, parameters, has_biases, layers, dropout, train, bidirectional, *batch_first = rest
+    last = [False] * len(batch_first)
+
+    def run(layer_state: Any, of_layer: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if not sizes and stack is torch.lstm and _is_for_onednn(x, layer_state, of_layer, has_biases):
+            return _onednn_layer(x, layer_state, of_layer, bidirectional, train)
+        return stack(x, *sizes, layer_state, of_layer, has_biases, 1, 0.0, train, bidirectional, *last)
+
     directions = 2 if bidirectional else 1
     each = len(parameters) // layers
     finals: list[Sequence[Tensor]] = []
+    x = x.transpose(0, 1) if any(batch_first) else x
     for layer in range(layers):
         rows = slice(layer * directions, (layer + 1) * directions)
         layer_state = state[rows] if isinstance(state, Tensor) else tuple(part[rows] for part in state)
-        x, *final = run(x, layer_state, list(parameters[layer * each : (layer + 1) * each]))
+        x, *final = run(layer_state, list(parameters[layer * each : (layer + 1) * each]))
         finals.append(final)
-        if dropout > 0.0 and layer < layers - 1:
+        if train and dropout > 0.0 and layer < layers - 1:
             x = functional.dropout(x, dropout)
+    x = x.transpose(0, 1) if any(batch_first) else x
     return (x, *(torch.cat(parts) for parts in zip(*finals, strict=True)))
 
 
@@ -117,23 +88,10 @@ def _onednn_layer(
 def lstm_layer(
     x: Tensor, w0: Tensor, w1: Tensor, b0: Tensor, b1: Tensor, hidden: Tensor, cell: Tensor, reverse: bool, train: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run one direction of one LSTM layer by oneDNN.
+    """Run one direction of one LSTM layer by oneDNN; give outputs, last states, and what the backward needs.
 
-    Torch's own operator says of fake tensors that nothing is kept for the backward, so it cannot be traced.
-
-    Parameters
-    ----------
-    x : Tensor
-        Of shape (length, batch, features).
-    w0, w1, b0, b1 : Tensor
-        Weights and biases of input and hidden state.
-    hidden, cell : Tensor
-        Of shape (batch, size).
-
-    Returns
-    -------
-    tuple of Tensor
-        Outputs, last hidden state, last cell state, and what the backward needs.
+    Torch's own operator says of fake tensors that nothing is kept for the backward, so it cannot be traced. ``x`` is of
+    shape (length, batch, features), each state of (batch, size).
     """
     return _onednn(x, w0, w1, b0, b1, hidden, cell, reverse, train)
 

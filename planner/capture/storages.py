@@ -7,6 +7,7 @@ what is alive at a time, :class:`StepRecorder` writes down what runs.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,19 +17,15 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map_only
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.inputs import tensors_in
 from planner.capture.layouts import as_kernel_gives
 from planner.capture.torch_internals import OpOverload, is_mutable, storage_id, written_arguments
 from planner.common.units import round_up
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass
@@ -47,15 +44,19 @@ class Storage:
     is_stand_in: bool = False
 
 
+def freed_after(storages: Iterable[Storage]) -> defaultdict[int, list[int]]:
+    """Return for each event the numbers of the storages that are freed right after it, which it finds alive."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for number, storage in enumerate(storages):
+        if storage.died is not None:
+            found[storage.died - 1].append(number)
+    return found
+
+
 class StorageRecorder(TorchDispatchMode):
     """Numbers the storages that code makes, and notes when each is freed.
 
-    Parameters
-    ----------
-    resident : tree of torch.Tensor
-        What was there before.
-    names : dict of torch.nn.Module to str, optional
-        Paths of modules, for :meth:`modules`.
+    What is in the tree ``resident`` was there before; ``names`` are the paths of modules, for :meth:`modules`.
     """
 
     def __init__(self, resident: Any = (), names: dict[nn.Module, str] | None = None) -> None:
@@ -225,16 +226,10 @@ EventT = TypeVar("EventT")
 
 
 class StepRecorder(StorageRecorder, Generic[EventT]):
-    """Writes down what runs on fake tensors, or on real ones.
+    """Writes down what runs on fake tensors, or on real ones; calls are described in the mode ``fakes``.
 
-    Parameters
-    ----------
-    fakes : FakeTensorMode
-        In which calls are described.
-    sums : EngineSums
-        Which sums of gradients are made in place when nobody looks on; made under the mode in which the step runs.
-    resident, names
-        See :class:`StorageRecorder`.
+    ``sums``, which tells sums of gradients that are made in place when nobody looks on, is made under the mode in which
+    the step runs. For the others see :class:`StorageRecorder`.
     """
 
     def __init__(
@@ -307,25 +302,14 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Describe a call by tensors like its own, which hold none of the step's storages and share as those do."""
-        flats: dict[int, torch.Tensor] = {}
+        like = operands.sharing(lambda t, elements: torch.empty(elements, dtype=t.dtype, device=t.device))
 
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            elements = leaf.untyped_storage().nbytes() // leaf.element_size()
-            key = storage_id(leaf)
-            if key not in flats or flats[key].dtype != leaf.dtype:
-                flats[key] = torch.empty(elements, dtype=leaf.dtype, device=leaf.device)
-            return flats[key].as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-
-        def operand(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
+        def operand(tensor: torch.Tensor) -> fx.Node:
             node = self._nodes.placeholder("operand")
-            node.meta["val"] = fake(leaf)
+            node.meta["val"] = like(tensor)
             return node
 
         with self.fakes, torch.no_grad():
-            node = self._nodes.call_function(function, tree_map(operand, args), tree_map(operand, kwargs))
-            node.meta["val"] = tree_map(fake, result)
+            node = self._nodes.call_function(function, *tree_map_only(torch.Tensor, operand, (args, kwargs)))
+            node.meta["val"] = tree_map_only(torch.Tensor, like, result)
         return node

@@ -1,17 +1,18 @@
-"""Every touch of a private torch API, in one place.
+"""Every touch of a private torch API but Inductor's, in one place.
 
-A new torch release that moves one of them breaks this file, with one message: see
-:func:`self_test`, which ``tests/capture/test_torch_internals.py`` runs on each supported version.
+A new torch release that moves one of them breaks this file: ``tests/capture/test_torch_internals.py`` and
+``test_engine_sums.py`` try them on each supported version. What is imported under its own name is for others.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from traceback import walk_stack
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -24,71 +25,27 @@ from torch._decomp import decompositions
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import mutation_guard
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import TorchDynamoException, Unsupported, UserError
-from torch._functorch._aot_autograd.descriptors import (
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    SavedForBackwardsAOTOutput,
-    TangentAOTInput,
-)
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.exc import Unsupported as Unsupported
+from torch._dynamo.exc import UserError
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
+from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.func import functional_call
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket
+from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
+from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.graph import _BoxedCodeGen
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
-
-from planner.errors import PlannerError
-
-__all__ = [
-    "CHECKPOINT",
-    "GIVES_GRADIENTS_AWAY",
-    "GUARDS_PARAMETERS",
-    "BatchNorm",
-    "Compiler",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradAOTOutput",
-    "HigherOrderOperator",
-    "InputMutationAOTOutput",
-    "OpOverload",
-    "SavedForBackwardsAOTOutput",
-    "TangentAOTInput",
-    "TorchDynamoException",
-    "Unsupported",
-    "aot_backend",
-    "boxed",
-    "call_implementation",
-    "calling",
-    "compile_isolated",
-    "depends_on_data",
-    "dynamic_ranges",
-    "dynamo_settings",
-    "eager_kernels",
-    "eliminate_common_subexpressions",
-    "has_full_backward_hooks",
-    "has_onednn",
-    "install_call",
-    "installed_call",
-    "is_marked_dynamic",
-    "is_mutable",
-    "min_cut_partition",
-    "numbers_among",
-    "outside_tracing",
-    "profiler_is_running",
-    "run_and_save_rng_state",
-    "run_compiled",
-    "run_with_rng_state",
-    "self_test",
-    "storage_id",
-    "training_switches",
-    "version_of",
-    "without_dynamic_marks",
-    "written_arguments",
-]
+from torch.utils._pytree import tree_leaves
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
@@ -99,6 +56,13 @@ From torch 2.15 on it is a decorator too, and both ways lead to one function.
 _NO_LIMIT = 2**31 - 1
 _DYNAMIC_MARKS = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices"}
 _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking"}
+
+
+BatchNorm = _BatchNorm
+"""The batch norms of every dimension."""
+
+eliminate_common_subexpressions: Callable[[fx.Graph], fx.Graph] = fx_graph_cse
+"""Merges equal pure operations, as torch's own partitioner does before it partitions."""
 
 
 class _Functions(set[Callable[..., Any]]):
@@ -153,11 +117,6 @@ def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
         keep_inference_input_mutations=True,
     )
     return backend
-
-
-def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
-    """Merge equal pure operations, as torch's own partitioner does before it partitions."""
-    return fx_graph_cse(graph)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -249,12 +208,10 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
     """Return the tensors that a call writes into, by the operator's schema."""
     if not is_mutable(operator):
         return []
-    found = []
-    for position, argument in enumerate(operator._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in (value if isinstance(value, (list, tuple)) else [value]) if leaf is not None]
-    return found
+    expected = operator._schema.arguments
+    named = {**dict(zip((argument.name for argument in expected), args, strict=False)), **kwargs}
+    written = [named.get(a.name) for a in expected if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if leaf is not None]
 
 
 def numbers_among(operator: OpOverload, args: Sequence[Any]) -> int:
@@ -385,22 +342,22 @@ def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
     return implementation
 
 
-def call_with(model: torch.nn.Module, state: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Call a model with other parameters and buffers, by their paths, and leave it as it was.
+@contextmanager
+def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Give a model other parameters and buffers, by their paths, for as long as the context lasts.
 
-    Recurrent layers keep a list of the weights that they last ran with, which ``functional_call`` leaves behind.
+    Recurrent layers keep a list of the weights that they last ran with, which torch leaves behind.
     """
-    layers = [part for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
-    kept = [
-        (vars(layer), name, vars(layer)[name]) for layer in layers for name in ("_flat_weights", "_flat_weight_refs")
-    ]
-    for attributes, name, weights in kept:
-        attributes[name] = list(weights)
+    layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
+    kept = [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
+    for layer, weights in kept:
+        layer.update({name: list(of_it) for name, of_it in weights.items()})
     try:
-        return functional_call(model, dict(state), args, kwargs)
+        with _reparametrize_module(model, dict(state), tie_weights=True):
+            yield
     finally:
-        for attributes, name, weights in kept:
-            attributes[name] = weights
+        for layer, weights in kept:
+            layer.update(weights)
 
 
 def min_cut_partition(
@@ -422,63 +379,47 @@ def min_cut_partition(
         return min_cut_rematerialization_partition(joint, None, num_fwd_outputs=num_forward_outputs)
 
 
-def self_test() -> None:
-    """Try every private API once on a tiny model.
+_DISPATCHERS = ("torch._dynamo.", "torch._compile", "torch.utils._python_dispatch")
+"""Modules of torch whose frames stand between an operator's caller and ``__torch_dispatch__``."""
 
-    Raises
-    ------
-    PlannerError
-        Naming what this torch version does differently.
+
+def is_called_by_engine(above: int) -> bool:
+    """Whether a function was called by autograd's engine, and by no program of Python's.
+
+    Parameters
+    ----------
+    above : int
+        The function: 1 for the one that calls this, 2 for the one that calls that, and so on.
     """
-    seen: dict[str, Any] = {}
+    frame: FrameType | None = sys._getframe(above + 1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_DISPATCHERS):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _engine_run_backward.__code__
 
-    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        from torch._functorch.partitioners import default_partition
 
-        seen["descriptors"] = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
-        joint.graph = eliminate_common_subexpressions(joint.graph)
-        seen["halves"] = min_cut_partition(
-            fx.GraphModule(joint, eliminate_common_subexpressions(joint.graph)), 0.5, num_fwd_outputs
-        )
-        return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+def next_number() -> int:
+    """Return the number that the next operation that can be differentiated will have."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 1))
-    x = torch.randn(2, 4)
-    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    install_call(model, compile_isolated(lambda y: call_implementation(model)(y), aot_backend(partition)))
-    actual = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    install_call(model, None)
-    problems = []
 
-    def doubled(y: torch.Tensor) -> Any:
-        return y * 2 if torch.compiler.is_dynamo_compiling() else None
+def number_at_work() -> int | None:
+    """Return the number of the operation whose derivative the engine computes now, None if it computes none."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
-    compile_isolated(doubled, lambda graph_module, _: graph_module)(x)
-    if run_compiled(doubled, (x,), {}) is None or run_compiled(doubled, (x[:1],), {}) is not None:
-        problems.append("compiled graphs are not run alone, or not only for what they were compiled for")
 
-    def look_around(y: torch.Tensor) -> torch.Tensor:
-        seen["around"] = [frame.f_code for frame, _ in walk_stack(inspect.currentframe())]
-        return y
+def takes_boxed_gradients(node: Any) -> bool:
+    """Whether a function of Python's is given its gradients in a list that it may empty."""
+    return bool(getattr(getattr(node, "_forward_cls", None), "boxed_grads_call", False))
 
-    written = torch.zeros(2)
-    alias, version = written.detach(), version_of(written)
-    if version_of(written.add_(1)) != version + 1 or version_of(alias) != version + 1:
-        problems.append("writing in place is counted in another way")
 
-    if [numbers_among(torch.ops.aten.mul.Tensor, (x, other)) for other in (2.0, x)] != [1, 0]:
-        problems.append("numbers are told from tensors in another way")
-    checkpointing.checkpoint(look_around, x, use_reentrant=False)
-    if CHECKPOINT not in seen["around"]:
-        problems.append("torch.utils.checkpoint runs what it checkpoints elsewhere")
-    torch._dynamo.mark_dynamic(x, 0, max=8)
-    if not is_marked_dynamic(x) or dynamic_ranges(x) != {0: 8}:
-        problems.append("mark_dynamic leaves other marks on a tensor")
-    if not any(isinstance(d, TangentAOTInput) for d in seen.get("descriptors", ())):
-        problems.append("tangents of the joint graph carry no TangentAOTInput descriptor")
-    if not all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True)):
-        problems.append("gradients of the partitioned graph differ from eager")
-    if not all(isinstance(half, fx.GraphModule) for half in seen.get("halves", (None,))):
-        problems.append("the min-cut partitioner gives no two graphs")
-    if problems:
-        raise PlannerError(f"torch {torch.__version__} is not supported: {'; '.join(problems)}")
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of a stretch of memory, each element once."""
+    return bool(is_non_overlapping_and_dense_or_false(tensor))
+
+
+def references(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how often a tensor, and how often its storage, is referred to."""
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count, torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from planner.common.units import round_up
@@ -31,11 +31,26 @@ class Keys:
         return f"{module}|{target}|{phase[0]}{self._seen[place] - 1}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What a step is lowered for, beside what runs in it.
+
+    ``static_bytes`` are resident before it, by kind; ``kinds`` is the class of each module that can be called, by its
+    path; ``loss`` is what a loss outside the model takes.
+    """
+
+    alignment_bytes: int
+    static_bytes: Mapping[str, int] = field(default_factory=dict)
+    name: str = ""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    loss: LossMemory = field(default_factory=LossMemory)
+
+
 class GraphBuilder(Generic[Node]):
     """Adds values and operations, in base order; sizes are rounded up to what the allocator aligns to."""
 
-    def __init__(self, alignment_bytes: int) -> None:
-        self.alignment_bytes = alignment_bytes
+    def __init__(self, context: StepContext) -> None:
+        self.context = context
         self.keys = Keys()
         self.phase = Phase.FORWARD
         self.operations: list[Operation] = []
@@ -46,7 +61,7 @@ class GraphBuilder(Generic[Node]):
 
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
-        return round_up(size_bytes, self.alignment_bytes)
+        return round_up(size_bytes, self.context.alignment_bytes)
 
     def add_value(
         self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None
@@ -94,8 +109,9 @@ class GraphBuilder(Generic[Node]):
         self.operation_nodes.append(node)
         return len(self.operations) - 1
 
-    def add_loss_values(self, loss: LossMemory) -> list[int]:
+    def add_loss_values(self) -> list[int]:
         """Add what a loss outside the graph takes: what it works with, and what stays behind it."""
+        loss = self.context.loss
         # A value that nobody reads lives while the loss runs and no longer, if it is not retained.
         working = Value(name="loss workspace", size_bytes=loss.working_bytes)
         held = Value(name="loss", size_bytes=self.aligned(loss.held_bytes), retained=True, kind="output")
@@ -117,15 +133,13 @@ class GraphBuilder(Generic[Node]):
             )
         )
 
-    def finish(
-        self, static_bytes: dict[str, int], name: str, kinds: Mapping[str, str] = MappingProxyType({})
-    ) -> TrainingGraph:
-        """Return the graph of what was added; ``kinds`` is the class of each module that can be called."""
+    def finish(self) -> TrainingGraph:
+        """Return the graph of what was added."""
         return TrainingGraph(
             operations=tuple(self.operations),
             values=tuple(self.values),
-            static_bytes=static_bytes,
-            alignment_bytes=self.alignment_bytes,
-            name=name,
-            kinds=dict(kinds),
+            static_bytes=dict(self.context.static_bytes),
+            alignment_bytes=self.context.alignment_bytes,
+            name=self.context.name,
+            kinds=dict(self.context.kinds),
         )

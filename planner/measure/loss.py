@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from planner.capture import fake_mode
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
-from planner.capture.inputs import Inputs
-from planner.capture.storages import Run, StepRecorder, tensors_in
-from planner.capture.torch_internals import FakeTensor, call_with
+from planner.capture.inputs import Inputs, tensors_in
+from planner.capture.joint_capture import mode_of
+from planner.capture.storages import Run, StepRecorder
+from planner.capture.torch_internals import FakeTensor, other_state
 from planner.errors import PlannerError, UsageError
 from planner.ir.static_memory import LossMemory
 from planner.measure import workspace
@@ -31,8 +31,7 @@ def memory_of(
     the model is on. Raises UsageError if the loss function fails or gives no scalar.
     """
     state = dict(chain(model.named_parameters(), model.named_buffers()))
-    known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
-    mode = known[0].fake_mode if known else fake_mode()
+    mode = mode_of([*state.values(), *inputs.tensors()])
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
@@ -42,7 +41,8 @@ def memory_of(
         with mode:
             with torch.no_grad():
                 own = {n: fake(t) for n, t in state.items()}
-                outputs = call_with(model, own, *fakes.args, **fakes.kwargs)
+                with other_state(model, own):
+                    outputs = model(*fakes.args, **fakes.kwargs)
             outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
             leaves = [t for t in tensors_in(outputs) if t.requires_grad]
             sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,11 +18,10 @@ from torch.profiler import record_function
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
-from planner.capture.inputs import new_bytes
+from planner.capture.inputs import new_bytes, tensors_in
 from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
-from planner.capture.storages import tensors_in
 from planner.capture.torch_internals import profiler_is_running, storage_id
 from planner.ir.graph import OperationCost
 
@@ -133,12 +130,8 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
                 continue  # it does not run on ones and zeros
             outputs_bytes[index] = _new_bytes(result, (args, kwargs))
             del args, kwargs, result
-    times_ns = [at_ns for at_ns, _ in recording.changes]
     for index, output_bytes in outputs_bytes.items():
-        begin_ns, end_ns = recording.windows[f"{_LABEL}{index}"]
-        during = recording.changes[bisect_left(times_ns, begin_ns) : bisect_right(times_ns, end_ns)]
-        peak_bytes = max(accumulate((change_bytes for _, change_bytes in during), initial=0))
-        yield index, max(0, peak_bytes - output_bytes)
+        yield index, max(0, recording.peak_bytes(f"{_LABEL}{index}") - output_bytes)
 
 
 def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:

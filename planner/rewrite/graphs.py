@@ -9,13 +9,14 @@ its place in the host's memory.
 from __future__ import annotations
 
 import operator
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from planner.capture.joint import is_batch_norm, is_random, is_tangent
+from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import (
     OpOverload,
@@ -26,7 +27,6 @@ from planner.capture.torch_internals import (
 from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
-from planner.rewrite.dead_recomputes import dead_recomputes
 
 aten = torch.ops.aten
 
@@ -36,64 +36,42 @@ _BATCH_NORM_OUTPUTS = 3
 
 @timings.stage("rewriting")
 def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Write the forward and backward graph modules of a schedule.
+    """Write the forward and backward graph modules of a schedule that the simulator accepts, in O(runs x arguments).
 
-    Parameters
-    ----------
-    schedule : Schedule
-        A schedule that the simulator accepts.
-
-    Returns
-    -------
-    tuple of torch.fx.GraphModule
-        With the signatures that AOTAutograd expects of a partition: the forward gives its outputs and
-        then what it saves; the backward takes what was saved and then the tangents.
-
-    Notes
-    -----
-    O(runs x arguments).
+    They have the signatures that AOTAutograd expects of a partition: the forward gives its outputs and then what it
+    saves; the backward takes what was saved and then the tangents.
     """
     boundary = schedule.order.index(lowered.graph.loss_index)
-    placeholders = lowered.joint.graph.find_nodes(op="placeholder")
-    tangents = [node for node in placeholders if is_tangent(node)]
     forward_outputs, backward_outputs = lowered.joint.outputs
     forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
     replayed = _replayed(lowered, schedule)
     skipped = dead_recomputes(lowered, schedule)
 
     forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
-    forward.take(node for node in placeholders if not is_tangent(node))
+    forward.take(lowered.joint.placeholders)
     forward.run(range(boundary), skipped)
     forward.move(boundary)
 
     backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
-    backward.take(tangents)
+    backward.take(lowered.joint.tangents)
     backward.run(range(boundary + 1, len(schedule.order)), skipped)
     backward_results = backward.resolve_gradients(backward_outputs)
 
-    saved = [node for node in backward.taken if not is_tangent(node)]
-    states = list(backward.taken_states)
-    places = list(backward.taken_places)
-    forward.graph.output(
-        (
-            *(forward.resolve_output(node) for node in forward_outputs),
-            *(forward.resolve(node) for node in saved),
-            *(forward.states[index] for index in states),
-            *(forward.places[value] for value in places),
-        )
-    )
+    results = [forward.resolve_output(node) for node in forward_outputs]
+    tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
+    saved = [
+        *((forward.resolve(node), taken) for node, taken in backward.taken.items()),
+        *((forward.states[index], taken) for index, taken in backward.taken_states.items()),
+        *((forward.places[value], taken) for value, taken in backward.taken_places.items()),
+    ]
+    forward.graph.output((*results, *(node for node, _ in saved)))
     forward.graph.output_node().meta["desc"] = [
         *forward_descriptors,
-        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved) + len(states) + len(places))),
+        *(SavedForBackwardsAOTOutput(i) for i in range(len(saved))),
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
-    backward.order_placeholders(
-        [backward.taken[n] for n in saved]
-        + [backward.taken_states[index] for index in states]
-        + [backward.taken_places[value] for value in places]
-        + [backward.taken[n] for n in tangents]
-    )
+    backward.order_placeholders([*(taken for _, taken in saved), *tangents])
     root = lowered.joint.module
     return (
         fx.GraphModule(root, forward.graph, "PlannedForward"),
@@ -101,12 +79,47 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
     )
 
 
+def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
+    """Return the positions of reruns of which nobody reads anything, once BatchNorm's reruns read no statistics.
+
+    A schedule runs again what an operation reads. BatchNorm that is run again leaves running statistics alone and does
+    not read them, so what only prepares those, as their conversion to another element type, is not needed. If it ran
+    all the same, it would read statistics of the first run, and hold them until then. Whatever else a schedule runs for
+    nothing stays: it is what was asked for, and counted.
+    """
+    return _unread(lowered, schedule, without_statistics=True) - _unread(lowered, schedule, without_statistics=False)
+
+
+def _unread(lowered: LoweredGraph, schedule: Schedule, *, without_statistics: bool) -> set[int]:
+    operations, values = lowered.graph.operations, lowered.graph.values
+    backwards = [*enumerate(schedule.order)][::-1]
+    first = {index: position for position, index in backwards}
+    returning = schedule.returning(lowered.graph)
+    unread: set[int] = set()
+    wanted: set[int] = set()
+    for position, index in backwards:
+        made = {value for value in operations[index].outputs if not values[value].retained}
+        again = position > first[index]
+        if again and wanted.isdisjoint(made):
+            unread.add(position)
+        else:
+            wanted = wanted - made | _read(lowered, index, but_statistics=again and without_statistics)
+        wanted.difference_update(returning.get(position, ()))
+    return unread
+
+
+def _read(lowered: LoweredGraph, index: int, *, but_statistics: bool) -> set[int]:
+    node = lowered.operation_nodes[index]
+    if node is None or not but_statistics or not is_batch_norm(node):
+        return set(lowered.graph.operations[index].inputs)
+    statistics = node.args[3:5]
+    others = [argument for argument in node.all_input_nodes if argument not in statistics]
+    return {value for argument in others for value in lowered.storage_of.get(argument, ())}
+
+
 def _replayed(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
     """Return the random operations that run more than once."""
-    once: set[int] = set()
-    again: set[int] = set()
-    for index in schedule.order:
-        (again if index in once else once).add(index)
+    again = {index for index, runs in Counter(schedule.order).items() if runs > 1}
     return {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
 
 
@@ -133,11 +146,11 @@ class _Emitter:
         """Values that are being fetched, and that nobody has read yet."""
         self._lossy = {offload.value: offload.lossy for offload in schedule.offloads}
         """Whether an offloaded value is rounded."""
-        self._leaving: dict[int, list[int]] = {}
-        self._returning = schedule.returning(lowered.graph)
+        self._leaving: defaultdict[int, list[int]] = defaultdict(list)
         for offload in schedule.offloads:
-            self._leaving.setdefault(offload.leaves, []).append(offload.value)
-        self._views: dict[int, list[fx.Node]] = {}
+            self._leaving[offload.leaves].append(offload.value)
+        self._returning = schedule.returning(lowered.graph)
+        self._views: defaultdict[int, list[fx.Node]] = defaultdict(list)
         self._elements = _elements(lowered)
 
     def take(self, nodes: Iterable[fx.Node]) -> None:
@@ -179,8 +192,7 @@ class _Emitter:
 
     def _send(self, value: int) -> None:
         node = self.lowered.value_nodes[value]
-        send = host_copies.offload_rounded if self._lossy[value] else host_copies.offload
-        self.places[value] = self._call(send, self.current[node])
+        self.places[value] = self._call(host_copies.offload, self.current[node], self._lossy[value])
         self.places[value].meta = self._meta_of_place(value)
 
     def _arrive(self, value: int) -> None:
@@ -201,7 +213,7 @@ class _Emitter:
             size_bytes = val.untyped_storage().nbytes() // (2 if self._lossy[value] else 1)
             return {"val": torch.empty(size_bytes, dtype=torch.uint8)}
 
-    def _call(self, function: Any, *arguments: fx.Node, like: fx.Node | None = None) -> fx.Node:
+    def _call(self, function: Any, *arguments: Any, like: fx.Node | None = None) -> fx.Node:
         node = self.graph.call_function(function, arguments)
         if like is not None:
             node.meta = dict(like.meta)
@@ -245,7 +257,7 @@ class _Emitter:
             same = _shown_before(node)
             self.current[node] = self.graph.node_copy(node, self.resolve) if same is None else self.resolve(same)
             for value in self.lowered.storage_of[node]:
-                self._views.setdefault(value, []).append(node)
+                self._views[value].append(node)
         else:
             self._take(node)
         return self.current[node]
@@ -313,16 +325,12 @@ class _Emitter:
 
     def _batch_norm_without_statistics(self, node: fx.Node) -> fx.Node:
         # Running statistics were updated by the first run; a second update would be wrong.
-        x, weight, bias, _mean, _variance, training, momentum, epsilon = fx.map_arg(node.args, lambda n: n)
-        arguments = (x, weight, bias, training, momentum, epsilon)
-        return self.graph.call_function(aten._native_batch_norm_legit.no_stats, fx.map_arg(arguments, self.resolve))
+        x, weight, bias, _mean, _variance, *others = node.args
+        arguments = fx.map_arg((x, weight, bias, *others), self.resolve)
+        return self.graph.call_function(aten._native_batch_norm_legit.no_stats, arguments)
 
     def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
-        pair = self.graph.call_function(
-            run_and_save_rng_state,
-            (_operator(node), *fx.map_arg(node.args, self.resolve)),
-            fx.map_arg(node.kwargs, self.resolve),
-        )
+        pair = self._call_by(run_and_save_rng_state, node)
         state = self.graph.call_function(operator.getitem, (pair, 0))
         state.meta = _state_meta(node)
         self.states[index] = state
@@ -332,11 +340,13 @@ class _Emitter:
         if index not in self.states:
             state = self._placeholder(f"random_state_{node.name}", _state_meta(node))
             self.states[index] = self.taken_states[index] = state
-        return self.graph.call_function(
-            run_with_rng_state,
-            (self.states[index], _operator(node), *fx.map_arg(node.args, self.resolve)),
-            fx.map_arg(node.kwargs, self.resolve),
-        )
+        return self._call_by(run_with_rng_state, node, self.states[index])
+
+    def _call_by(self, function: Any, node: fx.Node, *state: fx.Node) -> fx.Node:
+        """Let a function call a node's operator."""
+        called: Any = node.target
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.resolve)
+        return self.graph.call_function(function, (*state, called, *args), kwargs)
 
 
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:
@@ -347,7 +357,7 @@ def _elements(lowered: LoweredGraph) -> set[fx.Node]:
 def _shown_before(view: fx.Node) -> fx.Node | None:
     """Return what a view of a view shows again, as ``detach`` and the transpose of a transpose do; None if it does not.
 
-    CurveSweep leaves many of them, and in a step of small tensors each takes as long as any other operation.
+    Tracing leaves many of them, and in a step of small tensors each takes as long as any other operation.
     """
     source = view
     while isinstance(source.target, OpOverload) and source.target.is_view and len(source.all_input_nodes) == 1:
@@ -362,10 +372,6 @@ def _shows(node: fx.Node) -> tuple[Any, ...] | None:
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return None
     return val.dtype, val.shape, val.stride(), val.storage_offset(), val.is_conj(), val.is_neg()
-
-
-def _operator(node: fx.Node) -> Any:
-    return node.target
 
 
 def _state_meta(node: fx.Node) -> dict[str, Any]:

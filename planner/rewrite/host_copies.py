@@ -27,18 +27,9 @@ from planner.ir.schedule import PIECE_BYTES
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
-def offload(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor's storage to the host; give the place where it goes."""
-    return _offload(tensor, tensor.untyped_storage().nbytes(), rounded=False)
-
-
-def offload_rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Begin to copy a tensor's storage, which is of float32, to the host as bfloat16; give the place where it goes."""
-    return _offload(tensor, tensor.untyped_storage().nbytes() // 2, rounded=True)
-
-
-def _offload(tensor: torch.Tensor, size_bytes: int, *, rounded: bool) -> torch.Tensor:
-    place = POOL.take(size_bytes, pinned=tensor.is_cuda)
+def offload(tensor: torch.Tensor, rounded: bool = False) -> torch.Tensor:
+    """Begin to copy a tensor's storage to the host, if so from float32 to bfloat16; give the place where it goes."""
+    place = POOL.take(tensor.untyped_storage().nbytes() // (2 if rounded else 1), pinned=tensor.is_cuda)
     record = POOL.record(place)
     record.layout = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     record.device, record.rounded = tensor.device, rounded
@@ -154,29 +145,18 @@ class _Record:
 
 
 class Pool:
-    """Host memory that is used again from step to step: it never grows beyond what was in use at once.
-
-    Attributes
-    ----------
-    in_use_bytes, peak_bytes : int
-        In use now, and at most so far.
-    """
+    """Host memory that is used again from step to step: it never grows beyond what was in use at once."""
 
     def __init__(self) -> None:
         self.in_use_bytes = self.peak_bytes = 0
+        """In use now, and at most so far."""
         self._free: defaultdict[tuple[int, bool], list[mmap.mmap]] = defaultdict(list)
         self._free_bytes = 0
         self._records: dict[int, _Record] = {}
         self._lock = RLock()  # backwards run in threads of their own, and places come back in any of them
 
     def take(self, size_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return a place of so many bytes; it comes back by itself when nothing refers to it any more.
-
-        Raises
-        ------
-        RuntimeUnsupportedError
-            If there is no such memory.
-        """
+        """Return a place of so many bytes; it comes back by itself when nothing refers to it any more."""
         with self._lock:
             free = self._free[size_bytes, pinned]
             if free:
@@ -220,7 +200,10 @@ POOL = Pool()
 
 
 def _memory(size_bytes: int, *, pinned: bool) -> mmap.mmap:
-    """Take memory of the host that torch's allocators know nothing of: they would round it up to a power of two."""
+    """Take memory of the host that torch's allocators know nothing of: they would round it up to a power of two.
+
+    A RuntimeUnsupportedError says if there is none.
+    """
     try:
         memory = mmap.mmap(-1, size_bytes)
     except OSError as error:

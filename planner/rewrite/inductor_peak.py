@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from planner.capture.inductor_internals import Draft
+from planner.capture.inputs import tensors_in
+from planner.capture.joint import values_of
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
-from planner.capture.storages import PeakRecorder, tensors_in
+from planner.capture.storages import PeakRecorder
 from planner.capture.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -68,7 +69,7 @@ class _Allocations(PeakRecorder):
             if node is None or not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
                 continue
             name = str(node.target.overloadpacket)
-            arguments = fx.map_arg(node.args, lambda n: n.meta.get("val"))
+            arguments = values_of(node.args)
             for key in ((name, _shapes(arguments)), name, None):
                 self._workspace[key] = max(self._workspace.get(key, 0), cost.workspace_bytes)
 

@@ -23,22 +23,22 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.parallel import is_sharded
-from planner.capture.provenance import kinds_of
 from planner.common.units import round_up
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
+from planner.ir.builder import StepContext
 from planner.ir.graph import OperationCost, TrainingGraph, named_by
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import LossMemory, StaticMemory
+from planner.ir.static_memory import StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import CallsInSituations, StartsCalls
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.session.agreement import plan_together
-from planner.session.step import LoweredStep, Options, attention_for, described, static_memory_of
+from planner.session.step import LoweredStep, Options, attention_for, context_of, described, static_memory_of
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
@@ -97,7 +97,7 @@ class _Planned:
         def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
             reach.append(reach_of(joint))
             own = [*block.parameters(), *block.buffers()]
-            lowered = lower(joint, alignment_bytes=1, static_bytes={}, given=placeholders_given(joint, own))
+            lowered = lower(joint, StepContext(alignment_bytes=1), given=placeholders_given(joint, own))
             schedule = part_of(self.plan, path, lowered.graph)
             self.bytes_left -= _peak_bytes(lowered.graph, schedule)
             if self.bytes_left < 0:
@@ -151,13 +151,9 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     step = Step(model, inputs, attention_for(model, options))
 
     def lower_block(joint: JointGraph, given: Sequence[fx.Node]) -> LoweredGraph:
-        return lower(
-            joint,
-            alignment_bytes=spec.alignment_bytes,
-            static_bytes={},
-            random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
-            given=given,
-        )
+        own = StepContext(alignment_bytes=spec.alignment_bytes)
+        random_state_bytes = CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0
+        return lower(joint, own, random_state_bytes=random_state_bytes, given=given)
 
     blocks, left = step.capture_blocks(lower_block)
     if not blocks:
@@ -174,19 +170,9 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         around = _sharded(around, units, spec.alignment_bytes)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    whole = JointGraph(fx.GraphModule({}, fx.Graph()), fx.Graph(), 0, shapes)
-    lowered = put_together(
-        whole,
-        step.trace(blocks, has_loss=options.loss is not None),
-        blocks,
-        alignment_bytes=spec.alignment_bytes,
-        static_bytes=dict(around.static_bytes),
-        name=options.name or type(model).__name__,
-        loss=options.loss or LossMemory(),
-        ranks=around.gradient_shards,
-        units=units,
-        kinds=kinds_of(model),
-    )
+    trace = step.trace(blocks, has_loss=options.loss is not None)
+    context = context_of(model, spec, around, options)
+    lowered = put_together(shapes, trace, blocks, context, units=units, ranks=around.gradient_shards)
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
     warnings = tuple(
         Finding(

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from planner.capture.failures import first_line
 from planner.capture.parallel import has_several_ranks
 from planner.errors import PlanMismatchError, PlannerError
 from planner.plans.plan import Plan
@@ -81,8 +82,7 @@ def _exchange(collective: Callable[[], None]) -> None:
     try:
         collective()
     except RuntimeError as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise PlannerError(f"a rank went away while the ranks agreed on a plan: {first}") from error
+        raise PlannerError(f"a rank went away while the ranks agreed on a plan: {first_line(error)}") from error
 
 
 def _said(error: Exception) -> str:

@@ -39,6 +39,7 @@ from planner.findings import checkpoint_rules, model_rules
 from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
 from planner.findings.subject import Subject
+from planner.ir.builder import StepContext
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks, find_layers
@@ -162,22 +163,29 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     local = local_step(joint, devices)
 
     def blocks() -> Collection[str]:
-        plain = lower(local.joint, alignment_bytes=spec.alignment_bytes, static_bytes={}, kinds=kinds_of(model))
+        plain = lower(local.joint, StepContext(alignment_bytes=spec.alignment_bytes, kinds=kinds_of(model)))
         return find_layers(plain.graph).blocks
 
     around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
     lowered = lower(
         local.joint,
-        alignment_bytes=spec.alignment_bytes,
-        static_bytes=dict(around.static_bytes),
-        name=options.name or type(model).__name__,
-        loss=options.loss or LossMemory(),
+        context_of(model, spec, around, options),
         random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
         gradient_shards=around.gradient_shards,
-        kinds=kinds_of(model),
     )
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     return LoweredStep(rounding.marked(lowered), spec, around, facts, local.notes, stand_ins=local.stand_ins)
+
+
+def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options: Options) -> StepContext:
+    """Return what a step of a model is lowered for."""
+    return StepContext(
+        alignment_bytes=spec.alignment_bytes,
+        static_bytes=around.static_bytes,
+        name=options.name or type(model).__name__,
+        kinds=kinds_of(model),
+        loss=options.loss or LossMemory(),
+    )
 
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
@@ -411,15 +419,11 @@ class _Recorded:
 
     def study(self, least_bytes: int | None) -> Study:
         """Return the step as plain data; with what its modules could send of so many bytes and more, if any may."""
-        options = self.options
         step = lower_eager(
             self.trace,
             self.model,
             self.tensors,
-            alignment_bytes=self.spec.alignment_bytes,
-            static_bytes=dict(self.around.static_bytes),
-            name=options.name or type(self.model).__name__,
-            loss=options.loss or LossMemory(),
+            context_of(self.model, self.spec, self.around, self.options),
             on_cpu=self.spec.kind == "cpu",
             least_bytes=least_bytes,
         )

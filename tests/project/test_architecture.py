@@ -15,7 +15,6 @@ ROOT = Path(__file__).parent.parent.parent
 LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
-    "planner.capture.engine_internals",
     "planner.capture.inductor_internals",
     "planner.capture.torch_internals",
 }

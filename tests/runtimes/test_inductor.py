@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler, self_test
+from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler
+from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.runtimes.inductor import InductorRuntime
 
@@ -34,8 +35,20 @@ def inputs() -> torch.Tensor:
     return torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
 
 
-def test_this_torch_has_what_the_runtime_stands_on():
-    self_test()
+def test_inductor_hands_its_joint_graph_to_a_partition_of_ours():
+    class Reached(BaseException):
+        pass
+
+    def partition(*_arguments, **_options):
+        raise Reached
+
+    def backend(graph_module, inputs):
+        draft_with_inductor(partition, graph_module, inputs)
+        return graph_module.forward
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(Reached):  # no compiler is needed
+        compile_isolated(lambda y: call_implementation(model)(y), backend)(torch.ones(1, 2))
 
 
 def test_the_peak_is_that_of_the_code():

@@ -173,7 +173,7 @@ def test_copies_are_rounded_piece_by_piece_and_stay_finite(monkeypatch: pytest.M
     monkeypatch.setattr(host_copies, "PIECE_BYTES", 64)
     numbers = torch.randn(100, 7).t()
     numbers[0, :3] = torch.tensor([torch.finfo(torch.float32).min, torch.nan, torch.inf])
-    place = host_copies.offload_rounded(numbers)
+    place = host_copies.offload(numbers, rounded=True)
     assert place.numel() == 2 * numbers.numel()
     back = host_copies.wait_reload(host_copies.reload(host_copies.wait_offload(place, numbers)), place)
     assert back.stride() == numbers.stride() and back.dtype is torch.float32

@@ -24,11 +24,11 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
 from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
+from planner.ir.builder import StepContext
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
 from planner.ir.problem import Problem
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import LossMemory
 from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
@@ -108,7 +108,7 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region
     inputs = Inputs.of(x)
     step = lower_eager(
         record(model, inputs, has_loss=False), model, inputs.tensors(),
-        alignment_bytes=64, static_bytes={}, name="", loss=LossMemory(), on_cpu=True,
+        StepContext(alignment_bytes=64), on_cpu=True,
     )  # fmt: skip
     graph = step.lowered.graph
     costs = tuple(

@@ -22,12 +22,12 @@ from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, PlanFileError, RuntimeUnsupportedError, UsageError
+from planner.ir.builder import StepContext
 from planner.ir.checkpoints import schedule_of
 from planner.ir.graph import OperationCost
 from planner.ir.host import Host
 from planner.ir.problem import Problem, Solution
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import LossMemory
 from planner.plans.module_choices import modules_of, variants_in
 from planner.plans.offload import OffloadedModule
 from planner.report import render
@@ -162,8 +162,8 @@ def test_statistics_and_writing_in_place(monkeypatch: pytest.MonkeyPatch, kinds:
 def problem_of(model: nn.Module, x: torch.Tensor, rate: float) -> tuple[Problem, tuple[Any, ...]]:
     inputs = Inputs.of(x)
     step = lower_eager(
-        record(model, inputs, has_loss=False), model, inputs.tensors(), alignment_bytes=64, static_bytes={}, name="",
-        loss=LossMemory(), on_cpu=True, least_bytes=64,
+        record(model, inputs, has_loss=False), model, inputs.tensors(), StepContext(alignment_bytes=64),
+        on_cpu=True, least_bytes=64,
     )  # fmt: skip
     graph = step.lowered.graph
     costs = tuple(

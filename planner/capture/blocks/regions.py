@@ -7,10 +7,9 @@ it is followed and not modelled: which operations run, and when each storage is 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +21,13 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Kind, Recorder, Trace
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
-from planner.capture.joint_capture import capture, differentiable_outputs, fake_mode
+from planner.capture.joint_capture import capture, differentiable_outputs, mode_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
-from planner.capture.storages import Run, tensors_in
-from planner.capture.torch_internals import FakeTensor, TangentAOTInput, call_implementation, call_with
+from planner.capture.storages import Run
+from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.layers import find_blocks
 
@@ -38,41 +37,29 @@ Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
 
 @dataclass(frozen=True)
 class Block:
-    """A block captured on its own, with fake tensors in place of what it was called with.
-
-    Parameters
-    ----------
-    places : list of torch.Tensor or int
-        For every placeholder the fake parameter or buffer, or which of the call's tensors it is.
-    given : list of torch.fx.Node
-        The placeholders that are tensors of the call.
-    outputs : list of torch.fx.Node
-        The nodes of its results, in the order of their tensors.
-    spec : torch.utils._pytree.TreeSpec
-        How its results are nested.
-    results : list
-        Its results, flat, on fake tensors.
-    """
+    """A block captured on its own, with fake tensors in place of what it was called with."""
 
     path: str
     lowered: LoweredGraph
     places: list[torch.Tensor | int]
+    """For every placeholder the fake parameter or buffer, or which of the call's tensors it is."""
     given: list[fx.Node]
+    """The placeholders that are tensors of the call."""
     outputs: list[fx.Node]
+    """The nodes of its results, in the order of their tensors."""
     spec: Any
+    """How its results are nested."""
     results: list[Any]
+    """Its results, flat, on fake tensors."""
 
     @property
     def tangents(self) -> list[tuple[fx.Node, int]]:
         """The backward's placeholders, each with the number of the result whose gradient it is."""
         joint = self.lowered.joint
         raw = joint.output_descriptors[0]
-        found = []
-        for node in joint.graph.find_nodes(op="placeholder"):
-            descriptor = node.meta.get("desc")
-            if isinstance(descriptor, TangentAOTInput):
-                found.append((node, self.outputs.index(joint.outputs[0][raw.index(descriptor.output)])))
-        return found
+        descriptors = [node.meta["desc"] for node in joint.tangents]
+        results = [joint.outputs[0][raw.index(descriptor.output)] for descriptor in descriptors]
+        return [(node, self.outputs.index(result)) for node, result in zip(joint.tangents, results, strict=True)]
 
     def value(self, node: fx.Node) -> int:
         """Return the one value that a node's output is, or looks at."""
@@ -81,31 +68,24 @@ class Block:
 
 
 class Step:
-    """One step of a model on fake tensors.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Real, or built under a fake mode. It is left as it was.
-    attention : callable, optional
-        See :func:`planner.capture.joint_capture.capture`.
-    """
+    """One step of a model, which is left as it was, on fake tensors."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, attention: Attention | None = None) -> None:
         self.model = model
         self.attention = attention
         self.masking = masking_of(model, inputs)
-        state = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-        known = [t for t in [*state.values(), *inputs.tensors()] if isinstance(t, FakeTensor)]
-        self.mode = known[0].fake_mode if known else fake_mode()
-        self.state = {name: self._fake(tensor) for name, tensor in state.items()}
+        state = state_of(model)
+        self.mode = mode_of([*state.values(), *inputs.tensors()])
+        fakes = {id(tensor): self._fake(tensor) for tensor in state.values()}
+        self.state = {name: fakes[id(tensor)] for name, tensor in state.items()}
         self.inputs = inputs.map_tensors(self._fake)
+        self.known = [*fakes.values(), *self.inputs.tensors()]
 
     def find_blocks(self) -> dict[str, nn.Module]:
         """Return the blocks of the model that have parameters, by their paths; see :mod:`planner.ir.layers`."""
         recorder = self._recorder()
-        with recorder.modules():
-            self._run(lambda: call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs), recorder)
+        with recorder.modules(), self._following(recorder):
+            self._forward()
         forward = Counter(event.module for event in recorder.events if isinstance(event, Run))
         found = {path: self.model.get_submodule(path) for path in find_blocks(forward, kinds_of(self.model))}
         return {path: block for path, block in found.items() if any(True for _ in block.parameters())}
@@ -130,22 +110,23 @@ class Step:
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): _StandIn(block, recorder) for path, block in blocks.items()
         }
-        with forwards(replacing), recorder.modules():
-            self._run(lambda: self._follow(recorder, has_loss), recorder)
+        with forwards(replacing), recorder.modules(), self._following(recorder):
+            self._follow(recorder, has_loss)
         return Trace(recorder.events, recorder.storages)
 
     def _recorder(self) -> Recorder:
-        known = [*self.state.values(), *self.inputs.tensors()]
         with self.mode:
-            sums = EngineSums(known[0].device)
-        return Recorder(self.mode, sums, known, {module: name for name, module in self.model.named_modules()})
+            sums = EngineSums(self.known[0].device)
+        return Recorder(self.mode, sums, self.known, {module: name for name, module in self.model.named_modules()})
+
+    def _forward(self) -> Any:
+        return call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
 
     def _follow(self, recorder: Recorder, has_loss: bool) -> None:
-        outputs = call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
+        outputs = self._forward()
         tensors = tensors_in(outputs)
         recorder.mark(tensors, "output")
-        losses = [t for t in tensors if t.requires_grad]
-        losses = [t for t in losses if t.dim() == 0] or losses
+        losses = differentiated(outputs)
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
         recorder.sums.watch(losses)
@@ -159,15 +140,14 @@ class Step:
 
         if has_loss:
             with recorder.silent():
-                value = _OutsideLoss.apply(tangents, *losses)
+                value = OutsideLoss.apply(tangents, *losses)
                 start = torch.ones_like(value)
             torch.autograd.backward([value], [start])
         else:
             torch.autograd.backward(losses, tangents())
-        gradients = [t.grad for t in (*self.state.values(), *self.inputs.tensors()) if t.grad is not None]
-        recorder.mark(gradients, "gradient")
+        recorder.mark([tensor.grad for tensor in self.known], "gradient")
         recorder.finish()
-        for tensor in (*self.state.values(), *self.inputs.tensors()):
+        for tensor in self.known:
             tensor.grad = None
 
     def _calls(
@@ -193,29 +173,27 @@ class Step:
 
             return run
 
-        with forwards({block: noting(path, block) for path, block in blocks.items()}):
-            self._run(lambda: call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs))
+        with forwards({block: noting(path, block) for path, block in blocks.items()}), self._following():
+            self._forward()
         calls = {path: found[0] for path, found in seen.items() if len(found) == 1}
         return calls, {path: f"it is called {len(seen[path])} times in a step" for path in seen if path not in calls}
 
-    def _run(self, function: Callable[[], Any], mode: Recorder | None = None) -> None:
-        """Run something with the model's parameters and buffers replaced by fake ones."""
-        state = {f"model.{name}": tensor for name, tensor in self.state.items()}
-        with ExitStack() as stack:
-            stack.enter_context(as_with_data(self.masking))
-            stack.enter_context(InPlaceOfAttention(self.attention))
-            stack.enter_context(self.mode)
-            stack.enter_context(torch.enable_grad())
-            if mode is not None:
-                stack.enter_context(mode)
-            call_with(_Holder(self.model, function), state)
+    @contextmanager
+    def _following(self, recorder: Recorder | None = None) -> Iterator[None]:
+        """Let the model's code run on fake tensors, parameters and buffers among them."""
+        with (
+            as_with_data(self.masking),
+            InPlaceOfAttention(self.attention),
+            self.mode,
+            torch.enable_grad(),
+            recorder or nullcontext(),
+            other_state(self.model, self.state),
+        ):
+            yield
 
     def _capture(self, path: str, block: nn.Module, inputs: Inputs, outputs: Any, lower: Lower) -> Block:
-        captured: list[JointGraph] = []
-        names = [name for name, _ in itertools.chain(block.named_parameters(), block.named_buffers())]
-        own = {name: self.state[f"{path}.{name}"] for name in names}
-
-        def run() -> None:
+        own = {name: self.state[f"{path}.{name}"] for name in state_of(block)}
+        with other_state(block, own):
             joint = capture(
                 block,
                 inputs,
@@ -224,10 +202,6 @@ class Step:
                 implementation=block.forward,
                 assume=False,
             )
-            captured.append(joint)
-
-        call_with(_Holder(block, run), {f"model.{name}": tensor for name, tensor in own.items()})
-        (joint,) = captured
         position_of = {id(tensor): position for position, tensor in enumerate(inputs.tensors())}
         places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
         given = placeholders_given(joint, own.values())
@@ -262,18 +236,6 @@ def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[f
     return [node for node, tensor in zip(joint.placeholders, joint.inputs, strict=True) if id(tensor) not in known]
 
 
-class _Holder(nn.Module):
-    """Runs something while ``call_with`` has replaced a model's tensors."""
-
-    def __init__(self, model: nn.Module, function: Callable[[], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.function = function
-
-    def forward(self) -> None:
-        self.function()
-
-
 @contextmanager
 def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Let modules run something else in place of their ``forward``; their hooks stay around it."""
@@ -293,19 +255,6 @@ def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
-
-
-class _OutsideLoss(torch.autograd.Function):
-    """Stands for a loss that is not followed: it hands each output a gradient that nobody else holds."""
-
-    @staticmethod
-    def forward(ctx: Any, tangents: Callable[[], list[torch.Tensor]], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.tangents = tangents
-        return outputs[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _gradient: Any) -> Any:
-        return None, *ctx.tangents()
 
 
 class _StandIn:

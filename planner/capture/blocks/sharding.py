@@ -36,18 +36,13 @@ class Parameter:
 
 
 class Sharding:
-    """Adds to a step what FSDP2 allocates.
+    """Adds to a step, where that stands, what FSDP2 allocates.
 
-    Parameters
-    ----------
-    builder : Builder
-        Of the step; each method below adds operations where the step stands.
-    units : dict of str to sequence of Parameter
-        Parameters of each block, and of the rest under :data:`ROOT`.
+    ``units`` are the parameters of each block, and of the rest under :data:`ROOT`.
     """
 
     def __init__(self, builder: Builder, units: dict[str, Sequence[Parameter]], ranks: int) -> None:
-        self.builder = builder
+        self.builder, self._add = builder, builder.add_once
         self.units = {path: parameters for path, parameters in units.items() if parameters}
         self.ranks = ranks
         self.gradients: dict[str, list[int]] = {path: [] for path in self.units}
@@ -58,13 +53,16 @@ class Sharding:
         """Units in the order in which their forwards end."""
         self.last_reduced: list[int] = []
 
-    def begin(self) -> None:
-        """Gather what belongs to no block, for the whole step."""
-        self._gather_in_forward(ROOT)
-
     def before_forward(self, path: str) -> None:
-        """Gather a block."""
-        self._gather_in_forward(path)
+        """Gather a block; before all of them what belongs to none, for the whole step."""
+        if path not in self.units:
+            return
+        before = dict(self.buffers)
+        self._all_gather(path)
+        self._add("free the gather before", path, before.values())
+        for other in before:
+            del self.buffers[other]
+        self._copy_out(path, [self.buffers[path]])
 
     def after_forward(self, path: str) -> None:
         """Free a block's parameters; its gather's buffer stays until the next unit is gathered."""
@@ -109,16 +107,6 @@ class Sharding:
         if place > 0:
             self._all_gather(self.order[place - 1])
 
-    def _gather_in_forward(self, path: str) -> None:
-        if path not in self.units:
-            return
-        before = dict(self.buffers)
-        self._all_gather(path)
-        self._add("free the gather before", path, before.values())
-        for other in before:
-            del self.buffers[other]
-        self._copy_out(path, [self.buffers[path]])
-
     def _all_gather(self, path: str) -> None:
         if path in self.buffers or path in self.gathered:
             return
@@ -144,6 +132,3 @@ class Sharding:
         value = self.builder.add_value(f"{target} of {path}.{len(self.builder.values)}", size_bytes, kind=kind)
         self._add(target, path, reads, [value])
         return value
-
-    def _add(self, target: str, path: str, reads: Iterable[int], makes: Iterable[int] = ()) -> None:
-        self.builder.add_once(target, path, reads, makes)

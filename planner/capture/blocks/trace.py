@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.engine_internals import next_number, number_at_work
 from planner.capture.storages import Run, StepRecorder, Storage
+from planner.capture.torch_internals import next_number, number_at_work
 
 
 class Kind(Enum):
@@ -28,14 +28,8 @@ class Kind(Enum):
 class Passage:
     """One way through a block, or the loss.
 
-    Parameters
-    ----------
-    module : str
-        Path of the block.
-    reads : sequence of int or None
-        Storages read; for a block, one for each given placeholder or for each tangent, None for what is resident.
-    makes : dict of int to int
-        Storages made; for a block from its own values to them.
+    ``reads`` are storages; for a block, one for each given placeholder or for each tangent, None for what is resident.
+    ``makes`` are too; for a block from its own values to them.
     """
 
     kind: Kind

@@ -7,60 +7,45 @@ block's border is made once: another block, or eager PyTorch, may hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from planner.capture.blocks.regions import Block
-from planner.capture.blocks.sharding import Parameter, Sharding
+from planner.capture.blocks.sharding import ROOT, Parameter, Sharding
 from planner.capture.blocks.trace import Kind, Passage, Trace
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
-from planner.capture.storages import Run
+from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
-from planner.ir.builder import GraphBuilder, Keys
+from planner.ir.builder import GraphBuilder, Keys, StepContext
 from planner.ir.graph import TrainingGraph
-from planner.ir.static_memory import LossMemory
 
 RETURN_TARGET = "returns"
 
 
 def put_together(
-    joint: JointGraph,
+    inputs: list[torch.Tensor],
     trace: Trace,
     blocks: Mapping[str, Block],
+    context: StepContext,
     *,
-    alignment_bytes: int,
-    static_bytes: dict[str, int],
-    name: str = "",
-    loss: LossMemory = LossMemory(),  # noqa: B008
-    ranks: int = 1,
     units: dict[str, Sequence[Parameter]] | None = None,
-    kinds: Mapping[str, str] = MappingProxyType({}),
+    ranks: int = 1,
 ) -> LoweredGraph:
-    """Return the graph of the whole step.
+    """Return the graph of the whole step of a model that is given ``inputs``, in O(operations + reads).
 
-    Parameters
-    ----------
-    joint : JointGraph
-        Stands for the step as a whole: its ``inputs`` are those of the model.
-    alignment_bytes, static_bytes, name, loss, kinds
-        See :func:`planner.capture.lowering.lower`.
-    units : dict of str to sequence of Parameter, optional
-        What FSDP2 shards over the ranks, see :class:`planner.capture.blocks.sharding.Sharding`.
-
-    Notes
-    -----
-    O(operations + reads).
+    ``units`` is what FSDP2 shards over the ranks, see :class:`planner.capture.blocks.sharding.Sharding`.
     """
-    builder = Builder(trace, blocks, alignment_bytes)
+    builder = Builder(trace, blocks, context)
     if units:
         builder.sharding = Sharding(builder, units, ranks)
-    graph = builder.run(static_bytes, name, loss, kinds)
-    return LoweredGraph(joint, graph, builder.operation_nodes, [], {}, fingerprinted=builder.as_written_before(graph))
+    graph = builder.run()
+    joint = JointGraph.without_graph(inputs)
+    return LoweredGraph(joint, graph, builder.operation_nodes, fingerprinted=builder.as_written_before(graph))
 
 
 def prefixed(path: str, key: str) -> str:
@@ -82,8 +67,8 @@ def _join(path: str, module: str) -> str:
 class Builder(GraphBuilder[fx.Node]):
     """Adds one event of the step after the other."""
 
-    def __init__(self, trace: Trace, blocks: Mapping[str, Block], alignment_bytes: int) -> None:
-        super().__init__(alignment_bytes)
+    def __init__(self, trace: Trace, blocks: Mapping[str, Block], context: StepContext) -> None:
+        super().__init__(context)
         self.trace = trace
         self.blocks = blocks
         self.sharding: Sharding | None = None
@@ -92,30 +77,26 @@ class Builder(GraphBuilder[fx.Node]):
         """Operation to the key that it had in plan files written before."""
         self.eager_gradients: list[int] = []
         """Storages that eager operations make, those of gradients among them."""
-        self.value_of: dict[int, int] = {}
+        self.value_of: dict[int | None, int] = {}
         """Storage that was followed to value."""
         self.inside: dict[tuple[str, int], int | None] = {}
         """Block and its own value to value; None for what is resident."""
-        self.held: dict[int, list[int]] = {}
-        """Event to the storages that are freed after it."""
-        for number, storage in enumerate(trace.storages):
-            if storage.died is not None:
-                self.held.setdefault(storage.died - 1, []).append(number)
+        self.held = freed_after(trace.storages)
 
-    def run(self, static_bytes: dict[str, int], name: str, loss: LossMemory, kinds: Mapping[str, str]) -> TrainingGraph:
+    def run(self) -> TrainingGraph:
         """Go through the events of the step."""
         if self.sharding:
-            self.sharding.begin()
+            self.sharding.before_forward(ROOT)
         for index, event in enumerate(self.trace.events):
             if isinstance(event, Run):
                 self._eager(event, index)
             elif event.kind is Kind.LOSS:
-                self._loss(event, index, loss)
+                self._loss(event, index)
             else:
                 self._block(event, index)
         if self.sharding:
             self.sharding.end(self._gradients(self.eager_gradients))
-        return self.finish(static_bytes, name, kinds)
+        return self.finish()
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the graph as fingerprints have it.
@@ -144,19 +125,19 @@ class Builder(GraphBuilder[fx.Node]):
         self.add_once(
             str(run.node.target),
             run.module or run.derivative_of,
-            self._reads((*run.reads, *self.held.get(index, ())), made=run.makes),
+            self._reads((*run.reads, *self.held[index]), made=run.makes),
             [self._value(storage) for storage in run.makes],
             module_before=run.module,
             node=run.node,
             **run.facts,
         )
 
-    def _loss(self, event: Passage, index: int, loss: LossMemory) -> None:
+    def _loss(self, event: Passage, index: int) -> None:
         if self.sharding:
             self.sharding.end_forward()
         makes = [self._value(storage) for storage in event.makes.values()]
-        makes += self.add_loss_values(loss)
-        self.add_loss(self._reads((*event.reads, *self.held.get(index, ())), made=event.makes.values()), makes)
+        makes += self.add_loss_values()
+        self.add_loss(self._reads((*event.reads, *self.held[index]), made=event.makes.values()), makes)
         if self.sharding:
             self.sharding.begin_backward()
 
@@ -171,7 +152,7 @@ class Builder(GraphBuilder[fx.Node]):
         else:
             given = [block.value(node) for node, _ in block.tangents]
         crossing = dict(event.makes)
-        handed = {v: self._value_of(storage) for v, storage in zip(given, event.reads, strict=True)}
+        handed = {v: self.value_of.get(storage) for v, storage in zip(given, event.reads, strict=True)}
         self.inside |= {(path, v): value for v, value in handed.items()}
         for operation, node in zip(graph.operations, block.lowered.operation_nodes, strict=True):
             if operation.phase is not self.phase or operation.target in (GIVEN_TARGET, ACCUMULATE_TARGET):
@@ -199,7 +180,7 @@ class Builder(GraphBuilder[fx.Node]):
                 ),
                 node,
             )
-        held = self._reads(self.held.get(index, ()), made=())
+        held = self._reads(self.held[index], made=())
         if event.kind is not Kind.FORWARD and not GIVES_GRADIENTS_AWAY:
             held += [v for v in handed.values() if v is not None]
         self.add_once(RETURN_TARGET, path, held)
@@ -210,10 +191,7 @@ class Builder(GraphBuilder[fx.Node]):
             passed_on = any(self.trace.storages[s].kind != "gradient" for s in event.makes.values())
             self.sharding.after_backward(path, gradients, input_has_gradient=passed_on)
 
-    def _value_of(self, storage: int | None) -> int | None:
-        return None if storage is None else self.value_of.get(storage)
-
-    def _reads(self, storages: Iterable[int | None], made: Iterable[int]) -> list[int]:
+    def _reads(self, storages: Iterable[int | None], made: Container[int | None]) -> list[int]:
         """Return the values of storages, without what is resident or made by this very operation."""
         return [self.value_of[s] for s in storages if s in self.value_of and s not in made]
 

@@ -7,37 +7,23 @@ alive: so the simulator frees things when eager does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import fx, nn
 
 from planner.capture import operands
-from planner.capture.eager.sends import Candidate, Waits, sends_in, waits_of
+from planner.capture.eager.sends import Candidate, Wait, Waits, waits_of
 from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
-from planner.capture.provenance import kinds_of
-from planner.capture.storages import Run, Storage
+from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
-from planner.ir.builder import GraphBuilder
-from planner.ir.checkpoints import (
-    AWAY,
-    BACK,
-    END,
-    HOLD,
-    KEPT,
-    SCRATCH,
-    STOP,
-    UNPACK,
-    Keepable,
-    Region,
-)
+from planner.ir.builder import GraphBuilder, StepContext
+from planner.ir.checkpoints import AWAY, BACK, END, HOLD, KEPT, SCRATCH, STOP, UNPACK, Keepable, Region, Sends, Sent
 from planner.ir.graph import LOSS_KEY_BEFORE, Operation, TrainingGraph
 from planner.ir.layers import is_within
-from planner.ir.static_memory import LossMemory
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
 """What Hugging Face's models derive their layers from."""
@@ -56,153 +42,101 @@ def lower_eager(
     trace: Trace,
     model: nn.Module,
     inputs: list[torch.Tensor],
+    context: StepContext,
     *,
-    alignment_bytes: int,
-    static_bytes: dict[str, int],
-    name: str,
-    loss: LossMemory,
     on_cpu: bool,
     least_bytes: int | None = None,
 ) -> EagerStep:
-    """Lower a recorded step.
+    """Lower a recorded step, which was given ``inputs``.
 
-    Parameters
-    ----------
-    inputs : list of torch.Tensor
-        What the step was given.
-    alignment_bytes, static_bytes, name, loss
-        See :func:`planner.capture.lowering.lower`.
-    on_cpu : bool
-        Whether the random state that a checkpoint keeps takes the memory that is planned.
-    least_bytes : int, optional
-        Values of so many bytes may wait in the host's memory; without it, none may.
+    The random state that a checkpoint keeps takes the memory that is planned if that is ``on_cpu``. Values of
+    ``least_bytes`` may wait in the host's memory; without it, none may.
     """
-    return _Lowering(trace, model, alignment_bytes, on_cpu).run(inputs, static_bytes, name, loss, least_bytes)
+    return _Lowering(trace, model, context, on_cpu).run(inputs, least_bytes)
 
 
 class _Lowering(GraphBuilder[fx.Node]):
-    def __init__(self, trace: Trace, model: nn.Module, alignment_bytes: int, on_cpu: bool) -> None:
-        super().__init__(alignment_bytes)
+    def __init__(self, trace: Trace, model: nn.Module, context: StepContext, on_cpu: bool) -> None:
+        super().__init__(context)
         self.trace = trace
-        self.modules, self.kinds = dict(model.named_modules()), kinds_of(model)
+        self.modules = dict(model.named_modules())
         self.random_bytes = self.aligned(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
         for index, storage in enumerate(trace.storages):
-            size_bytes = 0 if self._is_elsewhere(storage, on_cpu) else storage.size_bytes
+            # What is not the device's, or is counted with the loss, takes nothing.
+            is_elsewhere = storage.is_stand_in or (storage.is_number and not on_cpu)
+            size_bytes = 0 if is_elsewhere else storage.size_bytes
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=storage.died is None)
-        self.kept_by_last: defaultdict[int, list[int]] = defaultdict(list)
-        """For each run, the storages that are let go right after it."""
-        for index, storage in enumerate(trace.storages):
-            self._lives_until(index, storage.died)
-        for save in trace.saves:
-            if save.storage is not None:
-                self._lives_until(save.storage, save.released)
+        self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
+        self.run_at: list[int] = []
+        self.first_at: list[int] = []
+        """For each run, what comes first of what stands for the time between it and the one before."""
+        self.noted: dict[tuple[str, str], int] = {}
+        """Operations that cost nothing, by target and module; stand-ins by the operation that they stand in for."""
 
-    @staticmethod
-    def _is_elsewhere(storage: Storage, on_cpu: bool) -> bool:
-        """Whether a storage is not the device's, or is counted with the loss."""
-        return storage.is_stand_in or (storage.is_number and not on_cpu)
+    def _let_go(self) -> defaultdict[int, list[int]]:
+        """Return for each run the storages that the program, or autograd, lets go of right after it."""
+        found = freed_after(self.trace.storages)
+        for save in self.trace.saves:
+            if save.storage is not None:
+                until = len(self.trace.runs) if save.released is None else save.released
+                found[until - 1].append(save.storage)
+        for last, storages in found.items():
+            found[last] = [s for s in storages if self.trace.storages[s].maker < last and not self.values[s].retained]
+        return found
 
-    def _lives_until(self, storage: int, position: int | None) -> None:
-        last = (len(self.trace.runs) if position is None else position) - 1
-        if last > self.trace.storages[storage].maker and not self.values[storage].retained:
-            self.kept_by_last[last].append(storage)
-
-    def run(
-        self,
-        inputs: list[torch.Tensor],
-        static_bytes: dict[str, int],
-        name: str,
-        loss: LossMemory,
-        least_bytes: int | None,
-    ) -> EagerStep:
+    def run(self, inputs: list[torch.Tensor], least_bytes: int | None) -> EagerStep:
         candidates = list(self._candidates())
         waits: dict[str, Waits] = {}
         if least_bytes is not None:
             movable = [value for value, seen in enumerate(self.values) if seen.size_bytes >= max(least_bytes, 1)]
             waits = waits_of(self.trace, candidates, movable)
-        unpacked: defaultdict[int, dict[int, None]] = defaultdict(dict)
-        for each in waits.values():
-            for wait in each.saved:
-                unpacked[wait.returns][wait.value] = None
-        keepable = {position for candidate in candidates for position in candidate.keepable}
+        self._add_operations(candidates, waits)
+        graph = self.finish()
+        lowered = LoweredGraph(
+            JointGraph.without_graph(inputs),
+            graph,
+            self.operation_nodes,
+            fingerprinted=self._as_written_before(graph),
+        )
+        seen = {i: run.workspace_bytes for i, run in zip(self.run_at, self.trace.runs, strict=False)}
+        return EagerStep(
+            lowered,
+            tuple(self._region(candidate, waits.get(candidate.module), graph) for candidate in candidates),
+            {index: size_bytes for index, size_bytes in seen.items() if size_bytes is not None},
+        )
+
+    # Operations.
+
+    def _add_operations(self, candidates: Sequence[Candidate], waits: Mapping[str, Waits]) -> None:
+        """Add what runs, and between the runs what says how long something lives."""
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
             begins[candidate.begin].append(candidate)
             stops[candidate.stop].append(candidate)
-        holds: dict[str, int] = {}
-        ends: dict[str, tuple[int, ...]] = {}
-        aways: dict[str, int] = {}
-        backs: dict[str, int] = {}
-        run_at: list[int] = []
-        first_at: list[int] = []
-        """For each run, what comes first of what stands for the time between it and the one before."""
-        stand_ins: dict[int, int] = {}
-        runs = self.trace.runs
-        for position in range(len(runs) + 1):
+        unpacked: defaultdict[int, list[int]] = defaultdict(list)
+        for wait in (wait for each in waits.values() for wait in each.saved):
+            unpacked[wait.returns].append(wait.value)
+        keepable = {position for candidate in candidates for position in candidate.keepable}
+        for position in range(len(self.trace.runs) + 1):
             for candidate in stops[position]:
-                ends[candidate.module] = self._add_stop(candidate)
-                if found := waits.get(candidate.module):
-                    back = [wait.value for wait in found.given]
-                    backs[candidate.module] = self._add_note(BACK, candidate.module, back)
+                self._add_stop(candidate, waits.get(candidate.module))
             for candidate in begins[position]:
-                state_bytes = self.random_bytes + candidate.statistics_bytes
-                hold = partial(self._add_note, module=candidate.module, state_bytes=state_bytes)
-                given = candidate.call.given
-                holds[candidate.module] = hold(HOLD, reads=given)
-                if found := waits.get(candidate.module):
-                    sent = {wait.value for wait in found.given}
-                    aways[candidate.module] = hold(AWAY, reads=[value for value in given if value not in sent])
+                self._add_hold(candidate, waits.get(candidate.module))
             if position == self.trace.backward:
-                self._add_own_loss(loss)
-            first_at.append(len(self.operations))
+                self._add_own_loss()
+            self.first_at.append(len(self.operations))
             if position in unpacked:
                 self._add_note(UNPACK, "", unpacked[position])
-            if position < len(runs):
-                run_at.append(self._add_run(runs[position], position))
+            if position < len(self.trace.runs):
+                self.run_at.append(self._add_run(position))
             if position in keepable:
-                stand_ins[position] = self._add_stand_in(self.operations[-1])
-        run_at.append(self._add_note(END, "", ()))
-        graph = self.finish(static_bytes, name, self.kinds)
-        regions = []
-        for candidate in candidates:
-            *scratch, stop = ends[candidate.module]
-            sends = None
-            if found := waits.get(candidate.module):
-                beside = aways[candidate.module], backs[candidate.module]
-                sends = sends_in(candidate, found, graph, run_at, first_at, *beside)
-            regions.append(
-                Region(
-                    module=candidate.module,
-                    hold=holds[candidate.module],
-                    recompute=(*scratch, *run_at[candidate.begin : candidate.stop], stop),
-                    recompute_before=first_at[candidate.before],
-                    release_at=first_at[candidate.until],
-                    keepable=tuple(
-                        Keepable(
-                            index=run_at[position],
-                            stand_in=stand_ins[position],
-                            operator=self.operations[run_at[position]].target,
-                            occurrence=runs[position].occurrence - candidate.call.called[runs[position].node.target],
-                            is_random=is_random(runs[position].node),
-                        )
-                        for position in candidate.keepable
-                    ),
-                    sends=sends,
-                )
-            )
-        nodes = fx.Graph()
-        joint = JointGraph(fx.GraphModule(nn.Module(), nodes), nodes, 0, inputs)
-        lowered = LoweredGraph(
-            joint, graph, self.operation_nodes, [], {}, fingerprinted=self._as_written_before(graph, loss)
-        )
-        seen = {index: run.workspace_bytes for index, run in zip(run_at, runs, strict=False)}
-        return EagerStep(lowered, tuple(regions), {index: size for index, size in seen.items() if size is not None})
+                self._add_stand_in(self.operations[-1])
+        self.run_at.append(self._add_note(END, "", ()))
 
-    # Operations.
-
-    def _add_run(self, run: Run, position: int) -> int:
-        reads = (*run.reads, *self.kept_by_last[position])
+    def _add_run(self, position: int) -> int:
+        run = self.trace.runs[position]
+        reads = (*run.reads, *self.let_go[position])
         name = f"{run.node.name}_{position}"
         return self.add(
             str(run.node.target), reads, run.makes, name=name, module=run.module, node=run.node, **run.facts
@@ -216,21 +150,50 @@ class _Lowering(GraphBuilder[fx.Node]):
         makes: Iterable[int] = (),
         *,
         state_bytes: int = 0,
-        name: str = "",
+        of: str = "",
     ) -> int:
-        """Add an operation that costs nothing."""
-        return self.add(
-            target, reads, makes, name=name or f"{target} of {module}", module=module, state_bytes=state_bytes
-        )
+        """Add an operation that costs nothing, of a module if nothing else is said."""
+        name = f"{target} {of}" if of else f"{target} of {module}"
+        index = self.add(target, reads, makes, name=name, module=module, state_bytes=state_bytes)
+        self.noted[target, of or module] = index
+        return index
 
-    def _add_own_loss(self, loss: LossMemory) -> None:
+    def _add_own_loss(self) -> None:
         """Add the loss: what it works with is there until the outputs have their gradients."""
-        made = self.add_loss_values(loss)
+        made = self.add_loss_values()
         self.add_loss((), made)
         if self.trace.tangents > self.trace.backward:
-            self.kept_by_last[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
+            self.let_go[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
 
-    def _as_written_before(self, graph: TrainingGraph, loss: LossMemory) -> TrainingGraph:
+    def _add_hold(self, candidate: Candidate, waits: Waits | None) -> None:
+        state_bytes = self.random_bytes + candidate.statistics_bytes
+        given = candidate.call.given
+        self._add_note(HOLD, candidate.module, given, state_bytes=state_bytes)
+        if waits is not None:
+            sent = {wait.value for wait in waits.given}
+            stays = [value for value in given if value not in sent]
+            self._add_note(AWAY, candidate.module, stays, state_bytes=state_bytes)
+
+    def _add_stop(self, candidate: Candidate, waits: Waits | None) -> None:
+        alive = [
+            value
+            for run in self.trace.runs[candidate.begin : candidate.stop]
+            for value in run.makes
+            if (died := self.trace.storages[value].died) is None or died > candidate.stop
+        ]
+        if self.random_bytes:
+            state = self.add_value(f"random state beside {candidate.module}", self.random_bytes)
+            self._add_note(SCRATCH, candidate.module, (), (state,))
+            alive.append(state)
+        self._add_note(STOP, candidate.module, alive)
+        if waits is not None:
+            self._add_note(BACK, candidate.module, [wait.value for wait in waits.given])
+
+    def _add_stand_in(self, operation: Operation) -> None:
+        """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""
+        self._add_note(KEPT, operation.module, (*operation.inputs, *operation.outputs), of=operation.name)
+
+    def _as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the graph as fingerprints have it: the loss had a key of its own here, and its sizes were others."""
         operations, values = list(graph.operations), list(graph.values)
         operations[graph.loss_index] = replace(operations[graph.loss_index], key=LOSS_KEY_BEFORE)
@@ -239,27 +202,49 @@ class _Lowering(GraphBuilder[fx.Node]):
                 values[index] = replace(values[index], size_bytes=self.aligned(storage.size_bytes))
         for index in graph.operations[graph.loss_index].outputs:
             if values[index].retained:
-                values[index] = replace(values[index], size_bytes=loss.held_bytes)
+                values[index] = replace(values[index], size_bytes=self.context.loss.held_bytes)
         return replace(graph, operations=tuple(operations), values=tuple(values))
 
-    def _add_stand_in(self, operation: Operation) -> int:
-        """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""
-        alive = dict.fromkeys((*operation.inputs, *operation.outputs))
-        return self._add_note(KEPT, operation.module, alive, name=f"{KEPT} {operation.name}")
+    # Regions of them.
 
-    def _add_stop(self, candidate: Candidate) -> tuple[int, ...]:
-        alive = [
-            value
-            for run in self.trace.runs[candidate.begin : candidate.stop]
-            for value in run.makes
-            if (died := self.trace.storages[value].died) is None or died > candidate.stop
-        ]
-        scratch = []
-        if self.random_bytes:
-            state = self.add_value(f"random state beside {candidate.module}", self.random_bytes)
-            scratch = [self._add_note(SCRATCH, candidate.module, (), (state,))]
-            alive.append(state)
-        return (*scratch, self._add_note(STOP, candidate.module, alive))
+    def _region(self, candidate: Candidate, waits: Waits | None, graph: TrainingGraph) -> Region:
+        module = candidate.module
+        scratch = [self.noted[SCRATCH, module]] if self.random_bytes else []
+        return Region(
+            module=module,
+            hold=self.noted[HOLD, module],
+            recompute=(*scratch, *self.run_at[candidate.begin : candidate.stop], self.noted[STOP, module]),
+            recompute_before=self.first_at[candidate.before],
+            release_at=self.first_at[candidate.until],
+            keepable=tuple(self._keepable_at(position, candidate.call) for position in candidate.keepable),
+            sends=None if waits is None else self._sends(candidate, waits, graph),
+        )
+
+    def _keepable_at(self, position: int, call: Call) -> Keepable:
+        run, operation = self.trace.runs[position], self.operations[self.run_at[position]]
+        return Keepable(
+            index=self.run_at[position],
+            stand_in=self.noted[KEPT, operation.name],
+            operator=operation.target,
+            occurrence=run.occurrence - call.called[run.node.target],
+            is_random=is_random(run.node),
+        )
+
+    def _sends(self, candidate: Candidate, waits: Waits, graph: TrainingGraph) -> Sends:
+        def sent(wait: Wait, returns: int) -> Sent:
+            readers = (reader for reader in graph.readers[wait.value] if reader < self.run_at[wait.leaves])
+            leaves = 1 + max((self.run_at[wait.leaves - 1], *readers))
+            return Sent(value=wait.value, numbers=wait.numbers, leaves=leaves, returns=returns)
+
+        begins = self.first_at[candidate.before]
+        return Sends(
+            saved=tuple(sent(wait, self.first_at[wait.returns]) for wait in waits.saved),
+            given=tuple(sent(wait, begins) for wait in waits.given),
+            away=self.noted[AWAY, candidate.module],
+            back=self.noted[BACK, candidate.module],
+            ended=1 + self.run_at[candidate.call.end - 1],
+            begins=begins,
+        )
 
     # What can be checkpointed.
 
@@ -276,7 +261,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         """Return what checkpointing a call would do; None if that frees nothing, or would not be right."""
         runs = self.trace.runs
         stop = max((save.saved for save in call.saves), default=call.begin)
-        made = {value for run in runs[call.begin : stop] for value in run.makes}
+        made = frozenset(value for run in runs[call.begin : stop] for value in run.makes)
         read = [save.read for save in call.saves if save.read is not None]
         if not read or not any(save.storage in made for save in call.saves):
             return None
@@ -284,11 +269,10 @@ class _Lowering(GraphBuilder[fx.Node]):
             return None  # beside what stays to the end, a second copy would be there for a while
         before = min(read)
         until = max(len(runs) if save.released is None else save.released for save in call.saves)
-        outside = {value for run in runs[call.begin : stop] for value in run.reads} - made
+        finds = {*call.given, *(value for run in runs[call.begin : stop] for value in run.reads)} - made
         if before < self.trace.backward or not self._is_repeatable(call):
             return None
-        later = {value for run in runs[call.end : before] for value in run.writes}
-        if later & (outside | set(call.given)):
+        if any(value in finds for run in runs[call.end : before] for value in run.writes):
             return None
         return Candidate(
             module=module,
@@ -296,6 +280,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             stop=stop,
             before=before,
             until=until,
+            makes=made,
+            finds=frozenset(finds),
             statistics_bytes=self._statistics_bytes(module),
             keepable=self._keepable(range(call.begin, stop)),
         )

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.capture.eager.trace import Call, Save, Trace
-from planner.ir.checkpoints import Sends, Sent
-from planner.ir.graph import TrainingGraph
 from planner.ir.layers import is_within
 
 
@@ -22,7 +20,8 @@ from planner.ir.layers import is_within
 class Candidate:
     """A call that can be checkpointed: its runs from ``begin`` to before ``stop`` are run again.
 
-    ``keepable`` are those of them that need not be, if their outputs are kept.
+    That happens before run ``before`` of the backward; until run ``until`` something of it is saved. They make the
+    storages ``makes``, and find ``finds`` there. ``keepable`` are those that need not run, if their outputs are kept.
     """
 
     module: str
@@ -30,6 +29,8 @@ class Candidate:
     stop: int
     before: int
     until: int
+    makes: frozenset[int]
+    finds: frozenset[int]
     statistics_bytes: int
     keepable: tuple[int, ...]
 
@@ -61,55 +62,14 @@ class Waits:
 
 
 def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> dict[str, Waits]:
-    """Say for each candidate what it could send.
-
-    Parameters
-    ----------
-    movable : collection of int
-        Storages that are large enough, and may go.
-    """
-    return _SendSearch(trace, candidates, movable).found()
-
-
-def sends_in(
-    candidate: Candidate,
-    waits: Waits,
-    graph: TrainingGraph,
-    run_at: Sequence[int],
-    first_at: Sequence[int],
-    away: int,
-    back: int,
-) -> Sends:
-    """Say the same of a graph's operations.
-
-    Parameters
-    ----------
-    waits : Waits
-        What it could send.
-    run_at, first_at : sequence of int
-        For each run, its operation, and the first of those that stand for what happens between it and the one before.
-    away, back : int
-        See :class:`planner.ir.checkpoints.Sends`.
-    """
-
-    def sent(wait: Wait, returns: int) -> Sent:
-        readers = (reader for reader in graph.readers[wait.value] if reader < run_at[wait.leaves])
-        leaves = 1 + max((run_at[wait.leaves - 1], *readers))
-        return Sent(value=wait.value, numbers=wait.numbers, leaves=leaves, returns=returns)
-
-    return Sends(
-        saved=tuple(sent(wait, first_at[wait.returns]) for wait in waits.saved),
-        given=tuple(sent(wait, first_at[candidate.before]) for wait in waits.given),
-        away=away,
-        back=back,
-        ended=1 + run_at[candidate.call.end - 1],
-        begins=first_at[candidate.before],
-    )
+    """Say for each candidate what it could send of the storages that are large enough, and may go."""
+    search = _SendSearch(trace, candidates, movable)
+    return {c.module: Waits(tuple(search.saved(c)), tuple(search.given(c))) for c in candidates}
 
 
 class _SendSearch:
     def __init__(self, trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> None:
-        self.trace, self.candidates = trace, candidates
+        self.trace = trace
         self.saves: defaultdict[int, list[Save]] = defaultdict(list)
         self.written: dict[int, int] = {}
         self.used: dict[int, int] = {}
@@ -124,11 +84,9 @@ class _SendSearch:
             self.written.update(dict.fromkeys(run.writes, position))
             self.used.update(dict.fromkeys(run.reads, position + 1))
         for candidate in candidates:
-            runs = trace.runs[candidate.begin : candidate.stop]
-            made = {value for run in runs for value in run.makes}
-            for value in made:
+            for value in candidate.makes:
                 self.makers[value].append(candidate)
-            for value in {*candidate.call.given, *(value for run in runs for value in run.reads)} - made:
+            for value in candidate.finds:
                 self.users[value].append(candidate)
         self.movable = {value for value in movable if self._is_movable(value)}
 
@@ -136,10 +94,7 @@ class _SendSearch:
         storage = self.trace.storages[value]
         return storage.maker < self.trace.backward and storage.died is not None and not storage.is_number
 
-    def found(self) -> dict[str, Waits]:
-        return {c.module: Waits(tuple(self._saved(c)), tuple(self._given(c))) for c in self.candidates}
-
-    def _saved(self, candidate: Candidate) -> Iterator[Wait]:
+    def saved(self, candidate: Candidate) -> Iterator[Wait]:
         numbers = _numbers([save.storage for save in candidate.call.saves])
         for value in sorted(numbers.keys() & self.movable):
             saves = self.saves[value]
@@ -148,7 +103,7 @@ class _SendSearch:
                 continue
             yield from self._wait(value, numbers[value], candidate, min(reads))
 
-    def _given(self, candidate: Candidate) -> Iterator[Wait]:
+    def given(self, candidate: Candidate) -> Iterator[Wait]:
         call = candidate.call
         numbers = _numbers(call.direct)
         for value in sorted((numbers.keys() & self.movable) - call.enclosed):

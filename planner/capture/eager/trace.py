@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any
@@ -19,10 +18,11 @@ import torch
 from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.inputs import tensors_in
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
 from planner.capture.provenance import is_library, short_path
-from planner.capture.storages import Run, StepRecorder, Storage, tensors_in
+from planner.capture.storages import Run, StepRecorder, Storage
 from planner.capture.torch_internals import (
     CHECKPOINT,
     FakeTensor,
@@ -82,19 +82,19 @@ class Call:
 class Trace:
     """A recorded step.
 
-    ``runs`` from ``backward`` on are of the backward; before ``tangents`` those that stand for a loss outside
-    have given the outputs their gradients. ``is_real`` says that the step was run with data.
+    ``runs`` from ``backward`` on, -1 until it begins, are of the backward; before ``tangents`` those that stand for a
+    loss outside have given the outputs their gradients. ``is_real`` says that the step was run with data.
     ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
     it gives a cache of keys and values back.
     """
 
     runs: list[Run]
     storages: list[Storage]
-    saves: list[Save]
-    calls: dict[str, list[Call]]
-    backward: int
-    tangents: int
-    is_real: bool
+    saves: list[Save] = field(default_factory=list)
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    backward: int = -1
+    tangents: int = -1
+    is_real: bool = False
     outside_bytes: int = 0
     returned_cache: bool = False
 
@@ -127,12 +127,7 @@ class Recorder(StepRecorder[Run]):
 
     def __init__(self, fakes: Any, sums: EngineSums) -> None:
         super().__init__(fakes, sums)
-        self.saves: list[Save] = []
-        self.calls: dict[str, list[Call]] = {}
-        self.backward = -1
-        self.tangents = -1
-        self.outside_bytes = 0
-        self.returned_cache = False
+        self.trace = Trace(self.events, self.storages)
         self._called: Counter[Any] = Counter()
         self._stack: list[tuple[str, Call]] = []
 
@@ -154,7 +149,7 @@ class Recorder(StepRecorder[Run]):
         run = super().note(function, args, kwargs, result)
         if run is not None:
             run.occurrence = self._called[function]
-            in_forward = self.backward < 0 and function in _KEEP_NUMBERS
+            in_forward = self.trace.backward < 0 and function in _KEEP_NUMBERS
             if in_forward and any(t.requires_grad for t in tensors_in((args, kwargs))):
                 run.makes += tuple(self._new_numbers(numbers_among(function, args)))
         self._called[function] += 1
@@ -162,7 +157,7 @@ class Recorder(StepRecorder[Run]):
 
     def source(self) -> str:
         """Return the line of the user's code that runs an operator of the forward."""
-        return _source() if self.backward < 0 else ""
+        return _source() if self.trace.backward < 0 else ""
 
     def _new_numbers(self, count: int) -> range:
         """Add numbers that are kept for the backward: no hook tells when they go, so they are there to its end."""
@@ -189,7 +184,7 @@ class Recorder(StepRecorder[Run]):
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Note that a tensor is saved, and give a copy to be held in its place."""
         save = Save(self.number(tensor), self.module, self.now, is_plain(tensor))
-        self.saves.append(save)
+        self.trace.saves.append(save)
         for _, call in self._stack:
             call.saves.append(save)
         with self.silent(), torch.no_grad():
@@ -217,10 +212,10 @@ class Recorder(StepRecorder[Run]):
             self.now,
             self._called.copy(),
             given=self.numbers(tensors_in(arguments)),
-            direct=tuple(self.number(t) if is_plain(t) else None for t in direct_tensors(args, kwargs)),
+            direct=tuple(self.number(t) if is_plain(t) else None for t in arguments if isinstance(t, torch.Tensor)),
             enclosed=frozenset(self.numbers(tensors_in([a for a in arguments if not is_plain(a)]))),
         )
-        self.calls.setdefault(name, []).append(call)
+        self.trace.calls.setdefault(name, []).append(call)
         self._stack.append((name, call))
         self.within = [name]
         try:
@@ -229,11 +224,6 @@ class Recorder(StepRecorder[Run]):
             call.end = self.now
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
-
-
-def direct_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that are arguments themselves."""
-    return [argument for argument in (*args, *kwargs.values()) if isinstance(argument, torch.Tensor)]
 
 
 def is_plain(leaf: Any) -> bool:
