@@ -15,11 +15,11 @@ from planner.capture.torch_internals import FakeTensor, InputMutationAOTOutput, 
 aten = torch.ops.aten
 
 _ATTENTION_DROPOUT_ARGUMENT = {
-    "_scaled_dot_product_flash_attention_for_cpu": (3, "dropout_p"),
-    "_scaled_dot_product_flash_attention": (3, "dropout_p"),
-    "_scaled_dot_product_efficient_attention": (5, "dropout_p"),
-    "_scaled_dot_product_cudnn_attention": (5, "dropout_p"),
-    "_scaled_dot_product_fused_attention_overrideable": (4, "dropout_p"),
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_flash_attention": 3,
+    "_scaled_dot_product_efficient_attention": 5,
+    "_scaled_dot_product_cudnn_attention": 5,
+    "_scaled_dot_product_fused_attention_overrideable": 4,
 }
 
 
@@ -113,11 +113,9 @@ def draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws random numbers: attention carries the tag even without dropout."""
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    place = _ATTENTION_DROPOUT_ARGUMENT.get(target.overloadpacket.__name__)
-    if place is not None:
-        position, keyword = place
-        probability = kwargs.get(keyword, args[position] if len(args) > position else 0.0)
-        return bool(probability != 0.0)
+    position = _ATTENTION_DROPOUT_ARGUMENT.get(target.overloadpacket.__name__)
+    if position is not None:
+        return bool(kwargs.get("dropout_p", args[position] if len(args) > position else 0.0) != 0.0)
     if target is aten.native_dropout.default:
         return bool(args[1] != 0.0) and args[2] is not False
     return True

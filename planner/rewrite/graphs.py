@@ -176,7 +176,7 @@ class _Emitter:
         for value in self._returning.get(position, ()):
             node = self.lowered.value_nodes[value]
             self._forget_views(value)
-            self.current[node] = self._call(host_copies.reload, self._place(value), like=node)
+            self.current[node] = self._call(node.meta, host_copies.reload, self._place(value))
             self.arriving.add(value)
 
     def _leave(self, position: int, but: Sequence[int] = ()) -> None:
@@ -185,20 +185,19 @@ class _Emitter:
         for value in leaving:
             if value not in but:
                 node = self.lowered.value_nodes[value]
-                self.places[value] = self._call(host_copies.wait_offload, self._place(value), self.resolve(node))
-                self.places[value].meta = self._meta_of_place(value)
+                sent = (self._place(value), self.resolve(node))
+                self.places[value] = self._call(self._meta_of_place(value), host_copies.wait_offload, *sent)
                 self.current.pop(node)
                 self._forget_views(value)
 
     def _send(self, value: int) -> None:
-        node = self.lowered.value_nodes[value]
-        self.places[value] = self._call(host_copies.offload, self.current[node], self._lossy[value])
-        self.places[value].meta = self._meta_of_place(value)
+        sent = (self.current[self.lowered.value_nodes[value]], self._lossy[value])
+        self.places[value] = self._call(self._meta_of_place(value), host_copies.offload, *sent)
 
     def _arrive(self, value: int) -> None:
         node = self.lowered.value_nodes[value]
         self.arriving.remove(value)
-        self.current[node] = self._call(host_copies.wait_reload, self.resolve(node), self._place(value), like=node)
+        self.current[node] = self._call(node.meta, host_copies.wait_reload, self.resolve(node), self._place(value))
 
     def _place(self, value: int) -> fx.Node:
         """Return the place of an offloaded value; in the backward it is one of the inputs."""
@@ -213,10 +212,9 @@ class _Emitter:
             size_bytes = val.untyped_storage().nbytes() // (2 if self._lossy[value] else 1)
             return {"val": torch.empty(size_bytes, dtype=torch.uint8)}
 
-    def _call(self, function: Any, *arguments: Any, like: fx.Node | None = None) -> fx.Node:
+    def _call(self, meta: dict[str, Any], function: Any, *arguments: Any) -> fx.Node:
         node = self.graph.call_function(function, arguments)
-        if like is not None:
-            node.meta = dict(like.meta)
+        node.meta = dict(meta)
         return node
 
     def _forget_views(self, value: int) -> None:
@@ -228,7 +226,8 @@ class _Emitter:
         if not isinstance(node, fx.Node):
             return node
         same = self.resolve(node)
-        return self.graph.node_copy(node, self.resolve) if self._stands_for_another(node) else same
+        stands_for_another = self._is_view(node) and _shown_before(node) is not None
+        return self.graph.node_copy(node, self.resolve) if stands_for_another else same
 
     def resolve_gradients(self, nodes: Sequence[Any]) -> tuple[Any, ...]:
         """Return what leaves the backward: what two gradients look at, or what came in, leaves as a view of it."""
@@ -242,18 +241,16 @@ class _Emitter:
                 taken.add(found)
         return tuple(given[node] for node in nodes)
 
-    def _stands_for_another(self, node: fx.Node) -> bool:
-        is_view = node in self.lowered.alias_nodes and node not in self._elements
-        return is_view and _shown_before(node) is not None
+    def _is_view(self, node: fx.Node) -> bool:
+        return node in self.lowered.alias_nodes and node not in self._elements
 
     def resolve(self, node: fx.Node) -> fx.Node:
         """Return the current copy of a joint node: made before, viewed now, or taken in as an input."""
-        found = self.current.get(node)
-        if found is not None:
-            return found
+        if node in self.current:
+            return self.current[node]
         if node.op == "get_attr":
             self.current[node] = self.graph.node_copy(node)
-        elif node in self.lowered.alias_nodes and node not in self._elements:
+        elif self._is_view(node):
             same = _shown_before(node)
             self.current[node] = self.graph.node_copy(node, self.resolve) if same is None else self.resolve(same)
             for value in self.lowered.storage_of[node]:
@@ -263,12 +260,8 @@ class _Emitter:
         return self.current[node]
 
     def order_placeholders(self, nodes: Sequence[fx.Node]) -> None:
-        first = next(iter(self.graph.nodes))
-        for node in nodes:
-            if node is not first:
-                first.prepend(node)
-            else:
-                first = node.next
+        for node in reversed(nodes):
+            next(iter(self.graph.nodes)).prepend(node)
 
     def _take(self, node: fx.Node) -> None:
         name = node.name if node.op == "placeholder" else f"saved_{node.name}"
@@ -319,9 +312,7 @@ class _Emitter:
             if not element.users or (without_statistics and position >= _BATCH_NORM_OUTPUTS):
                 continue
             if not looks_at or not renewed.isdisjoint(looks_at):
-                copied = self.graph.call_function(operator.getitem, (new, position))
-                copied.meta = dict(element.meta)
-                self.current[element] = copied
+                self.current[element] = self._call(element.meta, operator.getitem, new, position)
 
     def _batch_norm_without_statistics(self, node: fx.Node) -> fx.Node:
         # Running statistics were updated by the first run; a second update would be wrong.
@@ -331,9 +322,7 @@ class _Emitter:
 
     def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
         pair = self._call_by(run_and_save_rng_state, node)
-        state = self.graph.call_function(operator.getitem, (pair, 0))
-        state.meta = _state_meta(node)
-        self.states[index] = state
+        self.states[index] = self._call(_state_meta(node), operator.getitem, pair, 0)
         return self.graph.call_function(operator.getitem, (pair, 1))
 
     def _replay(self, index: int, node: fx.Node) -> fx.Node:

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.blocks.trace import Kind, Recorder, Trace
+from planner.capture.blocks.trace import Recorder, Trace
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
@@ -29,6 +29,7 @@ from planner.capture.provenance import kinds_of
 from planner.capture.storages import Run
 from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
 from planner.errors import CaptureError, UnsupportedModelError
+from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
 
 Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
@@ -130,7 +131,7 @@ class Step:
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
         recorder.sums.watch(losses)
-        loss = recorder.passage(Kind.LOSS, reads=recorder.numbers(tensors))
+        loss = recorder.passage(Phase.LOSS, reads=recorder.numbers(tensors))
 
         def tangents() -> list[torch.Tensor]:
             with recorder.silent():
@@ -224,10 +225,8 @@ class Step:
         if isinstance(tensor, FakeTensor):
             return tensor
         with self.mode:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake.requires_grad_(tensor.requires_grad)
+            fake = _leaf_like(tensor)
+        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[fx.Node]:
@@ -283,14 +282,13 @@ class _StandIn:
                 continue
             (like,) = tensors_of(node)
             value = self.block.value(node)
-            if value not in bases:
-                with self.recorder.silent():
-                    bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                made[value] = self.recorder.made(bases[value])
-                tensors.append(bases[value])
-            else:
-                with self.recorder.silent():
+            with self.recorder.silent():
+                if value in bases:
                     tensors.append(bases[value].as_strided(like.shape, like.stride(), like.storage_offset()))
+                    continue
+                bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            made[value] = self.recorder.made(bases[value])
+            tensors.append(bases[value])
         return tensors
 
 
@@ -309,7 +307,7 @@ class _Through(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.stand_in = stand_in
         given = dict(zip(block.lowered.joint.placeholders, tensors, strict=True))
-        passage = recorder.passage(Kind.FORWARD, block.path, [recorder.number(given[node]) for node in block.given])
+        passage = recorder.passage(Phase.FORWARD, block.path, [recorder.number(given[node]) for node in block.given])
         made = stand_in.new(block.outputs, passage.makes)
         differentiable = {position for _, position in block.tangents}
         ctx.mark_non_differentiable(*(t for i, t in enumerate(made) if i not in differentiable))
@@ -333,5 +331,5 @@ class _Through(torch.autograd.Function):
         tangent = None
         tangents.clear()
         boxed.clear()  # what is freed by that lives as long as the block's own operations read it
-        passage = recorder.passage(Kind.BACKWARD, block.path, reads)
+        passage = recorder.passage(Phase.BACKWARD, block.path, reads)
         return (None, *stand_in.new(block.lowered.joint.outputs[1], passage.makes))

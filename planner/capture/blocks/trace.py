@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -14,25 +13,18 @@ from torch import nn
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.storages import Run, StepRecorder, Storage
 from planner.capture.torch_internals import next_number, number_at_work
-
-
-class Kind(Enum):
-    """What a passage stands for."""
-
-    FORWARD = "forward of a block"
-    LOSS = "loss"
-    BACKWARD = "backward of a block"
+from planner.ir.graph import Phase
 
 
 @dataclass
 class Passage:
-    """One way through a block, or the loss.
+    """The forward of a block, its backward, or the loss.
 
     ``reads`` are storages; for a block, one for each given placeholder or for each tangent, None for what is resident.
     ``makes`` are too; for a block from its own values to them.
     """
 
-    kind: Kind
+    phase: Phase
     module: str = ""
     reads: Sequence[int | None] = ()
     makes: dict[int, int] = field(default_factory=dict)
@@ -58,9 +50,9 @@ class Recorder(StepRecorder[Passage]):
         self._at_work: list[str] = []
         """From the operation of each number on, in forward order, the module that is at work."""
 
-    def passage(self, kind: Kind, module: str = "", reads: Sequence[int | None] = ()) -> Passage:
+    def passage(self, phase: Phase, module: str = "", reads: Sequence[int | None] = ()) -> Passage:
         """Begin a passage: what is freed from now on is freed after it."""
-        passage = Passage(kind, module, reads)
+        passage = Passage(phase, module, reads)
         self.events.append(passage)
         return passage
 

@@ -16,13 +16,13 @@ from torch import fx
 
 from planner.capture.blocks.regions import Block
 from planner.capture.blocks.sharding import ROOT, Parameter, Sharding
-from planner.capture.blocks.trace import Kind, Passage, Trace
+from planner.capture.blocks.trace import Passage, Trace
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.builder import GraphBuilder, Keys, StepContext
-from planner.ir.graph import TrainingGraph
+from planner.ir.graph import Phase, TrainingGraph
 
 RETURN_TARGET = "returns"
 
@@ -90,7 +90,7 @@ class Builder(GraphBuilder[fx.Node]):
         for index, event in enumerate(self.trace.events):
             if isinstance(event, Run):
                 self._eager(event, index)
-            elif event.kind is Kind.LOSS:
+            elif event.phase is Phase.LOSS:
                 self._loss(event, index)
             else:
                 self._block(event, index)
@@ -144,15 +144,12 @@ class Builder(GraphBuilder[fx.Node]):
     def _block(self, event: Passage, index: int) -> None:
         block = self.blocks[event.module]
         graph, path = block.lowered.graph, block.path
+        is_forward = event.phase is Phase.FORWARD
         if self.sharding:
-            before = self.sharding.before_forward if event.kind is Kind.FORWARD else self.sharding.before_backward
-            before(path)
-        if event.kind is Kind.FORWARD:
-            given = [block.value(node) for node in block.given]
-        else:
-            given = [block.value(node) for node, _ in block.tangents]
-        crossing = dict(event.makes)
-        handed = {v: self.value_of.get(storage) for v, storage in zip(given, event.reads, strict=True)}
+            (self.sharding.before_forward if is_forward else self.sharding.before_backward)(path)
+        given = block.given if is_forward else [node for node, _ in block.tangents]
+        crossing = event.makes
+        handed = {block.value(n): self.value_of.get(storage) for n, storage in zip(given, event.reads, strict=True)}
         self.inside |= {(path, v): value for v, value in handed.items()}
         for operation, node in zip(graph.operations, block.lowered.operation_nodes, strict=True):
             if operation.phase is not self.phase or operation.target in (GIVEN_TARGET, ACCUMULATE_TARGET):
@@ -181,10 +178,10 @@ class Builder(GraphBuilder[fx.Node]):
                 node,
             )
         held = self._reads(self.held[index], made=())
-        if event.kind is not Kind.FORWARD and not GIVES_GRADIENTS_AWAY:
+        if not is_forward and not GIVES_GRADIENTS_AWAY:
             held += [v for v in handed.values() if v is not None]
         self.add_once(RETURN_TARGET, path, held)
-        if self.sharding and event.kind is Kind.FORWARD:
+        if self.sharding and is_forward:
             self.sharding.after_forward(path)
         elif self.sharding:
             gradients = self._gradients(event.makes.values())
