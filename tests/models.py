@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 
 import torch
 import torch.nn.functional as F
@@ -44,27 +45,33 @@ class Stack(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """BatchNorm, with and without a fixed momentum, and activations in place."""
+    """BatchNorm and activations in place; ``None`` among the momenta is one that no graph can capture."""
 
-    def __init__(self, depth: int = 4, channels: int = 16, *, channels_last: bool = False) -> None:
+    def __init__(
+        self,
+        depth: int = 4,
+        channels: int = 16,
+        *,
+        momenta: Sequence[float | None] = (0.1,),
+        channels_last: bool = False,
+    ) -> None:
         super().__init__()
-        self.channels = channels
         self.order = torch.channels_last if channels_last else torch.preserve_format
         self.blocks = nn.Sequential(
             *(
                 nn.Sequential(
                     nn.Conv2d(channels, channels, 3, padding=1),
-                    nn.BatchNorm2d(channels, momentum=None if number % 2 else 0.1),
+                    nn.BatchNorm2d(channels, momentum=momentum),
                     nn.ReLU(inplace=True),
                     nn.Conv2d(channels, channels, 3, padding=1),
                     nn.BatchNorm2d(channels),
                 )
-                for number in range(depth)
+                for momentum in islice(cycle(momenta), depth)
             )
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return mean_square(self.blocks(x.to(memory_format=self.order)))
+        return mean_square(self.blocks(x))
 
 
 def images(count: int = 4, channels: int = 16, size: int = 24) -> torch.Tensor:

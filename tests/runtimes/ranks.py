@@ -1,4 +1,4 @@
-"""What each rank of ``test_distributed.py`` runs, under ``python -m torch.distributed.run``."""
+"""What each rank of ``test_distributed.py`` runs, in a process of its own."""
 
 from __future__ import annotations
 
@@ -261,8 +261,8 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
 def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=RANKS)
     for name in names:
         (folder / f"{name}.{rank}.json").write_text(json.dumps(SCENARIOS[name](rank)), encoding="utf-8")
     if dist.is_initialized() and "dies" not in names:

@@ -17,26 +17,28 @@ ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
-def launch(scenarios: str, folder: Path) -> None:
-    """Run scenarios of ``ranks.py`` one after the other on two ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(ROOT / "tests" / "runtimes" / "ranks.py"), scenarios, str(folder)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+SCENARIOS = "ddp,fsdp2,mixed_precision,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,dies"
+"""What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all scenarios on two ranks: most of what a process takes is its imports."""
     made = tmp_path_factory.mktemp("ranks")
-    launch("ddp,fsdp2,mixed_precision,fails_on_rank_0,fails_on_rank_1,differs,wrong_order", made)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "tests" / "runtimes" / "ranks.py"), SCENARIOS, str(made)]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(len(RANKS))}
+    processes, logs = [], [made / f"{rank}.log" for rank in RANKS]
+    for rank, log in zip(RANKS, logs, strict=True):
+        with log.open("w") as errors:
+            own = {**environment, "RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=own, cwd=ROOT, stderr=errors))
+    try:
+        for process, log in zip(processes, logs, strict=True):
+            assert process.wait(timeout=600) == 0, log.read_text(errors="replace")[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
     return made
 
 
@@ -117,8 +119,7 @@ def test_the_order_of_wrapping_is_said(folder: Path) -> None:
         assert "call fully_shard after it" in result["late"]["message"]
 
 
-def test_a_rank_that_dies_while_planning_leaves_nobody_waiting(tmp_path: Path) -> None:
-    launch("dies", tmp_path)
-    result = json.loads((tmp_path / "dies.0.json").read_text(encoding="utf-8"))
+def test_a_rank_that_dies_while_planning_leaves_nobody_waiting(folder: Path) -> None:
+    result = json.loads((folder / "dies.0.json").read_text(encoding="utf-8"))
     assert result["error"] == "PlannerError"
     assert "a rank went away while the ranks agreed on a plan" in result["message"]

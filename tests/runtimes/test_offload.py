@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +16,6 @@ from rich.console import Console
 import cost_models
 import planner
 from planner import solvers
-from planner.capture.memory import record
 from planner.errors import (
     HostBudgetError,
     InfeasibleBudgetError,
@@ -42,6 +41,7 @@ from planner.solving.offload_reduction import OffloadReduction
 from planner.solving.peak_bounds import lowest_peak
 from planner.solving.transfer_windows import widened
 from tests.example_graphs import transformer
+from tests.models import Stack, perceptron, rows
 from tests.offload_oracle import cheapest_offloading, walk
 from tests.oracle import random_graph
 from tests.planned import make_plan
@@ -163,7 +163,7 @@ def test_bytes_are_those_of_a_second_count(seed: int, share: float, rate: float)
     # 60: two at once; 158: fetched in order of reading; 445: returning takes the room before leaving does; 564: single
     # decisions the other way; 797: no waiting for what leaves beside a return; 1454: something runs again right after
     # what is sent is made; 2921: transfers at their full price.
-    [*range(24), 60, 158, 445, 564, 797, 1454, 2921],
+    tiered([*range(24), 60, 158, 445, 564, 797, 1454, 2921], slow=range(6, 24)),
 )
 def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
     problem = posed_by(seed)
@@ -183,28 +183,28 @@ def test_the_mixed_solver_equals_brute_force_and_its_bound_is_one(seed: int):
 
 
 def test_a_budget_that_is_proven_too_small_is_told_one_at_which_offload_does():
-    graph, costs = transformer(3)
+    graph, costs = transformer(2)
     graph = replace(graph, operations=tuple(replace(operation, recomputable=False) for operation in graph.operations))
     problem = Problem(graph=graph, costs=costs, budget_bytes=0, host=replace(LINK, budget_bytes=2**40))
     whole_bytes = problem.baseline.peak_bytes
     with pytest.raises(InfeasibleBudgetError) as caught:
-        solvers.solve(replace(problem, budget_bytes=whole_bytes // 5), time_limit_seconds=3)
+        solvers.solve(replace(problem, budget_bytes=whole_bytes // 5), time_limit_seconds=1)
     known_bytes = caught.value.minimum_feasible_peak_bytes - graph.total_static_bytes
     assert caught.value.is_proven and known_bytes < whole_bytes
-    assert solvers.solve(replace(problem, budget_bytes=known_bytes), time_limit_seconds=3).peak_bytes <= known_bytes
+    assert solvers.solve(replace(problem, budget_bytes=known_bytes), time_limit_seconds=1).peak_bytes <= known_bytes
 
 
 def test_with_offload_no_plan_is_dearer_and_none_is_given_without():
-    graph, costs = transformer(3)
+    graph, costs = transformer(2)
     baseline = Problem(graph=graph, costs=costs, budget_bytes=0).baseline
     budget = baseline.peak_bytes // 2
-    alone = solvers.solve(Problem(graph=graph, costs=costs, budget_bytes=budget), time_limit_seconds=3)
+    alone = solvers.solve(Problem(graph=graph, costs=costs, budget_bytes=budget), time_limit_seconds=1)
     assert not alone.schedule.offloads
     added = [alone.added_seconds]
-    for rate in (1e7, 1e9, 1e11):
+    for rate in (1e7, 1e10):
         host = Host(bytes_per_second=rate, budget_bytes=2**40)
         problem = Problem(graph=graph, costs=costs, budget_bytes=budget, host=host)
-        found = solvers.solve(problem, time_limit_seconds=3)
+        found = solvers.solve(problem, time_limit_seconds=1)
         assert all(graph.values[o.value].size_bytes >= host.least_bytes for o in found.schedule.offloads)
         added.append(found.added_seconds)
     near_seconds = ENOUGH * baseline.seconds  # what is nearer to the bound is not searched for
@@ -219,7 +219,7 @@ def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
     assert solvers.solve(problem, time_limit_seconds=4, deterministic=True).added_seconds == 0
 
 
-@pytest.mark.parametrize("rate", [1e8, 1e9])
+@pytest.mark.parametrize("rate", tiered([1e8, 1e9], slow=[1e9]))
 def test_both_together_are_no_worse_than_either_alone(rate: float):
     graph, costs = transformer(4)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
@@ -269,9 +269,9 @@ def test_solvers_that_only_recompute_refuse():
 
 
 def test_what_a_plan_offloads_survives_its_file_and_shows_in_the_report():
-    graph, costs = transformer(3)
+    graph, costs = transformer(2)
     host = Host(bytes_per_second=2e9, budget_bytes=2**30)
-    plan = make_plan(graph, costs, activation_budget="40%", host=host, time_limit_seconds=2)
+    plan = make_plan(graph, costs, activation_budget="40%", host=host, time_limit_seconds=1)
     assert plan.offloading is not None and plan.offloading.values
     again = planner.Plan.from_json(plan.to_json())
     assert again == plan and again.schedule_for(graph) == plan.schedule_for(graph)
@@ -306,39 +306,20 @@ def test_a_device_without_a_link_to_the_host_is_refused(tmp_path):
     assert host_of(cost_models.device("h100"), "8GiB").budget_bytes == 8 * 2**30
 
 
-class Block(torch.nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm = torch.nn.LayerNorm(width)
-        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-        self.drop = torch.nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+def perceptrons() -> Stack:
+    return Stack(block=lambda: torch.nn.Sequential(perceptron(128), torch.nn.Dropout(0.2)))
 
 
-class Mlp(torch.nn.Module):
-    """Gives its loss."""
-
-    def __init__(self, layers: int = 3):
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(Block(128) for _ in range(layers)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
-class Cnn(torch.nn.Module):
+class ChannelsLast(torch.nn.Module):
     """Convolutions with BatchNorm, whose activations in channels-last order are not contiguous."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        widths = (3, 16, 16, 16)
         self.layers = torch.nn.Sequential(
             *(
                 layer
-                for a, b in pairwise(widths)
-                for layer in (torch.nn.Conv2d(a, b, 3, padding=1), torch.nn.BatchNorm2d(b), torch.nn.ReLU())
+                for channels in (3, 16, 16)
+                for layer in (torch.nn.Conv2d(channels, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU())
             )
         )
 
@@ -346,74 +327,47 @@ class Cnn(torch.nn.Module):
         return self.layers(x.to(memory_format=torch.channels_last)).flatten(1).mean(0).square().sum()
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "share"),
-    [(Mlp, (1024, 128), "60%"), (Mlp, (1024, 128), "48%"), (Cnn, (8, 3, 64, 64), "60%")],
-)
-def test_a_step_with_offload_gives_the_same_bits_in_the_bytes_that_were_predicted(model, inputs, share):
-    torch.manual_seed(0)
-    module, x = model(), torch.randn(*inputs)
-    plan = planner.plan(module, x, activation_budget=share, offload=True, time_limit_seconds=2)
-    assert plan.offloading is not None and plan.offloading.values
-    found = planner.verify(module, x, plan, timed_steps=1)
-    assert found.exact, found.differences
-    planner.auto_wrap(module, plan=plan)
-    module(x).backward()
-    module.zero_grad()
-    assert peak_of_rounded_sizes(lambda: module(x).backward()) == plan.peak_bytes - plan.total_static_bytes
-
-
-def peak_of_rounded_sizes(step) -> int:
-    """Measure a step, with each allocation rounded up as the planner counts it."""
-    with record() as recording:
-        step()
-    rounded = [(-1 if change < 0 else 1) * (-(-abs(change) // 64) * 64) for _, change in recording.changes]
-    return max(accumulate(rounded))
-
-
-QUICK = ("native dropout", "attention dropout", "batch norm", "convolutions", "in place", "mutated buffer", "lstm")
+QUICK = ("native dropout", "convolutions", "in place", "mutated buffer", "lstm")
 
 
 @pytest.mark.parametrize("case", tiered(CASES, quick=QUICK))
 def test_offload_changes_no_bit(case: str):
     torch.manual_seed(5)
-    original = CASES[case]()
-    expected = run(planner.auto_wrap(copy.deepcopy(original), activation_budget="100%"), one_step)
-    wrapped = copy.deepcopy(original)
-    planner.auto_wrap(wrapped, activation_budget="60%", offload=True, offload_at_least=1, time_limit_seconds=0.2)
+    wrapped = CASES[case]()
+    expected = run(copy.deepcopy(wrapped), one_step)
+    told = {"offload": True, "offload_at_least": 1, "time_limit_seconds": 0.2}
+    planner.auto_wrap(wrapped, activation_budget="60%", **told)
     try:
         actual = run(wrapped, one_step)
     except InfeasibleBudgetError as error:
-        budget = error.minimum_feasible_peak_bytes
-        wrapped = planner.auto_wrap(copy.deepcopy(original), budget=budget, offload=True, offload_at_least=1)
+        planner.auto_wrap(wrapped, budget=error.minimum_feasible_peak_bytes, **told)
         actual = run(wrapped, one_step)
     assert_same(expected, actual)
     assert planner.plan_of(wrapped).offloading.values, "nothing was offloaded: the case tests nothing"
 
 
 def test_host_memory_is_used_again_and_given_back_when_no_backward_comes():
-    module, x = Mlp(), torch.randn(1024, 128)
-    plan = planner.plan(module, x, activation_budget="50%", offload=True, time_limit_seconds=2)
-    assert plan.offloading is not None
+    module, x = perceptrons(), rows(1024, 128)
     pool = host_copies.POOL = host_copies.Pool()
-    planner.auto_wrap(module, plan=plan)
+    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=1)
     for _ in range(3):
         module(x).backward()
         assert pool.in_use_bytes == 0
+    plan = planner.plan_of(module)
+    assert plan.offloading is not None
     assert pool.peak_bytes == plan.offloading.host_bytes
     loss = module(x)  # and no backward
     assert pool.in_use_bytes > 0
     del loss
     assert pool.in_use_bytes == 0 and pool.peak_bytes == plan.offloading.host_bytes
-    assert planner.plan_of(module).offloading == plan.offloading
 
 
 def test_two_steps_at_once_do_not_share_their_places():
     torch.manual_seed(0)
-    module, inputs = Mlp(), [torch.randn(1024, 128), torch.randn(1024, 128)]
+    module, inputs = perceptrons(), [rows(1024, 128), 2 * rows(1024, 128)]
     module.eval()  # without dropout, so that the order of steps does not matter
     wanted = [torch.autograd.grad(module(x), list(module.parameters())) for x in inputs]
-    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=2)
+    planner.auto_wrap(module, activation_budget="50%", offload=True, time_limit_seconds=1)
     losses = [module(x) for x in inputs]
     found = [torch.autograd.grad(loss, list(module.parameters())) for loss in reversed(losses)][::-1]
     assert planner.plan_of(module).offloading.values
@@ -446,4 +400,4 @@ def test_memory_of_other_sizes_is_given_back():
 
 def test_other_runtimes_refuse():
     with pytest.raises(UsageError, match="only the runtimes 'graph' and 'modules' copy"):
-        planner.plan(Mlp(), torch.randn(8, 128), budget="90%", offload=True, runtime="regional")
+        planner.plan(perceptrons(), rows(8, 128), budget="90%", offload=True, runtime="regional")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,8 @@ def test_label_smoothing_takes_the_logits(tmp_path: Path) -> None:
 
 
 def test_checkpointing_by_the_trainer_is_refused(tmp_path: Path) -> None:
-    for model in (llama(), with_lora(llama())):
-        with pytest.raises(UsageError, match="pass no gradient_checkpointing=True to a trainer"):
-            trainer(wrap(model, "75%"), tmp_path, gradient_checkpointing=True).train()
+    with pytest.raises(UsageError, match="pass no gradient_checkpointing=True to a trainer"):
+        trainer(wrap(with_lora(llama()), "75%"), tmp_path, gradient_checkpointing=True).train()
 
 
 def test_checkpointing_switched_on_after_a_step_is_refused() -> None:
@@ -179,8 +179,9 @@ def test_adapters_and_tokens_added_after_wrapping() -> None:
     assert all(torch.equal(a, b) for a, b in zip(planned, expected, strict=True))
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("mixed_precision", "late"), tiered(product(["no", "bf16"], [False, True]), quick=[("no", False), ("bf16", True)])
+)
 def test_accelerate(mixed_precision: str, late: bool) -> None:
     accelerate.state.AcceleratorState._reset_state(True)
     loader = DataLoader(EXAMPLES, batch_size=4)

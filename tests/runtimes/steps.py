@@ -1,0 +1,86 @@
+"""Steps taken for real, and held to the model unwrapped and to what their plan predicts."""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+import planner
+from planner.capture.inputs import LossFunction
+from planner.capture.memory import Recording, record
+from planner.plans.plan import Plan
+from planner.rewrite import host_copies
+
+Left = dict[str, torch.Tensor | None]
+"""What a step leaves behind."""
+
+
+def step(model: nn.Module, x: Any, loss_fn: LossFunction | None = None) -> torch.Tensor:
+    """Train one step, with the same random numbers every time, and give its loss."""
+    torch.manual_seed(7)
+    output = model(*x) if isinstance(x, tuple) else model(x)
+    loss: torch.Tensor = loss_fn(output) if loss_fn else output
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, x: Any, loss_fn: LossFunction | None = None) -> Left:
+    """Train one step from no gradients, and give all that it leaves behind."""
+    model.zero_grad()
+    left: Left = {"loss": step(model, x, loss_fn), "random state": torch.get_rng_state()}
+    left |= {f"gradient of {name}": None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return left | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_same(expected: Left, found: Left, tolerance: float = 0.0) -> None:
+    """Compare every bit, or, with a tolerance, lengths of differences to those of what is expected."""
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        other = found[name]
+        assert (value is None) == (other is None), name
+        if value is not None and other is not None and not torch.equal(value, other):
+            off = float((value.double() - other.double()).norm() / value.double().norm())
+            assert 0 < off <= tolerance, f"{name} is off by {off}"
+
+
+def wrap_and_hold(
+    model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, least: float = 0.999, **options: Any
+) -> Plan:
+    """Wrap a model, and hold a step of it to the model unwrapped, bit for bit, and to its plan, byte for byte.
+
+    For ``least`` see :func:`hold_peak`.
+    """
+    plain = copy.deepcopy(model)
+    if loss_fn is not None and "plan" not in options:
+        options["loss_fn"] = loss_fn
+    planner.auto_wrap(model, **options)
+    assert_same(train(plain, x, loss_fn), train(model, x, loss_fn))
+    hold_peak(model, x, loss_fn=loss_fn, least=least)
+    return planner.plan_of(model)
+
+
+def hold_peak(model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, least: float = 0.0) -> None:
+    """Hold the peaks of one more step, on the device and on the host, to those that the plan predicts.
+
+    ``least`` says what share of it must be there: all, once sizes are rounded up as the planner counts them.
+    """
+    pool = host_copies.POOL = host_copies.Pool()
+    model.zero_grad()
+    with record() as recording:
+        step(model, x, loss_fn)
+    plan = planner.plan_of(model)
+    peak_bytes = plan.total_static_bytes + peak_of(recording, alignment_bytes=64 if least == 1.0 else 1)
+    assert least * plan.peak_bytes <= peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    host_bytes = plan.offloading.host_bytes if plan.offloading else 0
+    assert 0.99 * host_bytes <= pool.peak_bytes <= host_bytes
+    assert pool.in_use_bytes == 0
+
+
+def peak_of(recording: Recording, alignment_bytes: int = 64) -> int:
+    """Return the peak of a recorded step, with each allocation rounded up as the planner counts it."""
+    signed = ((-1 if change < 0 else 1, abs(change)) for _, change in recording.changes)
+    return max(accumulate(sign * -(-size // alignment_bytes) * alignment_bytes for sign, size in signed))
