@@ -216,7 +216,7 @@ class Wide(torch.nn.Module):
         return self.down(self.up(x)).square().mean()
 
 
-@pytest.mark.parametrize(("model", "seeds"), [(Wide, (1, 4)), (perceptrons, (5,))])
+@pytest.mark.parametrize(("model", "seeds"), [(Wide, (1, 4)), (perceptrons, (0,))])
 def test_pieces_are_in_the_measured_peak(model: Callable[[], torch.nn.Module], seeds: tuple[int, ...]):
     """Carry out offloads that nobody would plan."""
     module, x = model(), torch.randn(512, 64 if model is Wide else 128)
