@@ -39,9 +39,12 @@ def x(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(BATCH, LENGTH, FEATURES, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "layers"), tiered(product(("LSTM", "GRU", "RNN"), (1, 3)), slow=[("GRU", 3), ("RNN", 3)])
+    ("kind", "layers", "bidirectional"),
+    tiered(
+        product(("LSTM", "GRU", "RNN"), (1, 3), (False, True)),
+        quick=[("LSTM", 1, False), ("LSTM", 3, True), ("GRU", 1, True), ("RNN", 1, False)],
+    ),
 )
 def test_a_stack_gives_what_eager_gives(kind: str, layers: int, bidirectional: bool) -> None:
     options = {"num_layers": layers, "bidirectional": bidirectional, "dropout": 0.5 if layers > 1 else 0.0}
@@ -52,8 +55,16 @@ def test_a_stack_gives_what_eager_gives(kind: str, layers: int, bidirectional: b
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"bias": False}, {"proj_size": 8}, {}])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+WITHOUT_BIAS, PROJECTED, PLAIN = {"bias": False}, {"proj_size": 8}, {}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    tiered(
+        product((WITHOUT_BIAS, PROJECTED, PLAIN), (torch.float32, torch.bfloat16, torch.float64)),
+        quick=[(WITHOUT_BIAS, torch.float32), (PROJECTED, torch.float64), (PLAIN, torch.bfloat16)],
+    ),
+)
 def test_an_lstm_gives_what_eager_gives(options: dict[str, object], dtype: torch.dtype) -> None:
     model = Stack("LSTM", num_layers=2, dropout=0.5, **options)
     model(x())
@@ -94,8 +105,13 @@ def test_a_layer_of_onednn_is_one_operation_each_way() -> None:
     assert targets.count("checkpoint_planner.lstm_layer_backward.default") == 3
 
 
-@pytest.mark.parametrize("training", [True, False])  # oneDNN keeps as much for the backward of a layer in evaluation
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # and gives gradients in 32 bits
+# oneDNN keeps as much for the backward of a layer in evaluation, and gives gradients in 32 bits.
+@pytest.mark.parametrize(
+    ("training", "dtype"),
+    tiered(
+        product((True, False), (torch.float32, torch.bfloat16)), quick=[(True, torch.float32), (False, torch.bfloat16)]
+    ),
+)
 def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtype) -> None:
     model = Stack("LSTM", num_layers=3, dropout=0.3, batch_first=True).train(training)
     model(x())

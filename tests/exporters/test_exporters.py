@@ -77,7 +77,7 @@ def export(plan: planner.Plan, to: str, study: Study | None = None) -> Export:
 
 
 def plan_of(budget: str, study: Study = STUDY) -> planner.Plan:
-    return study.plan(budget=budget, solver="auto", time_limit_seconds=2, deterministic=True, compare=False)
+    return study.plan(budget=budget, solver="auto", time_limit_seconds=0.5, deterministic=True, compare=False)
 
 
 PLANS = {budget: plan_of(budget) for budget in ("100%", "80%", "60%")}
@@ -372,7 +372,7 @@ def gpt() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
 def exported() -> dict[str, Export]:
     model, inputs = gpt()
     study = planner.study(model, inputs, runtime="modules")
-    plan = planner.plan(model, inputs, budget="75%", time_limit_seconds=2, deterministic=True, compare=False)
+    plan = planner.plan(model, inputs, budget="75%", time_limit_seconds=0.5, deterministic=True, compare=False)
     return {to: planner.export(plan, to=to, study=study) for to in (*NAMING, "deepspeed")}
 
 
@@ -495,7 +495,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     model.train()
     inputs = {"input_ids": torch.randint(128, (4, 64)), "labels": torch.randint(128, (4, 64))}
     study = planner.study(model, inputs, runtime="modules")
-    plan = planner.plan(model, inputs, budget="85%", time_limit_seconds=2, deterministic=True, compare=False)
+    plan = planner.plan(model, inputs, budget="85%", time_limit_seconds=0.5, deterministic=True, compare=False)
     made = planner.export(plan, to="huggingface", study=study)
     assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 5
     checkpointed = run(made)["checkpoint_layers"](copy.deepcopy(model))

@@ -15,6 +15,7 @@ from planner.capture.memory import measure_peak, record
 from planner.common.options import OPTIMIZERS
 from planner.errors import UsageError
 from planner.measure.optimizers import OptimizerMemory, memory_of_step, optimizer_memory
+from tests.tiers import tiered
 
 REAL = {
     "sgd": torch.optim.SGD,
@@ -116,7 +117,7 @@ def test_every_name_is_compared_with_a_real_optimizer_or_worked_out_by_hand():
     assert set(OPTIMIZERS) == {"none", *REAL, "adam8bit", "adamw8bit"}
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("kind", tiered(["float32", "bfloat16", "mixed"], slow=["bfloat16"]))  # mixed is most of it
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", REAL)
 def test_what_is_predicted_is_what_a_real_optimizer_allocates(name, device_kind, kind, monkeypatch):

@@ -17,6 +17,7 @@ from torch import nn
 import planner
 from planner.capture.memory import measure_peak
 from planner.measure import workspace
+from tests.tiers import tiered
 
 ROWS, WIDTH = 512, 64
 
@@ -29,11 +30,11 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 class Blocks(nn.Module):
     """Dropout, which on a CPU draws integers before it has a mask."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, WIDTH))
-            for _ in range(4)
+            for _ in range(depth)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,16 +106,20 @@ def test_it_is_seen_while_the_model_is_traced(autocast: bool) -> None:
     assert_peak_is_as_predicted(model, data(), autocast)
 
 
-@pytest.mark.parametrize("solver", ["sqrt", "chain-dp"])
+@pytest.mark.parametrize("solver", tiered(["sqrt", "chain-dp"], slow=["chain-dp"]))
 def test_the_state_of_the_generator_is_counted_where_random_operations_run_again(solver: str) -> None:
-    model = planner.auto_wrap(Blocks(), activation_budget="60%", solver=solver, time_limit_seconds=1.0)
+    model = planner.auto_wrap(Blocks(4), activation_budget="60%", solver=solver, time_limit_seconds=1.0)
     assert_peak_is_as_predicted(model, data())
     again = itertools.chain(*planner.plan_of(model).recomputations.values())
     assert any("native_dropout" in operation for operation in again)
 
 
 @pytest.mark.parametrize(
-    "loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss]
+    "loss",
+    tiered(
+        [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy, F.soft_margin_loss, F.l1_loss, F.huber_loss],
+        quick=[F.mse_loss, F.binary_cross_entropy, F.huber_loss],
+    ),
 )
 def test_losses_keep_the_memory_that_their_kernels_keep(loss: Callable[..., torch.Tensor]) -> None:
     model = planner.auto_wrap(Reconstruction(loss), activation_budget="100%")
@@ -156,7 +161,7 @@ def test_a_busy_machine_sees_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("effort", [{"seconds": 0.0}, {"operation_bytes": 0}])
 def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dict[str, float]) -> None:
     monkeypatch.setattr(workspace, "TO_RUN", replace(workspace.TO_RUN, **effort))
-    plan = planner.plan(Blocks(), data(), activation_budget="60%", solver="sqrt")
+    plan = planner.plan(Blocks(4), data(), activation_budget="60%", solver="sqrt")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
     assert "aten." in warning.evidence and warning.is_problem
 

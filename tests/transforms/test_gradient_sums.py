@@ -13,6 +13,7 @@ from planner.capture.joint_capture import capture
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import aot_backend
 from planner.session.step import Options, lower_as_run
+from tests.tiers import tiered
 
 ROWS, WIDTH, TOKENS = 8, 64, 3000
 
@@ -49,7 +50,7 @@ def peak_bytes(model: nn.Module) -> int:
     return measure_peak(lambda: model(ids()).backward(), torch.device("cpu"))[0]
 
 
-@pytest.mark.parametrize("uses", [2, 4])
+@pytest.mark.parametrize("uses", tiered([2, 4], slow=[2]))
 def test_a_tied_table_needs_no_more_than_in_eager_and_the_bits_are_those_of_eager(uses: int) -> None:
     model = Tied(uses)
     expected, eager_bytes = step(model), peak_bytes(model)

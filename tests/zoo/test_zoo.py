@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import sys
+from itertools import product
 
 import pytest
 
@@ -100,9 +101,6 @@ def joint_graph(example, mode):
     return caught.value.args[0].graph
 
 
-NAMES = tiered(zoo.names(), slow=["latent-diffusion-unet"])
-
-
 def test_every_model_is_tested():
     assert set(SMALL) == set(zoo.names())
 
@@ -111,7 +109,11 @@ def test_examples():
     assert doctest.testmod(zoo).failed == 0
 
 
-@pytest.mark.parametrize("name", tiered(zoo.names(), slow=["latent-diffusion-unet", *LARGER]))
+CAPTURED_ELSEWHERE = ("minigpt", "minimind-26m", "gpt2", "bert-large", "resnet50", "t5-base")
+"""What quick tests of other rooms capture too: of the README's commands, of blocks, of tensor parallelism."""
+
+
+@pytest.mark.parametrize("name", tiered(zoo.names(), slow=["latent-diffusion-unet", *LARGER, *CAPTURED_ELSEWHERE]))
 def test_model_is_one_graph_under_fake_tensors(name):
     mode = FakeTensorMode()
     example = build(name, fake_mode=mode)
@@ -122,8 +124,16 @@ def test_model_is_one_graph_under_fake_tensors(name):
     assert len(gradients) > sum(1 for p in example.model.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ambient", [False, True], ids=["passed", "ambient"])
+@pytest.mark.parametrize(
+    ("name", "ambient"),
+    tiered(
+        product(zoo.names(), (False, True)),
+        quick=[
+            *((name, False) for name in zoo.names() if name != "latent-diffusion-unet"),
+            *((name, True) for name in ("minigpt", "gpt2", "resnet50")),
+        ],
+    ),
+)
 def test_full_size_costs_no_memory_and_leaves_no_trace(name, ambient):
     if "transformers" in zoo.describe(name):
         pytest.importorskip("transformers")
@@ -142,7 +152,7 @@ def test_full_size_costs_no_memory_and_leaves_no_trace(name, ambient):
     assert parameters(example) == pytest.approx(published, rel=0.02)
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", tiered(REAL, slow=["minimind-26m", "gpt2"]))
 def test_model_learns(name):
     example = build(name)
     torch.manual_seed(0)
