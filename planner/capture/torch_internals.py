@@ -43,6 +43,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -247,6 +248,12 @@ def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
         if module._modules:
             pending += module._modules.values()
     return tuple(found)
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode of the user's is on, ``FlopCounterMode`` say: Dynamo then leaves every call alone."""
+    asked = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", None)  # since Dynamo looks at the stack
+    return bool(asked() if asked else _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False))
 
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,14 +14,19 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
-from planner.capture.torch_internals import call_implementation, training_switches
+from planner.capture.torch_internals import call_implementation, is_watched, training_switches
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.session.step import Options
 
+_WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode and the like):"
+
 
 class PlannedCalls:
     """The calls of one wrapped model: the plan in force, and what was asked of it, from one input size to the next."""
+
+    needs_graphs: ClassVar[bool] = True
+    """Whether the plan runs in captured graphs."""
 
     def __init__(
         self,
@@ -40,6 +46,13 @@ class PlannedCalls:
     def must_match(self) -> bool:
         """Whether the plan that the caller gave may not be replaced: the first step must be the one it is for."""
         return self._must_match and not self.is_confirmed
+
+    def runs_plainly(self) -> bool:
+        """Whether this call runs the model as it is: without gradients, or where torch runs no captured graph."""
+        if torch.is_grad_enabled() and self.needs_graphs and is_watched():
+            warnings.warn(f"{_WATCHED} {type(self.model).__name__} runs as it is, and keeps no budget", stacklevel=4)
+            return True
+        return not torch.is_grad_enabled()
 
     def stop(self) -> None:
         """Do nothing: between calls the model's parts are as they were."""
@@ -85,7 +98,7 @@ class CallsInSituations(PlannedCalls, ABC, Generic[DecidedT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         implementation = call_implementation(self.model)
-        if not torch.is_grad_enabled():
+        if self.runs_plainly():
             return implementation(*args, **kwargs)
         inputs = Inputs(args, kwargs)
         situation = situation_of(self.model, inputs)

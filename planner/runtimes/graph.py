@@ -52,7 +52,7 @@ class GraphRuntime(PlannedCalls):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
-        if not torch.is_grad_enabled():
+        if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
         try:
             result = self._call.known(args, kwargs)

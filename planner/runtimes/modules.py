@@ -49,6 +49,8 @@ class ModulesRuntime(CallsInSituations[_Chosen]):
     recorded again, and the choice of modules is carried over if the simulator says that it fits.
     """
 
+    needs_graphs = False
+
     def decide(self, inputs: Inputs) -> _Chosen:
         """Record a step, and choose modules."""
         self.complete_options(inputs)

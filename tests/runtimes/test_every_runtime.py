@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from itertools import product
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import planner
 from planner import runtimes
@@ -139,6 +141,21 @@ def test_compiling_a_wrapped_model_runs_the_plan(runtime: runtimes.Runtime) -> N
         else:
             compiled(rows()).backward()
             assert planner.plan_of(model).recomputations
+
+
+def test_under_a_dispatch_mode_the_model_runs_as_it_is(runtime: runtimes.Runtime) -> None:
+    with FlopCounterMode(display=False) as expected:
+        Stack()(rows()).backward()
+    model = wrap(Stack(), runtime=runtime.name)
+    model(rows()).backward()
+    with FlopCounterMode(display=False) as found, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(rows()).backward()
+    is_told = any("dispatch mode" in str(one.message) for one in told)
+    if runtime.name == "modules":  # its checkpoints run under any mode
+        assert found.get_total_flops() > expected.get_total_flops() and not is_told
+    else:
+        assert found.get_total_flops() == expected.get_total_flops() and is_told
 
 
 class Wide(Stack):
