@@ -28,6 +28,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
@@ -108,7 +109,8 @@ def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
     """Return a ``torch.compile`` backend that runs AOTAutograd with our partition and boxed code.
 
     Mutations of buffers stay in the graph: without that BatchNorm's statistics would be
-    forward outputs, copied outside.
+    forward outputs, copied outside. What the forward saves is not given away to the first backward,
+    which would forbid every later step to keep its graph for a second one.
     """
     backend: Callable[..., Any] = aot_autograd(
         fw_compiler=boxed,
@@ -117,7 +119,12 @@ def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    return backend
+
+    def compiled(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        with functorch_config.patch(donated_buffer=False):
+            return backend(graph_module, example_inputs)
+
+    return compiled
 
 
 def storage_id(tensor: torch.Tensor) -> int:
