@@ -28,7 +28,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError
-from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
@@ -121,7 +121,8 @@ def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
     )
 
     def compiled(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        with functorch_config.patch(donated_buffer=False):
+        # The switch for it, ``donated_buffer``, is asked when a backward runs too, and would have to be off then.
+        with patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []):
             return backend(graph_module, example_inputs)
 
     return compiled
