@@ -6,6 +6,7 @@ A plan file keeps this table, so that a plan can be explained, and compared with
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass, field
 
 from planner.ir.graph import Phase, named_by
@@ -31,7 +32,7 @@ class ValueRow:
 
     ``again_runs`` and ``again_seconds``: if it is kept, or offloaded, the runs that dropping it would add, which make
     it where it is first needed, from what the plan holds there, without what the plan runs again anyway. If not, what
-    it costs: the added runs of its operation, and of what runs again for that operation alone. None if it could not
+    it costs: the added runs of its operation, and those of others that are for these alone. None if it could not
     be made again.
     """
 
@@ -102,30 +103,38 @@ class _Table:
         """For each position, the values that are fetched right before it."""
         self.step_of: list[int] = []
         """For each position, the step that is under way."""
-        self.runs = [0] * len(operations)
+        self.runs_of: list[list[int]] = [[] for _ in operations]
+        """For each operation, the positions of its runs."""
         self.copies: list[list[list[int]]] = [[] for _ in self.graph.values]
         """For each value, its copies: the position that makes one, then those that read it."""
-        self.read_again_by: list[set[int]] = [set() for _ in operations]
-        """For each operation, those that read what a run after its first makes."""
+        self.sources: list[list[int]] = [[] for _ in self.order]
+        """For each position, those of the runs that make what it reads."""
+        self.readers: list[set[int]] = [set() for _ in self.order]
+        """For each position, those that read what it makes."""
         self._follow()
         self.turn = next((i for i, op in enumerate(operations) if op.phase is Phase.BACKWARD), len(operations))
         self.begins = bisect_left(self.step_of, self.turn)
         """The position where the backward begins, what is run again for it included."""
 
     def _follow(self) -> None:
+        made_at: dict[int, int | None] = {}  # None: the copy at hand was fetched
         for position, index in enumerate(self.order):
             operation = self.graph.operations[index]
-            again = self.runs[index] > 0
+            again = bool(self.runs_of[index])
             for value in self.fetched.get(position, ()):
                 self.copies[value].append([position])
+                made_at[value] = None
             for value in operation.inputs:
-                current = 0 if self.graph.values[value].retained else len(self.copies[value]) - 1
+                current = 0 if self.graph.values[value].retained else -1
                 self.copies[value][current].append(position)
-                if current and self.runs[self.graph.producer[value]] > 1:
-                    self.read_again_by[self.graph.producer[value]].add(index)
+                if (source := made_at.get(value)) is not None:
+                    self.sources[position].append(source)
+                    self.readers[source].add(position)
             for value in operation.outputs:
                 self.copies[value].append([position])
-            self.runs[index] += 1
+                if not (again and self.graph.values[value].retained):
+                    made_at[value] = position
+            self.runs_of[index].append(position)
             self.step_of.append(-1 if again else index)
         for position in range(len(self.order) - 2, -1, -1):
             if self.step_of[position] < 0:
@@ -147,7 +156,7 @@ class _Table:
             self._needed(value)
             or self._is_kept(value)
             or value in self.offloaded
-            or self.runs[self.graph.producer[value]] > 1
+            or len(self.runs_of[self.graph.producer[value]]) > 1
         )
 
     def _needed(self, value: int) -> bool:
@@ -176,7 +185,7 @@ class _Table:
             needed=self._needed(value),
             retained=self.graph.values[value].retained,
             repeatable=operation.recomputable,
-            runs=self.runs[producer],
+            runs=len(self.runs_of[producer]),
             seconds=self.costs[producer].seconds,
             again_runs=sum(again.values()) if again is not None else 0,
             again_seconds=None if again is None else self._seconds(again),
@@ -216,18 +225,19 @@ class _Table:
                 return None
             again[producer] = 1
             pending.extend(v for v in self.graph.operations[producer].inputs if not self._is_held(v, position))
-        return {index: 1 for index in again if self.runs[index] == 1}
+        return {index: 1 for index in again if len(self.runs_of[index]) == 1}
 
     def _spent_on(self, producer: int) -> dict[int, int]:
-        """Return the added runs of an operation, and of those that run again for it alone."""
-        spent: dict[int, int] = {producer: self.runs[producer] - 1}
-        pending = list(self.graph.operations[producer].inputs)
+        """Return the added runs of an operation, and those of others that are for them alone."""
+        spent = set(self.runs_of[producer][1:])
+        pending = list(spent)
         while pending:
-            index = self.graph.producer[pending.pop()]
-            if index not in spent and self.runs[index] > 1 and self.read_again_by[index] <= spent.keys():
-                spent[index] = self.runs[index] - 1
-                pending.extend(self.graph.operations[index].inputs)
-        return spent
+            for source in self.sources[pending.pop()]:
+                is_again = source != self.runs_of[self.order[source]][0]
+                if is_again and source not in spent and self.readers[source] <= spent:
+                    spent.add(source)
+                    pending.append(source)
+        return Counter(self.order[position] for position in spent)
 
     def _seconds(self, runs: dict[int, int]) -> float:
         return sum(count * self.costs[index].seconds for index, count in sorted(runs.items()))

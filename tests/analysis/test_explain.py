@@ -154,6 +154,17 @@ def test_what_is_recomputed_costs_and_frees_what_the_row_says(budget: str) -> No
     assert seen >= 4
 
 
+@pytest.mark.parametrize("seed", [1, 2, 13, 26, 27, 35, 44, 49])
+def test_runs_that_are_for_a_value_alone_are_counted_in_any_schedule(seed: int) -> None:
+    schedule = random_schedule(seed)
+    whole = simulate(GRAPH, COSTS, schedule)
+    for row in table_for(schedule).rows:
+        producer = GRAPH.producer[value_of(row)]
+        if not row.kept and len(GRAPH.operations[producer].outputs) == 1 and row.needed:
+            without = simulate(GRAPH, COSTS, spent(schedule, producer))
+            assert row.again_seconds == pytest.approx(whole.recompute_seconds - without.recompute_seconds)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_dropping_what_is_kept_costs_and_frees_what_the_row_says(seed: int) -> None:
     schedule = random_schedule(seed) if seed else make_plan(GRAPH, COSTS, budget="60%").schedule_for(GRAPH)
