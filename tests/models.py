@@ -44,6 +44,19 @@ class Stack(nn.Module):
         return mean_square(x) if self.has_loss else x
 
 
+class Recurrent(nn.Module):
+    """LSTMs as repeated blocks; their kernel keeps memory of a size that only a real run shows."""
+
+    def __init__(self, depth: int = 2, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)[0])
+        return mean_square(x)
+
+
 class Convolutions(nn.Module):
     """BatchNorm and activations in place; ``None`` among the momenta is one that no graph can capture."""
 

@@ -11,6 +11,7 @@ from torch import nn
 import planner
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
+from tests.models import Recurrent
 from tests.tiers import tiered
 
 BATCH, LENGTH, FEATURES, SIZE = 3, 4, 16, 24
@@ -124,22 +125,9 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
     assert 0.999 * plan.peak_bytes <= proof.peak_bytes <= plan.budget_bytes
 
 
-class Blocks(nn.Module):
-    """Recurrent layers as repeated blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(FEATURES, FEATURES, batch_first=True) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x)[0])
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("runtime", ["regional", "modules"])
 def test_planning_leaves_a_layer_with_its_own_weights(runtime: str) -> None:
-    model = Blocks()
+    model = Recurrent(width=FEATURES)
     expected = step(model, x())
     planner.auto_wrap(model, x(), budget="100%", runtime=runtime, time_limit_seconds=1.0)
     for layer in model.layers:  # what it last ran with, and tells a change by

@@ -48,33 +48,39 @@ def assert_same(expected: Left, found: Left, tolerance: float = 0.0) -> None:
 
 
 def wrap_and_hold(
-    model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, least: float = 0.999, **options: Any
+    model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, rounded: bool = False, **options: Any
 ) -> Plan:
     """Wrap a model, and hold a step of it to the model unwrapped, bit for bit, and to its plan, byte for byte.
 
-    For ``least`` see :func:`hold_peak`.
+    For ``rounded`` see :func:`hold_peak`.
     """
     plain = copy.deepcopy(model)
     if loss_fn is not None and "plan" not in options:
         options["loss_fn"] = loss_fn
     planner.auto_wrap(model, **options)
     assert_same(train(plain, x, loss_fn), train(model, x, loss_fn))
-    hold_peak(model, x, loss_fn=loss_fn, least=least)
+    hold_peak(model, x, loss_fn=loss_fn, rounded=rounded)
     return planner.plan_of(model)
 
 
-def hold_peak(model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, least: float = 0.0) -> None:
+def hold_peak(
+    model: nn.Module, x: Any, *, loss_fn: LossFunction | None = None, least: float = 0.999, rounded: bool = False
+) -> None:
     """Hold the peaks of one more step, on the device and on the host, to those that the plan predicts.
 
-    ``least`` says what share of it must be there: all, once sizes are rounded up as the planner counts them.
+    ``least`` says what share of what the plan allocates must be there; all of it is where sizes are ``rounded`` up as
+    the planner counts them.
     """
     pool = host_copies.POOL = host_copies.Pool()
     model.zero_grad()
     with record() as recording:
         step(model, x, loss_fn)
     plan = planner.plan_of(model)
-    peak_bytes = plan.total_static_bytes + peak_of(recording, alignment_bytes=64 if least == 1.0 else 1)
-    assert least * plan.peak_bytes <= peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    predicted_bytes = plan.peak_bytes - plan.total_static_bytes
+    if rounded:
+        assert peak_of(recording) == predicted_bytes
+    assert least * predicted_bytes <= peak_of(recording, alignment_bytes=1) <= predicted_bytes
+    assert plan.peak_bytes <= plan.budget_bytes
     host_bytes = plan.offloading.host_bytes if plan.offloading else 0
     assert 0.99 * host_bytes <= pool.peak_bytes <= host_bytes
     assert pool.in_use_bytes == 0

@@ -94,12 +94,13 @@ def test_a_percentage_is_of_the_largest_step_so_far(name: str, has_loss: bool) -
     plain, model = Stack(has_loss=has_loss), Stack(has_loss=has_loss)
     model.load_state_dict(plain.state_dict())
     wrap(model, runtime=name, loss_fn=loss_fn, **{budget: "80%"})
+    least = 0.998 if runtimes.get(name).exact_peak else 0.0  # of few rows rounding is more
     plans = []
     for count in SIZES:
         assert_same(
             train(plain, rows(count), loss_fn), train(model, rows(count), loss_fn), runtimes.get(name).tolerance
         )
-        hold_peak(model, rows(count), loss_fn=loss_fn)
+        hold_peak(model, rows(count), loss_fn=loss_fn, least=least)
         plans.append(planner.plan_of(model))
     budgets = [plan.budget_bytes for plan in plans]
     assert budgets[0] < budgets[1]
@@ -177,7 +178,7 @@ def test_a_loss_that_shrinks_counts_whole(name: str) -> None:
     model, example = Wide(), (rows(512), WANTED)
     planner.auto_wrap(model, budget="100%", runtime=name)
     model(*example).backward()
-    hold_peak(model, example, least=0.999)
+    hold_peak(model, example)
 
 
 @pytest.mark.parametrize("name", tiered(["graph", "modules", "regional"], slow=["regional"]))
@@ -185,4 +186,4 @@ def test_a_loss_outside_that_shrinks_is_held_until_the_backward_ends(name: str) 
     model, loss_fn = Wide(), lambda given: F.mse_loss(given, WANTED)
     planner.auto_wrap(model, budget="90%", loss_fn=loss_fn, runtime=name)
     loss_fn(model(rows(512))).backward()
-    hold_peak(model, rows(512), loss_fn=loss_fn, least=0.999)
+    hold_peak(model, rows(512), loss_fn=loss_fn)

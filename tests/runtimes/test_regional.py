@@ -97,7 +97,7 @@ def plan(model: nn.Module, x: torch.Tensor, budget: str) -> planner.Plan:
     [(Normed, IMAGES, "90%"), pytest.param(Shared, TABLE, "100%", marks=pytest.mark.slow), (Twice, TABLE, "100%")],
 )
 def test_bits_and_peak_are_exact(kind: type[nn.Module], x: torch.Tensor, budget: str) -> None:
-    ran = wrap_and_hold(kind(), x, activation_budget=budget, runtime="regional", time_limit_seconds=1.0, least=0.998)
+    ran = wrap_and_hold(kind(), x, activation_budget=budget, runtime="regional", time_limit_seconds=1.0)
     assert (ran.recompute_seconds > 0) == (budget != "100%")
 
 
@@ -175,4 +175,4 @@ class Positions(nn.Module):
 
 
 def test_a_block_may_be_given_a_part_of_something_larger() -> None:
-    wrap_and_hold(Positions(), TABLE, activation_budget="90%", runtime="regional", least=0.998)
+    wrap_and_hold(Positions(), TABLE, activation_budget="90%", runtime="regional")
