@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from planner import strategies
 from planner.analysis.study import Study
 from planner.common.options import LEAST_BYTES, Budget, Offload, Search, chunks_of
+from planner.common.registry import did_you_mean
 from planner.common.units import Size
 from planner.errors import PlanMismatchError, ScheduleError, UsageError
 from planner.ir.schedule import Schedule
@@ -112,8 +112,7 @@ def read_current(current: str | Path | Plan) -> str | Plan:
         return current
     if Path(current).exists():
         return Plan.load(current)
-    near = difflib.get_close_matches(str(current), (*_EXAMPLES, *strategies.known()), n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(str(current), (*_EXAMPLES, *strategies.known()), most=1)
     raise UsageError(
         f"there is neither a set-up nor a plan file {str(current)!r}; {hint}give {', '.join(_EXAMPLES)}, another of "
         f"the strategies ({', '.join(strategies.names())}), or a file that 'plan --save' wrote"

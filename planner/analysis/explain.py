@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from planner.common.registry import did_you_mean
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import UsageError
 from planner.ir.layers import is_within, layer_among, path_prefixes
@@ -180,8 +180,7 @@ def _check_known(plan: Plan, table: ValueTable, module: str) -> None:
     known = {prefix for path in paths for prefix in path_prefixes(path)}
     if module in known:
         return
-    near = difflib.get_close_matches(module, sorted(known), n=3)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "leave the module out to see the largest values"
+    hint = did_you_mean(module, sorted(known)).rstrip() or "leave the module out to see the largest values"
     raise UsageError(f"the plan for {plan.model or 'this model'} keeps and recomputes nothing of {module!r}; {hint}")
 
 

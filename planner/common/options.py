@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from planner.common.limits import Progress, SolveLimits
+from planner.common.registry import did_you_mean
 from planner.common.units import Size, is_share, parse_size
 from planner.errors import UsageError
 
@@ -163,8 +163,7 @@ OPTIMIZERS = (
 def check_optimizer(name: str) -> None:
     """Refuse a name that is not known, by a UsageError that lists the near ones, and all."""
     if name not in OPTIMIZERS:
-        near = difflib.get_close_matches(name.lower(), OPTIMIZERS, n=3)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = did_you_mean(name.lower(), OPTIMIZERS, write=str)
         raise UsageError(f"unknown optimizer {name!r}: {hint}known are {', '.join(OPTIMIZERS)}")
 
 
@@ -243,9 +242,9 @@ def check_chunk(chunk: Chunk) -> Chunk:
         return chunk
     if chunk == OFF:
         return 1
-    near = difflib.get_close_matches(str(chunk), (AUTO, OFF), n=1)
-    hint = f": did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"chunk must be 'auto', 'off' or a number of chunks above zero, not {chunk!r}{hint}")
+    hint = did_you_mean(str(chunk), (AUTO, OFF), most=1)
+    wrong = f"chunk must be 'auto', 'off' or a number of chunks above zero, not {chunk!r}"
+    raise UsageError(f"{wrong}: {hint.rstrip()}" if hint else wrong)
 
 
 def chunks_of(fingerprint: Mapping[str, str | int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 from planner.errors import UsageError
@@ -50,6 +50,13 @@ def unknown(what: str, name: str, known: Iterable[str], near: Iterable[str] = ()
     there is no solver 'ipl'; did you mean 'ilp'? there are auto, ilp
     """
     known = list(known)
-    close = difflib.get_close_matches(name.lower(), (*known, *near), n=3)
-    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+    hint = did_you_mean(name.lower(), (*known, *near))
     return UsageError(f"there is no {what} {name!r}; {hint}there are {', '.join(known)}")
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.6, write: Callable[[str], str] = repr
+) -> str:
+    """Ask for the names that are near one, with a space after the question; nothing if there are none."""
+    near = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(map(write, near))}? " if near else ""

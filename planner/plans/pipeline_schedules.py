@@ -15,9 +15,9 @@ layers. Schedules differ in the order alone, and what a device must hold follows
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
+from planner.common.registry import did_you_mean
 from planner.errors import UsageError
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -51,8 +51,7 @@ class PipelineSchedule:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            near = difflib.get_close_matches(self.name.lower(), SCHEDULES, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(self.name.lower(), SCHEDULES, most=1, write=str)
             raise UsageError(f"unknown schedule {self.name!r}: {hint}there are {', '.join(SCHEDULES)}")
         for what, count in (("stages", self.stages), ("micro-batches", self.micro_batches), ("chunks", self.chunks)):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:

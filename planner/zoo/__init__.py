@@ -7,7 +7,6 @@ fake tensors cannot be converted afterwards.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 from planner.zoo.catalogue import ZOO, Entry
 from planner.zoo.inputs import Sizes, image_inputs, token_inputs
@@ -173,7 +173,7 @@ def _factory(specification: str) -> Iterator[Callable[..., Any]]:
         factory = getattr(module, attribute, None)
         if not callable(factory):
             known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-            hint = _near(attribute, known) or _FACTORY_HINT
+            hint = did_you_mean(attribute, known, cutoff=0.4, write=str).rstrip() or _FACTORY_HINT
             raise UsageError(f"{place!r} has no function {attribute!r}: {hint}")
         yield factory
 
@@ -257,7 +257,7 @@ def _building(dtype: torch.dtype, seed: int, device: str, fake_mode: FakeTensorM
 def _entry(name: str) -> Entry:
     if entry := ZOO.get(name.lower()):
         return entry
-    hint = _near(name.lower(), ZOO) or f"known are {', '.join(ZOO)}"
+    hint = did_you_mean(name.lower(), ZOO, cutoff=0.4, write=str).rstrip() or f"known are {', '.join(ZOO)}"
     raise UsageError(f"unknown model {name!r}: {hint}; your own is path/to/file.py:factory")
 
 
@@ -281,8 +281,3 @@ def _chosen(name: str, given: Mapping[str, int], dtype: str | torch.dtype | None
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-
-def _near(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(near)}?" if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ from planner.analysis.compatibility import check_methods
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffPoint
+from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 from planner.ir.schedule import Schedule
 from planner.plans.evaluated import evaluate
@@ -45,8 +45,7 @@ def check(names: Sequence[str], runtime: str = "graph") -> None:
     known = (*solvers.names(), *strategies.ALIASES, *strategies.known(), PYTORCH, RECOMPUTE_ALONE)
     for name in names:
         if name not in known and not is_strategy(name):
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            hint = did_you_mean(name, known, write=str)
             raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
     check_methods(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
 
