@@ -9,93 +9,56 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from planner.analysis.audit import Audit as Audit
-    from planner.analysis.diff import diff as diff
-    from planner.analysis.explain import explain as explain
-    from planner.analysis.study import Study as Study
-    from planner.analysis.trade_off.types import TradeOffCurve as TradeOffCurve
-    from planner.api import auto_wrap as auto_wrap
-    from planner.api import plan as plan
-    from planner.api import profile as profile
-    from planner.api import verify as verify
-    from planner.diagnose.check import check as check
-    from planner.exporters import export as export
-    from planner.exporters._export import Export as Export
-    from planner.ir.instances import load_instance as load_instance
-    from planner.plans.pipeline_types import PipelinePlan as PipelinePlan
-    from planner.plans.plan import Plan as Plan
-    from planner.plans.plan import Verification as Verification
+    from planner.analysis.audit import Audit
+    from planner.analysis.diff import diff
+    from planner.analysis.explain import explain
+    from planner.analysis.study import Study
+    from planner.analysis.trade_off.types import TradeOffCurve
+    from planner.api import auto_wrap, plan, profile, verify
+    from planner.diagnose.check import check
+    from planner.exporters import export
+    from planner.exporters._export import Export
+    from planner.ir.instances import load_instance
+    from planner.plans.pipeline_types import PipelinePlan
+    from planner.plans.plan import Plan, Verification
     from planner.plans.profile_file import load as load_profile
     from planner.plans.profile_file import save as save_profile
-    from planner.session.pipelining import plan_pipeline as plan_pipeline
-    from planner.session.studying import audit as audit
-    from planner.session.studying import study as study
-    from planner.session.studying import what_if as what_if
-    from planner.solvers import solve as solve
-    from planner.wrapped import plan_of as plan_of
-    from planner.wrapped import unwrap as unwrap
+    from planner.session.pipelining import plan_pipeline
+    from planner.session.studying import audit, study, what_if
+    from planner.solvers import solve
+    from planner.wrapped import plan_of, unwrap
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Audit": "planner.analysis.audit",
-    "Export": "planner.exporters._export",
-    "PipelinePlan": "planner.plans.pipeline_types",
-    "Plan": "planner.plans.plan",
-    "Study": "planner.analysis.study",
-    "TradeOffCurve": "planner.analysis.trade_off.types",
-    "Verification": "planner.plans.plan",
-    "audit": "planner.session.studying",
-    "auto_wrap": "planner.api",
-    "check": "planner.diagnose.check",
-    "diff": "planner.analysis.diff",
-    "explain": "planner.analysis.explain",
-    "export": "planner.exporters",
-    "load_instance": "planner.ir.instances",
-    "plan": "planner.api",
-    "plan_of": "planner.wrapped",
-    "plan_pipeline": "planner.session.pipelining",
-    "profile": "planner.api",
-    "solve": "planner.solvers",
-    "study": "planner.session.studying",
-    "unwrap": "planner.wrapped",
-    "verify": "planner.api",
-    "what_if": "planner.session.studying",
-}
-
 __all__ = [
-    "Audit",
-    "Export",
-    "PipelinePlan",
-    "Plan",
-    "Study",
-    "TradeOffCurve",
-    "Verification",
-    "__version__",
-    "audit",
-    "auto_wrap",
-    "check",
-    "diff",
-    "explain",
-    "export",
-    "load_instance",
-    "load_profile",
-    "plan",
-    "plan_of",
-    "plan_pipeline",
-    "profile",
-    "save_profile",
-    "solve",
-    "study",
-    "unwrap",
-    "verify",
-    "what_if",
-]
+    "Audit", "Export", "PipelinePlan", "Plan", "Study", "TradeOffCurve", "Verification", "__version__", "audit",
+    "auto_wrap", "check", "diff", "explain", "export", "load_instance", "load_profile", "plan", "plan_of",
+    "plan_pipeline", "profile", "save_profile", "solve", "study", "unwrap", "verify", "what_if",
+]  # fmt: skip
+
+_HOME = {
+    "planner.analysis.audit": ("Audit",),
+    "planner.analysis.diff": ("diff",),
+    "planner.analysis.explain": ("explain",),
+    "planner.analysis.study": ("Study",),
+    "planner.analysis.trade_off.types": ("TradeOffCurve",),
+    "planner.api": ("auto_wrap", "plan", "profile", "verify"),
+    "planner.diagnose.check": ("check",),
+    "planner.exporters": ("export",),
+    "planner.exporters._export": ("Export",),
+    "planner.ir.instances": ("load_instance",),
+    "planner.plans.pipeline_types": ("PipelinePlan",),
+    "planner.plans.plan": ("Plan", "Verification"),
+    "planner.plans.profile_file": ("load_profile", "save_profile"),  # there without the last word
+    "planner.session.pipelining": ("plan_pipeline",),
+    "planner.session.studying": ("audit", "study", "what_if"),
+    "planner.solvers": ("solve",),
+    "planner.wrapped": ("plan_of", "unwrap"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("load_profile", "save_profile"):
-        return getattr(import_module("planner.plans.profile_file"), name.removesuffix("_profile"))
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'planner' has no attribute {name!r}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'planner' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name.removesuffix("_profile"))
