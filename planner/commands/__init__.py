@@ -16,21 +16,14 @@ from planner.common.registry import defined
 
 @runtime_checkable
 class Command(Protocol):
-    """What a command module's ``COMMAND`` offers.
-
-    Attributes
-    ----------
-    name : str
-        What people type.
-    summary : str
-        One line on what it does.
-    examples : tuple of str
-        What to type after the program's name; ``--help`` ends with them.
-    """
+    """What a command module's ``COMMAND`` offers."""
 
     name: str
+    """What people type."""
     summary: str
+    """One line on what it does."""
     examples: tuple[str, ...]
+    """What to type after the program's name; ``--help`` ends with them."""
 
     def parents(self) -> Sequence[Parser]:
         """Return the groups of options that it shares with other commands."""

@@ -15,31 +15,18 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveLimits:
-    """What a solve may take.
-
-    Parameters
-    ----------
-    time_limit_seconds : float
-        Roughly when to stop improving.
-    deterministic : bool
-        Count work, not seconds: with the same versions of the libraries, the same problem gives the
-        same plan every time, on a slow machine later than on a quick one. The limit then is what the
-        work would take on a machine of 2024, within a factor of a few.
-    seed : int
-        Of whatever draws random numbers.
-    told : callable, optional
-        Told of all work in seconds, by whoever asks for one solve after the other.
-
-    Raises
-    ------
-    UsageError
-        If the limit is not above zero.
-    """
+    """What a solve may take; a limit that is not above zero raises UsageError."""
 
     time_limit_seconds: float = 30.0
+    """Roughly when to stop improving."""
     deterministic: bool = False
+    """Count work, not seconds: with the same versions of the libraries, the same problem gives the same plan every
+    time, on a slow machine later than on a quick one. The limit then is what the work would take on a machine of 2024,
+    within a factor of a few."""
     seed: int = 0
+    """Of whatever draws random numbers."""
     told: Callable[[float], None] | None = field(default=None, compare=False, repr=False)
+    """Told of all work in seconds, by whoever asks for one solve after the other."""
 
     def __post_init__(self) -> None:
         if not (self.time_limit_seconds > 0 and math.isfinite(self.time_limit_seconds)):

@@ -32,22 +32,14 @@ def picked(kind: type[Group], asked: Mapping[str, Any]) -> Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What memory a step may take.
-
-    Parameters
-    ----------
-    budget : int, float or str, optional
-        What the whole device may hold; ``"60%"`` is of the unplanned peak.
-    activation_budget : int, float or str, optional
-        In its place, what the step may allocate on top of what is resident; ``"60%"`` is of what the unplanned step
-        allocates.
-    at_least_bytes : int
-        What the whole device may hold even if the budget comes to less; see :meth:`after`.
-    """
+    """What memory a step may take."""
 
     budget: Size | None = None
+    """What the whole device may hold; ``"60%"`` is of the unplanned peak."""
     activation_budget: Size | None = None
+    """In its place, what the step may allocate on top of what is resident; ``"60%"`` is of what it does unplanned."""
     at_least_bytes: int = 0
+    """What the whole device may hold even if the budget comes to less; see :meth:`after`."""
 
     @property
     def is_given(self) -> bool:
@@ -72,23 +64,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search(SolveLimits):
-    """How a plan is looked for.
-
-    Parameters
-    ----------
-    time_limit_seconds, deterministic, seed, told
-        See :class:`~planner.common.limits.SolveLimits`.
-    solver : str
-        Name of a solver; ``"auto"`` picks.
-    compare : bool
-        Whether to find what the report shows beside the plan: the usual ways of checkpointing, the smallest peak.
-    progress : callable, optional
-        Told in short lines how it stands.
-    """
+    """How a plan is looked for."""
 
     time_limit_seconds: float = 10.0
     solver: str = "auto"
+    """Name of a solver; ``"auto"`` picks."""
     compare: bool = True
+    """Whether to find what the report shows beside the plan: the usual ways of checkpointing, the smallest peak."""
     progress: Progress | None = None
 
     def tell(self, line: str) -> None:
@@ -103,29 +85,15 @@ class Search(SolveLimits):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What may wait in the host's memory between forward and backward.
-
-    Parameters
-    ----------
-    offload : bool
-        Whether anything may.
-    host_budget : int, float or str, optional
-        What it may take there; by default half of what this machine has.
-    offload_at_least : int, float or str
-        Values below this size stay on the device.
-    offload_lossy : bool
-        Whether values of float32 wait there rounded to bfloat16.
-
-    Raises
-    ------
-    UsageError
-        If nothing is offloaded that could be rounded.
-    """
+    """What may wait in the host's memory between forward and backward."""
 
     offload: bool = False
     host_budget: Size | None = None
+    """What it may take there; by default half of what this machine has."""
     offload_at_least: Size = LEAST_BYTES
+    """Values below this size stay on the device."""
     offload_lossy: bool = False
+    """Whether values of float32 wait there rounded to bfloat16; a UsageError where nothing is offloaded."""
 
     def __post_init__(self) -> None:
         if self.offload_lossy and not self.offload:
@@ -134,21 +102,13 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a plan is made for, and what says how long operations take there.
-
-    Parameters
-    ----------
-    device : str, optional
-        Name in the table of devices, or a device file; by default the device that the model is on.
-    cost_model : str
-        Name of a cost model.
-    profile : Profile, optional
-        Costs that were recorded before.
-    """
+    """What a plan is made for, and what says how long operations take there."""
 
     device: str | None = None
+    """Name in the table of devices, or a device file; by default the device that the model is on."""
     cost_model: str = "roofline"
     profile: Profile | None = None
+    """Costs that were recorded before."""
 
 
 # Training.
@@ -172,33 +132,22 @@ PARALLEL = ("none", "ddp", "fsdp2")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is trained, as far as that takes memory.
-
-    Parameters
-    ----------
-    optimizer : str
-        One of :data:`OPTIMIZERS`.
-    master_weights : bool
-        Whether parameters of 16 bits are updated through float32 copies.
-    gradient_accumulation : bool
-        Whether gradients of earlier backwards are there when the step begins.
-    data_parallel : str
-        ``"none"``, ``"ddp"`` (each rank holds all) or ``"fsdp2"`` (``fully_shard`` on each block).
-    ranks : int
-        How many devices train together.
-    tensor_parallel : int
-        How many devices share each layer.
-    reserve : int, float or str
-        What is to stay free for the allocator and for others: bytes, ``"1GiB"``, or ``"5%"`` of the device.
-    """
+    """How a model is trained, as far as that takes memory."""
 
     optimizer: str = "none"
+    """One of :data:`OPTIMIZERS`."""
     master_weights: bool = False
+    """Whether parameters of 16 bits are updated through float32 copies."""
     gradient_accumulation: bool = False
+    """Whether gradients of earlier backwards are there when the step begins."""
     data_parallel: str = "none"
+    """``"none"``, ``"ddp"`` (each rank holds all) or ``"fsdp2"`` (``fully_shard`` on each block)."""
     ranks: int = 1
+    """How many devices train together."""
     tensor_parallel: int = 1
+    """How many devices share each layer."""
     reserve: Size = 0
+    """What is to stay free for the allocator and for others: bytes, ``"1GiB"``, or ``"5%"`` of the device."""
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)

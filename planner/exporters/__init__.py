@@ -29,43 +29,27 @@ from planner.plans.reuse import check_match, check_same_step
 
 @runtime_checkable
 class Exporter(Protocol):
-    """What an exporter module's ``EXPORTER`` offers.
-
-    Attributes
-    ----------
-    name : str
-        What people type.
-    summary : str
-        One line on what the framework can be told.
-    language : str
-        Of the text: ``"python"``, ``"shell"`` or ``"yaml"``.
-    eager : bool
-        Whether layers run there as eager PyTorch has them, so that a recorded eager step says what they need.
-    to_the_end : bool
-        Whether the framework runs all of a checkpointed module again, and not only what the backward needs.
-    lost : tuple of str
-        What always differs there, one line each.
-    """
+    """What an exporter module's ``EXPORTER`` offers."""
 
     name: str
+    """What people type."""
     summary: str
+    """One line on what the framework can be told."""
     language: str
+    """Of the text: ``"python"``, ``"shell"`` or ``"yaml"``."""
     eager: bool
+    """Whether layers run there as eager PyTorch has them, so that a recorded eager step says what they need."""
     to_the_end: bool
+    """Whether the framework runs all of a checkpointed module again, and not only what the backward needs."""
     lost: tuple[str, ...]
+    """What always differs there, one line each."""
 
     def takes(self, modules: tuple[str, ...]) -> bool:
         """Whether just these modules can be named."""
         ...
 
     def place(self, step: ExportStep) -> Placement:
-        """Choose what is to run again.
-
-        Raises
-        ------
-        CannotExpressError
-            If nothing that the framework can be told keeps the budget.
-        """
+        """Choose what is to run again; a CannotExpressError if nothing that can be said keeps the budget."""
         ...
 
     def write(self, placement: Placement, plan: Plan) -> str:

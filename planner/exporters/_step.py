@@ -28,16 +28,10 @@ class CannotExpressError(PlannerError):
 
 
 class ExportStep:
-    """A step and a plan for it, asked for ways to checkpoint whole modules.
+    """A step and a plan for it, whose budget is to be kept, asked for ways to checkpoint whole modules.
 
-    Parameters
-    ----------
-    plan : Plan
-        Its budget is to be kept.
-    study : Study
-        The step; that of an eager one says itself, by its regions, what each recomputed module runs.
-    to_the_end : bool
-        Whether the framework runs all of a module again, and not only what the backward needs.
+    The study of an eager step says itself, by its regions, what each recomputed module runs. For ``to_the_end`` see
+    :class:`planner.exporters.Exporter`.
     """
 
     def __init__(self, plan: Plan, study: Study, *, to_the_end: bool = False) -> None:

@@ -19,8 +19,6 @@ def alike(
     A place is the key of an operation, which of its results is meant, and the path of its block; the signature is what
     else must be equal for two to be shown as one.
 
-    Examples
-    --------
     >>> keys = [f"h.{i}.mlp|aten.mm.default|f0" for i in range(3)]
     >>> [label for label, _ in alike(keys, lambda key: (key, 0, key[:3]), lambda key: "2" in key)]
     ['h 0-1 (x2) · mlp · mm', 'h.2.mlp · mm']
@@ -40,8 +38,6 @@ def alike(
 def result_name(key: str, output: int | None) -> str:
     """Name a result by its operator, and by its number if it is not the first.
 
-    Examples
-    --------
     >>> result_name("h.0|aten.mm.default|forward+0", 0), result_name("h.0|aten.max.dim|forward+0", 1)
     ('mm', 'max, result 2')
     """

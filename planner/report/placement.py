@@ -82,8 +82,6 @@ def rows(plan: Plan) -> list[Row]:
 def fitting(label: str, length: int) -> str:
     """Cut a path that is too long from the left, whole names while two of them are left.
 
-    Examples
-    --------
     >>> fitting("bert.encoder.layer.0", 16), fitting("averylongname", 8)
     ('…encoder.layer.0', '…ongname')
     """

@@ -22,8 +22,6 @@ _COUNTS = (("K", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12))
 def in_unit_of(size_bytes: int, largest_bytes: int, *, digits: int | None = None) -> str:
     """Return a size in the unit that suits the largest of a column, so that the column can be added up.
 
-    Examples
-    --------
     >>> in_unit_of(1536 * 2**10, 3 * 2**30), in_unit_of(0, 2**20)
     ('0.00 GiB', '0.0 MiB')
     """
@@ -36,8 +34,6 @@ def in_unit_of(size_bytes: int, largest_bytes: int, *, digits: int | None = None
 def compact_count(count: int) -> str:
     """Return a large number with three or four digits.
 
-    Examples
-    --------
     >>> compact_count(950), compact_count(372_500_000_000)
     ('950', '372.5 G')
     """
@@ -50,8 +46,6 @@ def compact_count(count: int) -> str:
 def signed_percent(ratio: float) -> str:
     """Return a ratio as a percentage with its sign.
 
-    Examples
-    --------
     >>> signed_percent(0.0844), signed_percent(-0.0000001)
     ('+8.4%', '+0.0%')
     """
@@ -61,8 +55,6 @@ def signed_percent(ratio: float) -> str:
 def at_least_percent(ratio: float) -> str:
     """Return a lower bound as a percentage, rounded down: the sentence around it must stay true.
 
-    Examples
-    --------
     >>> at_least_percent(0.0839), signed_percent(0.0839)
     ('+8.3%', '+8.4%')
     """

@@ -26,17 +26,11 @@ Prepare = Callable[["Inputs"], "Options"]
 
 @runtime_checkable
 class Running(Protocol):
-    """What ``model(...)`` runs while a plan is in force.
-
-    Attributes
-    ----------
-    plan : Plan or None
-        The plan in force: that of the input sizes that ran last.
-    """
+    """What ``model(...)`` runs while a plan is in force."""
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force."""
+        """The plan in force: that of the input sizes that ran last."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,25 +44,17 @@ class Running(Protocol):
 
 @runtime_checkable
 class Runtime(Protocol):
-    """What a runtime module's ``RUNTIME`` offers.
-
-    Attributes
-    ----------
-    name : str
-        What people type.
-    summary : str
-        One line on what it does.
-    tolerance : float
-        How far loss, gradients and buffers may be from those of its own step without recompute; 0 means equal
-        to the last bit. See :func:`planner.diagnose.verification.compare`.
-    exact_peak : bool
-        Whether the predicted peak is the measured one, and not an upper bound.
-    """
+    """What a runtime module's ``RUNTIME`` offers."""
 
     name: str
+    """What people type."""
     summary: str
+    """One line on what it does."""
     tolerance: float
+    """How far loss, gradients and buffers may be from those of its own step without recompute; 0 means equal to the
+    last bit. See :func:`planner.diagnose.verification.compare`."""
     exact_peak: bool
+    """Whether the predicted peak is the measured one, and not an upper bound."""
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
@@ -85,14 +71,9 @@ class Runtime(Protocol):
         replan: bool = True,
         prepare: Prepare | None = None,
     ) -> Running:
-        """Return what is to run in place of the model's call.
+        """Return what is to run in place of the model's call; ``plan`` holds decisions to carry out.
 
-        Parameters
-        ----------
-        plan : Plan, optional
-            Decisions to carry out.
-        replan : bool
-            Whether a plan that does not match may be replaced; otherwise it is refused.
+        Unless ``replan``, a plan that does not match is refused, and not replaced.
         """
         ...
 
@@ -103,26 +84,14 @@ def names() -> list[str]:
 
 
 def check(name: str) -> None:
-    """Refuse a name that no runtime has; needs no torch.
-
-    Raises
-    ------
-    UsageError
-        With near names.
-    """
+    """Refuse a name that no runtime has, by a UsageError with near ones; needs no torch."""
     if name not in names():
         raise unknown("runtime", name, names())
 
 
 @cache
 def get(name: str) -> Runtime:
-    """Return a runtime by its name, which is that of its file.
-
-    Raises
-    ------
-    UsageError
-        If there is none, with near names.
-    """
+    """Return a runtime by its name, which is that of its file, or raise UsageError."""
     check(name)
     runtime = getattr(importlib.import_module(f"{__name__}.{name}"), "RUNTIME", None)
     if not isinstance(runtime, Runtime) or runtime.name != name:

@@ -88,22 +88,10 @@ def get(name: str) -> Chosen:
 
 
 def schedule(name: str, graph: TrainingGraph, costs: Sequence[OperationCost], host: Host | None = None) -> Schedule:
-    """Return what a strategy does with a step.
+    """Return what a strategy does with a step, by one of the :func:`names`; ``host`` is where it may offload to.
 
-    Parameters
-    ----------
-    name : str
-        See :func:`names`.
-    costs : sequence of OperationCost
-        One for each operation.
-    host : Host, optional
-        Where it may offload to.
-
-    Raises
-    ------
-    UsageError
-        If there is none of that name, the step lacks what it is about, or it changes more of the step than a schedule
-        can say.
+    A UsageError says that there is none of that name, that the step lacks what it is about, or that it changes more of
+    the step than a schedule can say.
     """
     chosen = get(name)
     if chosen.strategy.step is not None:

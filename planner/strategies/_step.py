@@ -18,19 +18,13 @@ from planner.ir.schedule import Schedule
 
 @dataclass(frozen=True)
 class StrategyStep:
-    """A step, as strategies see it.
-
-    Parameters
-    ----------
-    costs : sequence of OperationCost
-        One for each operation.
-    host : Host, optional
-        Where values may be offloaded to; what offloads does not apply without it.
-    """
+    """A step, as strategies see it."""
 
     graph: TrainingGraph
     costs: Sequence[OperationCost]
+    """One for each operation."""
     host: Host | None = None
+    """Where values may be offloaded to; what offloads does not apply without it."""
 
     @cached_property
     def layers(self) -> Layers:
@@ -39,13 +33,7 @@ class StrategyStep:
 
     @cached_property
     def blocks(self) -> tuple[tuple[int, ...], ...]:
-        """The operations that each repeated block has in the forward, block by block.
-
-        Raises
-        ------
-        UsageError
-            If there are none.
-        """
+        """The operations that each repeated block has in the forward, block by block; a UsageError without any."""
         if not self.layers.blocks:
             raise self.cannot("has no repeated blocks")
         return tuple(forward_of_blocks(self.graph, self.layers).values())
@@ -59,15 +47,8 @@ class StrategyStep:
     ) -> Schedule:
         """Return the schedule in which regions of the forward run again, each at the first need of its backward.
 
-        Parameters
-        ----------
-        regions : iterable of collections of int
-            Operations of the forward; no two regions share one.
-        saved : callable, optional
-            What is kept inside of them.
-        whole : bool
-            Whether a region runs again whatever of it is needed, to its end, as where autograd is entered anew for
-            it; else only what the backward needs does.
+        No two regions share an operation; ``saved`` says what is kept inside of them. A ``whole`` one runs again
+        whatever of it is needed, to its end, as where autograd is entered anew for it; else only what is needed does.
         """
         return schedule_of(self.graph, self.regions(regions, saved=saved, whole=whole))
 
@@ -120,28 +101,18 @@ class StrategyStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A rule by which an established system chooses what it recomputes.
-
-    Parameters
-    ----------
-    name : str
-        What people type; with a number behind it, ``NAME-4``, if it takes one.
-    summary : str
-        One line on what it does.
-    schedule : callable
-        Carries it out on a step, with the number (0 if it takes none). Raises UsageError where it does not apply.
-    number : callable, optional
-        The number to take for a model of so many blocks, where none is named.
-    step : callable, optional
-        Gives the step as the strategy has it, with the number, where that is not the step as it is: then its bytes
-        are not those of a schedule of the step, and no plan can be set beside it.
-    note : str
-        What its figures leave out.
-    """
+    """A rule by which an established system chooses what it recomputes."""
 
     name: str
+    """What people type; with a number behind it, ``NAME-4``, if it takes one."""
     summary: str
+    """One line on what it does."""
     schedule: Callable[[StrategyStep, int], Schedule]
+    """Carries it out on a step, with the number (0 if it takes none). Raises UsageError where it does not apply."""
     number: Callable[[int], int] | None = None
+    """The number to take for a model of so many blocks, where none is named."""
     step: Callable[[StrategyStep, int], StrategyStep] | None = None
+    """Gives the step as the strategy has it, with the number, where that is not the step as it is: then its bytes are
+    not those of a schedule of the step, and no plan can be set beside it."""
     note: str = ""
+    """What its figures leave out."""

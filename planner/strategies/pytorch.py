@@ -40,8 +40,6 @@ def _save_on_cpu(step: StrategyStep, _: int) -> Schedule:
 def in_groups(blocks: tuple[tuple[int, ...], ...], size: int) -> list[tuple[int, ...]]:
     """Put so many blocks at a time together; the last group may be smaller.
 
-    Examples
-    --------
     >>> in_groups(((0, 1), (2,), (3, 4)), 2)
     [(0, 1, 2), (3, 4)]
     """

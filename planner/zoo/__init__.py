@@ -49,8 +49,6 @@ def names() -> tuple[str, ...]:
 def describe(name: str) -> str:
     """Say in one line what a model is and which sizes it has by default.
 
-    Examples
-    --------
     >>> describe("llama-7b")
     'LLaMA 7B (transformers), 6.7B parameters; batch 4, 2048 tokens, 32 layers, bfloat16'
     """
