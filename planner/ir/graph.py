@@ -53,118 +53,72 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One storage made during the step.
-
-    Parameters
-    ----------
-    name : str
-        Unique name, for people.
-    size_bytes : int
-        Size as the allocator rounds it.
-    retained : bool
-        Held until the step ends whatever the plan says: model outputs, gradients, tangents.
-    kind : str
-        ``"activation"``, ``"output"``, ``"gradient"`` (of a parameter or input),
-        ``"tangent"``: what the anatomy of the peak calls it.
-    roundable : bool
-        Whether it is of float32, and gradients are no worse than a little off if a copy of it is rounded to
-        bfloat16; see :mod:`planner.transforms.rounding`.
-    """
+    """One storage made during the step, under a name that is unique."""
 
     name: str
     size_bytes: int
+    """As the allocator rounds it."""
     retained: bool = False
+    """Held until the step ends whatever the plan says: model outputs, gradients, tangents."""
     kind: str = "activation"
+    """What the anatomy of the peak calls it: that, ``"output"``, ``"tangent"``, or ``"gradient"`` of a parameter or
+    input."""
     roundable: bool = False
+    """Whether it is of float32, and gradients are no worse than a little off if a copy of it is rounded to bfloat16;
+    see :mod:`planner.transforms.rounding`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One kernel of the step (several for a library call), reading and making values.
+    """One kernel of the step (several for a library call), reading and making values, under a name that is unique.
 
-    Parameters
-    ----------
-    name : str
-        Unique name in the graph.
-    key : str
-        ``module|target|phase+occurrence``: stable between captures of one model; what plan files use.
-    target : str
-        The operator, for example ``"aten.mm.default"``.
-    inputs, outputs : tuple of int
-        Indices of the values read and made. Resident storages do not appear.
-    phase : Phase
-        Forward, the loss outside the graph, or backward.
-    module : str
-        Path of the module that it comes from, ``""`` for the model itself.
-    source : str
-        ``file:line`` of the user's code, ``""`` if unknown.
-    recomputable : bool
-        Whether running it again gives the same bits.
-    state_bytes : int
-        What must be kept from its first run to its last if it runs more than once (random state).
-    flops : int
-        Floating-point operations, a multiply-add as two.
-    moved_bytes : int
-        Bytes read and written, each storage once.
-    dtype : str
-        Element type that it computes in, for example ``"float32"``.
-    signature : str
-        What it is called with, the same for calls that run the same kernels; ``""`` if it cannot be run alone.
-    region : str
-        What it is compiled with, if that is not the whole step: it runs again only while its region runs.
-    decides : bool
-        Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once.
+    What a cost model reads of it is described in :class:`cost_models.CostedOperation`.
     """
 
     name: str
     key: str
+    """``module|target|phase+occurrence``: stable between captures of one model; what plan files use."""
     target: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    """Indices of the values read and made. Resident storages do not appear."""
     phase: Phase = Phase.FORWARD
     module: str = ""
+    """Path of the module that it comes from, ``""`` for the model itself."""
     source: str = ""
+    """``file:line`` of the user's code, ``""`` if unknown."""
     recomputable: bool = True
+    """Whether running it again gives the same bits."""
     state_bytes: int = 0
+    """What must be kept from its first run to its last if it runs more than once (random state)."""
     flops: int = 0
     moved_bytes: int = 0
     dtype: str = "float32"
     signature: str = ""
     region: str = ""
+    """What it is compiled with, if that is not the whole step: it runs again only while its region runs."""
     decides: bool = False
+    """Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingGraph:
-    """Operations in base order (each once, as the unplanned step runs them) and their values.
+    """Operations in base order (each once, as the unplanned step runs them) and their values, of a model of some name.
 
-    Parameters
-    ----------
-    operations : tuple of Operation
-        Base order: forward, then the loss, then backward.
-    values : tuple of Value
-        Every value is made by exactly one operation, before any operation that reads it.
-    static_bytes : dict of str to int
-        What is resident before the step, by kind (``parameters``, ``buffers``, ``inputs``, ...).
-    alignment_bytes : int
-        What sizes were rounded up to.
-    name : str
-        Name of the model.
-    kinds : dict of str to str
-        By its path, the class of each module that can be called; empty where that is not known.
-
-    Raises
-    ------
-    UsageError
-        If the graph is not well formed.
+    A UsageError says that the graph is not well formed.
     """
 
     operations: tuple[Operation, ...]
+    """Base order: forward, then the loss, then backward."""
     values: tuple[Value, ...]
+    """Every value is made by exactly one operation, before any operation that reads it."""
     static_bytes: dict[str, int] = field(default_factory=dict)
+    """What is resident before the step, by kind (``parameters``, ``buffers``, ``inputs``, ...)."""
     alignment_bytes: int = 1
+    """What sizes were rounded up to."""
     name: str = ""
     kinds: dict[str, str] = field(default_factory=dict)
+    """By its path, the class of each module that can be called; empty where that is not known."""
 
     def __post_init__(self) -> None:
         made: set[int] = set()

@@ -24,23 +24,16 @@ _LARGEST = 2**53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What is known of an instance; all are total costs of the step, recompute included.
-
-    Parameters
-    ----------
-    base_cost : float
-        Every operation once.
-    published_cost, best_known_cost : float, optional
-        What the publication found, and the best found since.
-    lower_bound_cost : float, optional
-        Proven for the base order.
-    """
+    """What is known of an instance; all are total costs of the step, recompute included."""
 
     name: str
     base_cost: float
+    """Every operation once."""
     published_cost: float | None = None
     best_known_cost: float | None = None
+    """What the publication found, and the best found since."""
     lower_bound_cost: float | None = None
+    """Proven for the base order."""
 
 
 def load_instance(path: str | Path) -> tuple[Problem, Reference]:
@@ -63,10 +56,6 @@ def load_instance(path: str | Path) -> tuple[Problem, Reference]:
     ------
     UsageError
         If the file cannot be read or anything in it is wrong; says where, in one line.
-
-    Notes
-    -----
-    O(operations + edges).
     """
     data = _Reader(path)
     count = data.integer("num_operations", data.top("num_operations"), 1, _MOST_OPERATIONS)

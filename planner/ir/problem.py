@@ -16,25 +16,16 @@ from planner.ir.simulator import Evaluation, simulate
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A graph, what its operations cost, and the bytes that the step may allocate.
-
-    Parameters
-    ----------
-    costs : tuple of OperationCost
-        One for each operation.
-    budget_bytes : int
-        Bound on the simulated peak, above what is resident before the step.
-    host : Host, optional
-        Where values may be offloaded to; without it none may.
-    regions : tuple of Region, optional
-        Calls of modules that can be checkpointed, where nothing else can be recomputed or offloaded.
-    """
+    """A graph, what each of its operations costs, and the bytes that the step may allocate."""
 
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     budget_bytes: int
+    """Bound on the simulated peak, above what is resident before the step."""
     host: Host | None = None
+    """Where values may be offloaded to; without it none may."""
     regions: tuple[Region, ...] | None = None
+    """Calls of modules that can be checkpointed, where nothing else can be recomputed or offloaded."""
 
     def __post_init__(self) -> None:
         if len(self.costs) != len(self.graph.operations):
@@ -52,35 +43,22 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A solver's proposal and its claim about it.
-
-    Parameters
-    ----------
-    solver : str
-        Name of the solver.
-    peak_bytes : int
-        Claimed peak.
-    recompute_seconds : float
-        Claimed time of all recomputations.
-    lower_bound_seconds : float
-        Proven: no plan within the budget, in this base order, adds less to the step. 0 proves nothing.
-    solve_seconds : float
-        Time spent solving.
-    regions : tuple of Region
-        The regions that are chosen, in the way that they are, where some send values to the host.
-    stall_seconds : float
-        Claimed time of waiting for transfers. The sum of both is held against the simulator, and
-        :func:`planner.solve` then gives each as simulated: a solver need not tell them apart.
-    """
+    """The proposal of a solver, by its name, and its claim about it."""
 
     solver: str
     schedule: Schedule
     peak_bytes: int
     recompute_seconds: float
+    """Time of all recomputations."""
     lower_bound_seconds: float = 0.0
+    """Proven: no plan within the budget, in this base order, adds less to the step. 0 proves nothing."""
     solve_seconds: float = 0.0
+    """Time spent solving."""
     regions: tuple[Region, ...] = ()
+    """The regions that are chosen, in the way that they are, where some send values to the host."""
     stall_seconds: float = 0.0
+    """Time of waiting for transfers. The sum of both is held against the simulator, and :func:`planner.solve` then
+    gives each as simulated: a solver need not tell them apart."""
 
     @classmethod
     def simulated(
@@ -116,13 +94,7 @@ class Solution:
 
 
 def confirm(problem: Problem, solution: Solution) -> Evaluation:
-    """Simulate a solution and hold its claim against what comes out.
-
-    Raises
-    ------
-    ClaimMismatchError
-        If peak, time or bound are not what was claimed, or the budget is broken.
-    """
+    """Simulate a solution; ClaimMismatchError if peak, time or bound are not as claimed, or the budget is broken."""
     evaluation = problem.evaluate(solution.schedule)
     tolerance = 1e-9 * max(evaluation.seconds, 1e-12)
     wrong = None

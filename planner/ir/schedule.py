@@ -34,25 +34,17 @@ def piece_bytes(graph: TrainingGraph, value: Value) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """A value that waits in the host's memory between two uses.
-
-    Parameters
-    ----------
-    value : int
-        Sent right after the run that first makes it.
-    leaves : int
-        Position in the order: right before that run its first copy is freed, which waits for the sending to end.
-    returns : tuple of int
-        Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run
-        that reads the copy waits for that to end.
-    lossy : bool
-        Whether the host has its numbers as bfloat16.
-    """
+    """A value that waits in the host's memory between two uses."""
 
     value: int
+    """Sent right after the run that first makes it."""
     leaves: int
+    """Position in the order: right before that run its first copy is freed, which waits for the sending to end."""
     returns: tuple[int, ...]
+    """Positions: right before each of these runs a new copy is allocated, and its fetching begins. The first run that
+    reads the copy waits for that to end."""
     lossy: bool = False
+    """Whether the host has its numbers as bfloat16."""
 
     def host_bytes(self, value: Value) -> int:
         """Return what the value takes of the host's memory, and of the link to it."""
@@ -73,13 +65,7 @@ class Schedule:
 
     @classmethod
     def with_recomputations(cls, graph: TrainingGraph, before: Mapping[int, Sequence[int]]) -> Schedule:
-        """Insert recomputations into the base order.
-
-        Parameters
-        ----------
-        before : mapping of int to sequence of int
-            For an operation of the base order, what is run again right before it, in this order.
-        """
+        """Run again, right ``before`` operations of the base order, what is named for each, in this order."""
         order: list[int] = []
         for index in range(len(graph.operations)):
             order.extend(before.get(index, ()))
@@ -112,10 +98,7 @@ class Schedule:
     def recomputations(self) -> dict[int, tuple[int, ...]]:
         """Return what is recomputed right before each operation's first run.
 
-        Raises
-        ------
-        ScheduleError
-            If the first runs are not in base order, or something is recomputed after the last one.
+        A ScheduleError says that first runs are not in base order, or that something is recomputed after the last one.
         """
         before: dict[int, tuple[int, ...]] = {}
         pending: list[int] = []
@@ -138,17 +121,10 @@ class Schedule:
 def recompute_lazily(graph: TrainingGraph, dropped: Mapping[int, Collection[int]]) -> Schedule:
     """Carry out drops: each dropped value is made again right before the first run that reads it. O(runs x inputs).
 
-    Parameters
-    ----------
-    dropped : mapping of int to collection of int
-        For a step of the base order, the values that are no longer held once the step has begun
-        (values made or read by that very operation may be named; they go when it has run).
-        A retained value is never dropped. A copy made by recomputation stays until dropped again or unused.
-
-    Raises
-    ------
-    ScheduleError
-        If a value must be made again by an operation that is not recomputable.
+    ``dropped`` are, for a step of the base order, the values that are no longer held once the step has begun; those
+    that its operation makes or reads go when it has run. A retained value is never dropped. A copy made by
+    recomputation stays until dropped again or unused. A ScheduleError says that a value must be made again by an
+    operation that is not recomputable.
     """
     operations, values, producer = graph.operations, graph.values, graph.producer
     held = [False] * len(values)

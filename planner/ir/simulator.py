@@ -85,36 +85,24 @@ _AWAY = -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What the simulator found.
-
-    Parameters
-    ----------
-    peak_bytes : int
-        Most bytes at any moment, above what is resident before the step.
-    peak_position : int
-        Position in the schedule's order where the peak first stands.
-    seconds : float
-        Time of all runs, and of waiting for transfers.
-    recompute_seconds : float
-        Time of the runs after each operation's first.
-    timeline_bytes : tuple of int
-        Bytes while each run of the order is under way.
-    stall_seconds : float
-        Time that runs wait for transfers: what does not hide behind them.
-    transfer_seconds : float
-        Time of all transfers, hidden or not.
-    host_bytes : int
-        Bytes of all offloaded values: each has a place of its own in the host's memory for the whole step.
-    """
+    """What the simulator found."""
 
     peak_bytes: int
+    """Most bytes at any moment, above what is resident before the step."""
     peak_position: int
+    """Position in the schedule's order where the peak first stands."""
     seconds: float
+    """Time of all runs, and of waiting for transfers."""
     recompute_seconds: float
+    """Time of the runs after each operation's first."""
     timeline_bytes: tuple[int, ...]
+    """Bytes while each run of the order is under way."""
     stall_seconds: float = 0.0
+    """Time that runs wait for transfers: what does not hide behind them."""
     transfer_seconds: float = 0.0
+    """Time of all transfers, hidden or not."""
     host_bytes: int = 0
+    """Bytes of all offloaded values: each has a place of its own in the host's memory for the whole step."""
 
     @property
     def added_seconds(self) -> float:
@@ -216,19 +204,9 @@ def _moves(graph: TrainingGraph, schedule: Schedule) -> tuple[dict[int, list[int
 def simulate(
     graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, host: Host | None = None
 ) -> Evaluation:
-    """Run a schedule on paper.
+    """Run a schedule on paper; a ScheduleError says that it cannot be run.
 
-    Parameters
-    ----------
-    costs : sequence of OperationCost
-        One for each operation.
-    host : Host, optional
-        Where values are offloaded to; a schedule without offloads needs none.
-
-    Raises
-    ------
-    ScheduleError
-        If the schedule cannot be run.
+    There is a cost for each operation. A schedule that offloads values needs the host where they go.
     """
     order, operations, values = schedule.order, graph.operations, graph.values
     change = [0] * (len(order) + 1)
