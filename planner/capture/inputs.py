@@ -35,10 +35,7 @@ class Inputs:
     def of(cls, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> Inputs:
         """Read example inputs as people write them: a tensor, a tuple or list of arguments, a dict of keywords.
 
-        Raises
-        ------
-        UsageError
-            If they are nothing of the kind, or hold no tensor.
+        A UsageError says that they are nothing of the kind, or hold no tensor.
         """
         kwargs = dict(example_kwargs or {})
         if isinstance(example_inputs, Inputs):
@@ -86,15 +83,7 @@ def check_module(model: Any) -> None:
 
 
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:
-    """Refuse at once what would fail deep inside torch's compiler.
-
-    Raises
-    ------
-    UsageError
-        If the inputs are not on the model's device.
-    RuntimeUnsupportedError
-        If a module has full backward hooks.
-    """
+    """Refuse at once what would fail deep inside torch's compiler: inputs on another device, full backward hooks."""
     check_device(model, inputs)
     for name, module in model.named_modules():
         if has_full_backward_hooks(module):

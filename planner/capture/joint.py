@@ -104,6 +104,12 @@ def values_of(arguments: Any) -> Any:
     return fx.map_arg(arguments, lambda node: node.meta.get("val"))
 
 
+def run_on_recorded(node: fx.Node) -> Any:
+    """Run a call once more on what was recorded of its arguments."""
+    args, kwargs = values_of((node.args, node.kwargs))
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a node draws random numbers."""
     return draws(node.target, node.args, node.kwargs)
@@ -173,19 +179,17 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
         drawn = is_random(node) and node.meta.get("partitioner_tag") == "is_forward"
         if node.op == "call_function" and (drawn or (mutates(node) and not is_backward(node))):
             roots.append(node)
-    needed = set(ancestors(roots, nodes))
-    for node in nodes:
-        # Elements of a forward operation's output are there once it has run.
-        if node.target is operator.getitem and node.args[0] in needed:
-            needed.add(node)
-    return needed
+    return set(ancestors(roots, nodes))
 
 
 def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Return the roots, all that they need and all elements of that, in the order of ``nodes``."""
-    needed = sources(roots)
-    needed |= {user for node in needed for user in node.users if user.target is operator.getitem}
-    return [node for node in nodes if node in needed]
+    needed, found = sources(roots), []
+    for node in nodes:
+        if node in needed or (node.target is operator.getitem and node.args[0] in needed):
+            needed.add(node)
+            found.append(node)
+    return found
 
 
 def sources(roots: Iterable[fx.Node]) -> set[fx.Node]:

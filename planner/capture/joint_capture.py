@@ -65,23 +65,10 @@ def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
 
 
 def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:
-    """Capture forward and backward of one call as a joint graph; nothing is run.
+    """Capture forward and backward of one call as a joint graph; nothing is run. About 1 ms for each fx node.
 
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Real or built under :func:`fake_mode`. It is left as it was.
-    **options
-        See :func:`until_stopped`.
-
-    Raises
-    ------
-    CaptureError
-        If the model cannot be captured whole; names the line and the cause.
-
-    Notes
-    -----
-    Time is linear in the number of operations: about 1 ms for each fx node.
+    The model, real or built under :func:`fake_mode`, is left as it was. Options are those of :func:`until_stopped`.
+    A CaptureError names the line and the cause if the model cannot be captured whole.
     """
 
     def stop(joint: JointGraph) -> Any:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture import operands
 from planner.capture.inputs import tensors_in
-from planner.capture.joint import mutates, tensors_of, values_of
+from planner.capture.joint import mutates, run_on_recorded, tensors_of, values_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, is_mutable, outside_tracing, storage_id
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ def _traced_again(node: fx.Node) -> Any:
         return recorded
     with before[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
         try:
-            result = _result(node)
+            result = run_on_recorded(node)
         except (RuntimeError, ValueError):
             if node.target is not aten.view.default:
                 return recorded
@@ -108,19 +108,14 @@ def _traced_again(node: fx.Node) -> Any:
                 copy = node.graph.call_function(
                     aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
                 )
-            copy.meta = {**node.meta, "val": _result(copy)}
+            copy.meta = {**node.meta, "val": run_on_recorded(copy)}
             node.replace_input_with(source, copy)
-            return _result(node)
+            return run_on_recorded(node)
     after = tensors_in(result)
     looks_at = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
     is_view = not looks_at.isdisjoint(map(storage_id, after))
     is_other = [tensor.stride() for tensor in after] != [tensor.stride() for tensor in before]
     return result if is_view or is_other else recorded
-
-
-def _result(node: fx.Node) -> Any:
-    args, kwargs = values_of((node.args, node.kwargs))
-    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:

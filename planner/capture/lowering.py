@@ -77,12 +77,9 @@ def lower(
 
     ``random_state_bytes`` is what a random operation keeps of the device's memory if it is to be recomputed; each
     gradient is spread over ``gradient_shards`` devices once it is there. ``given`` are placeholders that are values
-    and not resident, if the graph is a part of a step: one operation before all others makes them.
-
-    Raises
-    ------
-    UnsupportedModelError
-        If the graph holds symbolic sizes, or the backward needs an input that the forward overwrites.
+    and not resident, if the graph is a part of a step: one operation before all others makes them. An
+    UnsupportedModelError says that there are symbolic sizes, or that the backward needs an input that the forward
+    overwrites.
     """
     return _Lowering(joint, context, random_state_bytes, gradient_shards).run(given)
 
@@ -144,7 +141,7 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _add_node(self, node: fx.Node) -> None:
         tensors = tensors_of(node)
-        reads = _distinct(v for source in node.all_input_nodes for v in self.storage_of[source])
+        reads = [v for source in node.all_input_nodes for v in self.storage_of[source]]
         is_known = [storage_id(tensor) in self.value_of_storage for tensor in tensors]
         if node.target is operator.getitem or (tensors and not mutates(node) and all(is_known)):
             self._add_alias(node, tensors)
@@ -180,7 +177,7 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _looked_at(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         values = (self.value_of_storage[storage_id(tensor)] for tensor in tensors)
-        return _distinct(value for value in values if value is not None)
+        return tuple(dict.fromkeys(value for value in values if value is not None))
 
     def _add_alias(self, node: fx.Node, tensors: list[torch.Tensor]) -> None:
         self.alias_nodes.add(node)
@@ -209,7 +206,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         return value
 
     def _add_loss(self, forward_outputs: list[Any]) -> None:
-        reads = _distinct(v for n in forward_outputs if isinstance(n, fx.Node) for v in self.storage_of.get(n, ()))
+        reads = [v for n in forward_outputs if isinstance(n, fx.Node) for v in self.storage_of.get(n, ())]
         # Whoever differentiates by hand holds the gradients that he gives; those of a loss go to the backward.
         retained = not (self.context.loss.is_known and GIVES_GRADIENTS_AWAY)
         outputs: list[int] = []
@@ -258,7 +255,3 @@ def _check_sizes(node: fx.Node) -> None:
                 f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
                 "remove mark_dynamic from the inputs"
             )
-
-
-def _distinct(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(values))

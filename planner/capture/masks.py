@@ -174,16 +174,10 @@ def _before_repeating(node: fx.Node) -> fx.Node | None:
 
 def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Erase nodes that nothing reads, and what only they read."""
-    stack = list(nodes)
-    erased: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in erased or node.users or node.op == "placeholder":
-            continue
-        sources = node.all_input_nodes
-        graph.erase_node(node)
-        erased.add(node)
-        stack.extend(sources)
+    among = sources(nodes)
+    for node in reversed(graph.nodes):
+        if node in among and not node.users and node.op != "placeholder":
+            graph.erase_node(node)
 
 
 def _input_name(node: fx.Node) -> str:

@@ -56,8 +56,6 @@ class Places:
 def module_path(dynamo_path: str) -> str:
     """Turn Dynamo's name of a module into the one that ``named_modules`` has.
 
-    Examples
-    --------
     >>> module_path("L['model'].transformer._modules['h']._modules['0'].attn")
     'transformer.h.0.attn'
     """
@@ -93,8 +91,6 @@ def kinds_of(model: nn.Module) -> dict[str, str]:
 def short_path(file: str) -> str:
     """Return a path as people name it: from the working directory, or from where packages are installed.
 
-    Examples
-    --------
     >>> short_path("anywhere/lib/site-packages/transformers/loss/loss_utils.py")
     'transformers/loss/loss_utils.py'
     >>> short_path("somewhere/ipykernel_321/1612897602.py")

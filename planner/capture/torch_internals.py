@@ -401,10 +401,7 @@ _DISPATCHERS = ("torch._dynamo.", "torch._compile", "torch.utils._python_dispatc
 def is_called_by_engine(above: int) -> bool:
     """Whether a function was called by autograd's engine, and by no program of Python's.
 
-    Parameters
-    ----------
-    above : int
-        The function: 1 for the one that calls this, 2 for the one that calls that, and so on.
+    The function is the one that calls this if 1 is given, 2 for the one that calls that, and so on.
     """
     frame: FrameType | None = sys._getframe(above + 1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_DISPATCHERS):

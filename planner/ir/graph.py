@@ -28,8 +28,6 @@ LOSS_KEY_BEFORE = f"|{LOSS_TARGET}|l0"
 def named_by(key: str) -> tuple[str, str]:
     """Return the module and the operator that an operation's key names.
 
-    Examples
-    --------
     >>> named_by("h.0.mlp|aten.mm.default|f0"), operator_name("aten.mm.default"), operator_name("given")
     (('h.0.mlp', 'aten.mm.default'), 'mm', 'given')
     """

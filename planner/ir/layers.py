@@ -74,8 +74,6 @@ def forward_of_blocks(graph: TrainingGraph, layers: Layers) -> dict[str, tuple[i
 def is_within(module: str, outer: str) -> bool:
     """Whether a module is another, or inside it.
 
-    Examples
-    --------
     >>> is_within("h.1.mlp", "h.1"), is_within("h.10", "h.1")
     (True, False)
     """

@@ -69,8 +69,6 @@ def optimizer_memory(
 
     Takes 0.3 to 2 s for 436 parameters, nothing that depends on how large they are.
 
-    Examples
-    --------
     >>> optimizer_memory(nn.Linear(10, 10), "adamw", alignment_bytes=512, device_kind="cuda")
     OptimizerMemory(state_bytes=2048, master_bytes=0, step_bytes=1024)
     """

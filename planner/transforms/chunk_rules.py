@@ -46,8 +46,6 @@ class Lead:
 def lead_of(shape: Sequence[int], rows: int) -> Lead | None:
     """Say how a shape holds so many rows in front, if it does.
 
-    Examples
-    --------
     >>> lead_of((4, 16, 8), 64), lead_of((64, 8), 4), lead_of((8, 3), 64)
     (Lead(dims=2, each=1), Lead(dims=1, each=16), None)
     """

@@ -49,8 +49,6 @@ def argument(node: fx.Node, position: int, default: Any = None) -> Any:
 def dims_of(given: int | Sequence[int] | None, count: int) -> set[int]:
     """Return the dimensions that an argument names, counted from the front: all where it names none.
 
-    Examples
-    --------
     >>> dims_of(-1, 3), dims_of([0, -1], 3), dims_of(None, 2)
     ({2}, {0, 2}, {0, 1})
     """

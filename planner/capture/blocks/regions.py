@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.blocks.trace import Recorder, Trace
+from planner.capture.blocks.trace import Recorder
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
@@ -48,10 +49,8 @@ class Block:
     """The placeholders that are tensors of the call."""
     outputs: list[fx.Node]
     """The nodes of its results, in the order of their tensors."""
-    spec: Any
-    """How its results are nested."""
-    results: list[Any]
-    """Its results, flat, on fake tensors."""
+    results: Any
+    """What it gave, on fake tensors."""
 
     @property
     def tangents(self) -> list[tuple[fx.Node, int]]:
@@ -102,8 +101,8 @@ class Step:
                 left[path] = str(error)
         return blocks, left
 
-    def trace(self, blocks: Mapping[str, Block], *, has_loss: bool = False) -> Trace:
-        """Run the step with stand-ins for the blocks; their lowered graphs say what crosses their borders.
+    def trace(self, blocks: Mapping[str, Block], *, has_loss: bool = False) -> Recorder:
+        """Record the step with stand-ins for the blocks; their lowered graphs say what crosses their borders.
 
         With a loss that is known nobody else holds the gradients of the outputs.
         """
@@ -113,7 +112,7 @@ class Step:
         }
         with forwards(replacing), recorder.modules(), self._following(recorder):
             self._follow(recorder, has_loss)
-        return Trace(recorder.events, recorder.storages)
+        return recorder
 
     def _recorder(self) -> Recorder:
         with self.mode:
@@ -161,14 +160,8 @@ class Step:
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 outputs = forward(*args, **kwargs)
-                copies: dict[int, torch.Tensor] = {}
-
-                def like(tensor: torch.Tensor) -> torch.Tensor:
-                    if id(tensor) not in copies:
-                        copies[id(tensor)] = _leaf_like(tensor)
-                    return copies[id(tensor)]
-
                 noted = pytree.tree_map_only(torch.Tensor, _leaf_like, outputs)
+                like = cache(_leaf_like)  # one tensor for one that is given twice
                 seen[path].append((block, Inputs(args, kwargs).map_tensors(like), noted))
                 return outputs
 
@@ -206,20 +199,17 @@ class Step:
         position_of = {id(tensor): position for position, tensor in enumerate(inputs.tensors())}
         places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
         given = placeholders_given(joint, own.values())
-        results, spec = pytree.tree_flatten(outputs)
-        tensors = tensors_in(results)
         raw = [n for n in joint.outputs[0] if isinstance(n, fx.Node)]
-        if [t.shape for t in tensors] != [t.shape for n in raw for t in tensors_of(n)]:
+        if [t.shape for t in tensors_in(outputs)] != [t.shape for n in raw for t in tensors_of(n)]:
             raise UnsupportedModelError(f"block {path} overwrites an input, or returns one")
         lowered = lower(joint, given)
         crossing = [n for n in (*raw, *joint.outputs[1]) if isinstance(n, fx.Node)]
-        made_here = {v for operation in lowered.graph.operations for v in operation.outputs}
-        made_here -= {v for o in lowered.graph.operations if o.target == GIVEN_TARGET for v in o.outputs}
+        made_here = {v for o in lowered.graph.operations if o.target != GIVEN_TARGET for v in o.outputs}
         if any(len(lowered.storage_of[n]) != 1 or lowered.storage_of[n][0] not in made_here for n in crossing):
             raise UnsupportedModelError(f"block {path} returns a view of what it is given")
         if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
             raise UnsupportedModelError(f"block {path} overwrites what it is given")
-        return Block(path, lowered, places, given, raw, spec, results)
+        return Block(path, lowered, places, given, raw, outputs)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
@@ -268,9 +258,7 @@ class _StandIn:
         given = [called[place] if isinstance(place, int) else place for place in self.block.places]
         with self.recorder.caller():
             made = iter(_Through.apply(self, *given))
-        return pytree.tree_unflatten(
-            [next(made) if isinstance(r, torch.Tensor) else r for r in self.block.results], self.block.spec
-        )
+        return pytree.tree_map_only(torch.Tensor, lambda _: next(made), self.block.results)
 
     def new(self, nodes: list[Any], made: dict[int, int]) -> list[torch.Tensor | None]:
         """Make the tensors of some nodes that leave the block, one storage for each value."""

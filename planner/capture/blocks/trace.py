@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.storages import Run, StepRecorder, Storage
+from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import next_number, number_at_work
 from planner.ir.graph import Phase
 
@@ -28,17 +28,6 @@ class Passage:
     module: str = ""
     reads: Sequence[int | None] = ()
     makes: dict[int, int] = field(default_factory=dict)
-
-
-Event = Run | Passage
-
-
-@dataclass
-class Trace:
-    """The step around the blocks."""
-
-    events: list[Event]
-    storages: list[Storage]
 
 
 class Recorder(StepRecorder[Passage]):

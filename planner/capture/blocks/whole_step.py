@@ -16,7 +16,7 @@ from torch import fx
 
 from planner.capture.blocks.regions import Block
 from planner.capture.blocks.sharding import ROOT, Parameter, Sharding
-from planner.capture.blocks.trace import Passage, Trace
+from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
 from planner.capture.storages import Run, freed_after
@@ -29,7 +29,7 @@ RETURN_TARGET = "returns"
 
 def put_together(
     inputs: list[torch.Tensor],
-    trace: Trace,
+    trace: Recorder,
     blocks: Mapping[str, Block],
     context: StepContext,
     *,
@@ -51,8 +51,6 @@ def put_together(
 def prefixed(path: str, key: str) -> str:
     """Return the key that an operation of a block has in the step.
 
-    Examples
-    --------
     >>> prefixed("h.3", "attn|aten.mm.default|f0"), prefixed("h.3", "|aten.add.Tensor|f0")
     ('h.3.attn|aten.mm.default|f0', 'h.3|aten.add.Tensor|f0')
     """
@@ -67,7 +65,7 @@ def _join(path: str, module: str) -> str:
 class Builder(GraphBuilder[fx.Node]):
     """Adds one event of the step after the other."""
 
-    def __init__(self, trace: Trace, blocks: Mapping[str, Block], context: StepContext) -> None:
+    def __init__(self, trace: Recorder, blocks: Mapping[str, Block], context: StepContext) -> None:
         super().__init__(context)
         self.trace = trace
         self.blocks = blocks

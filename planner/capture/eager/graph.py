@@ -22,7 +22,7 @@ from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.checkpoints import AWAY, BACK, END, HOLD, KEPT, SCRATCH, STOP, UNPACK, Keepable, Region, Sends, Sent
-from planner.ir.graph import LOSS_KEY_BEFORE, Operation, TrainingGraph
+from planner.ir.graph import LOSS_KEY_BEFORE, TrainingGraph
 from planner.ir.layers import is_within
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -131,7 +131,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             if position < len(self.trace.runs):
                 self.run_at.append(self._add_run(position))
             if position in keepable:
-                self._add_stand_in(self.operations[-1])
+                ran = self.operations[-1]  # its outputs, which are kept, are looked up where it would run again
+                self._add_note(KEPT, ran.module, (*ran.inputs, *ran.outputs), of=ran.name)
         self.run_at.append(self._add_note(END, "", ()))
 
     def _add_run(self, position: int) -> int:
@@ -188,10 +189,6 @@ class _Lowering(GraphBuilder[fx.Node]):
         self._add_note(STOP, candidate.module, alive)
         if waits is not None:
             self._add_note(BACK, candidate.module, [wait.value for wait in waits.given])
-
-    def _add_stand_in(self, operation: Operation) -> None:
-        """Add what runs again in place of an operation whose outputs are kept, which are looked up where it would."""
-        self._add_note(KEPT, operation.module, (*operation.inputs, *operation.outputs), of=operation.name)
 
     def _as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the graph as fingerprints have it: the loss had a key of its own here, and its sizes were others."""

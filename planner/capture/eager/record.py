@@ -35,14 +35,8 @@ def record(model: nn.Module, inputs: Inputs, *, has_loss: bool, attention: Atten
 
     The model is left as it was, its gradients, buffers, attributes and the random state included. Without a loss
     outside the model what that returns is differentiated. ``attention`` stands in for
-    ``scaled_dot_product_attention`` where the step is recorded without data.
-
-    Raises
-    ------
-    CaptureError
-        If the step fails, or nothing in it requires gradients.
-    UsageError
-        If the model calls ``torch.utils.checkpoint`` itself.
+    ``scaled_dot_product_attention`` where the step is recorded without data. A CaptureError says that the step fails,
+    or that nothing in it requires gradients; a UsageError that the model calls ``torch.utils.checkpoint`` itself.
     """
     follow = partial(_record, model, inputs, has_loss=has_loss)
     try:

@@ -234,13 +234,7 @@ def is_plain(leaf: Any) -> bool:
 
 
 def _source() -> str:
-    """Return the line of the user's code that runs an operator.
-
-    Raises
-    ------
-    UsageError
-        If that is inside a call of ``torch.utils.checkpoint``.
-    """
+    """Return the line of the user's code that runs an operator; UsageError if ``torch.utils.checkpoint`` runs that."""
     source, checkpointed = "", False
     for frame, line in walk_stack(None):
         file = frame.f_code.co_filename
