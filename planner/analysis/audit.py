@@ -8,6 +8,7 @@ from typing import Any
 
 from planner import strategies
 from planner.analysis.study import Study
+from planner.common.json_reader import attributes
 from planner.common.options import LEAST_BYTES, Budget, Offload, Search, chunks_of
 from planner.common.registry import did_you_mean
 from planner.common.units import Size
@@ -65,10 +66,7 @@ class Audit:
         now = self.now
         report: dict[str, Any] = {
             "schema": SCHEMA,
-            "model": now.model,
-            "torch": now.torch,
-            "device": now.device,
-            "cost_model": now.cost_model,
+            **attributes(now, "model", "torch", "device", "cost_model"),
             "baseline": {"peak_bytes": now.baseline_peak_bytes, "step_seconds": now.baseline_step_seconds},
             "current": {"name": self.current, **_way(now), "fits": self.fits},
             "same_peak": _best(self.best),
@@ -87,21 +85,14 @@ class Audit:
 def _way(plan: Plan) -> dict[str, Any]:
     return {
         "peak_bytes": plan.whole_step_peak_bytes,
-        "overhead": plan.overhead,
-        "recompute_seconds": plan.recompute_seconds,
-        "added_seconds": plan.added_seconds,
+        **attributes(plan, "overhead", "recompute_seconds", "added_seconds"),
         "host_bytes": plan.offloading.host_bytes if plan.offloading else 0,
     }
 
 
 def _best(plan: Plan) -> dict[str, Any]:
-    return {
-        "budget_bytes": plan.budget_bytes,
-        **_way(plan),
-        "lower_bound_overhead": plan.lower_bound_overhead,
-        "status": plan.status,
-        "solver": plan.solver,
-    }
+    own = attributes(plan, "lower_bound_overhead", "status", "solver")
+    return {"budget_bytes": plan.budget_bytes, **_way(plan), **own}
 
 
 def read_current(current: str | Path | Plan) -> str | Plan:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
+from planner.common.json_reader import attributes
 from planner.common.options import chunks_of
 from planner.errors import UsageError
 from planner.ir.graph import named_by
@@ -162,18 +163,14 @@ class Difference:
         return {
             "schema": SCHEMA,
             "model": self.b.model,
-            "same_inputs": self.same_inputs,
-            "same_costs": self.same_costs,
+            **attributes(self, "same_inputs", "same_costs"),
             **{name: both(attrgetter(name)) for name in ("peak_bytes", "recompute_seconds", "added_seconds")},
             "host_bytes": both(_host_bytes),
             "overhead": both(attrgetter("overhead")),
             "header": {name: {"a": a, "b": b} for name, (a, b) in self.header.items()},
             "layers": [
                 {
-                    "module": layer.module,
-                    "saved_bytes": layer.saved_bytes,
-                    "recomputed": layer.recomputed,
-                    "added_seconds": layer.added_seconds,
+                    **attributes(layer, "module", "saved_bytes", "recomputed", "added_seconds"),
                     "a": asdict(layer.a),
                     "b": asdict(layer.b),
                 }

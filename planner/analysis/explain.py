@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from planner.common.json_reader import attributes
 from planner.common.registry import did_you_mean
 from planner.common.units import format_bytes, format_seconds
 from planner.errors import UsageError
@@ -33,17 +34,9 @@ class ExplainedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a plan does with the values of a module.
+    """What a plan does with the values of a module, or of the whole model: its path is then ``""``.
 
-    Parameters
-    ----------
-    plan : Plan
-    table : ValueTable
-        Of the plan.
-    module : str
-        Path of the module; ``""`` for the whole model.
-    values : tuple of ExplainedValue
-        In the order in which the forward makes them.
+    Values are in the order in which the forward makes them.
     """
 
     plan: Plan
@@ -83,21 +76,12 @@ class Explanation:
             "schema": SCHEMA,
             "model": self.plan.model,
             "module": self.module,
-            "budget_bytes": self.plan.budget_bytes,
-            "peak_bytes": self.plan.peak_bytes,
-            "baseline_peak_bytes": self.plan.baseline_peak_bytes,
-            "steps": self.table.steps,
-            "baseline_peak_step": self.table.baseline_peak_step,
-            "peak_step": self.table.peak_step,
-            "kept_bytes": self.kept_bytes,
-            "freed_bytes": self.freed_bytes,
-            "offloaded_bytes": self.offloaded_bytes,
-            "added_runs": self.added_runs,
-            "added_seconds": self.added_seconds,
+            **attributes(self.plan, "budget_bytes", "peak_bytes", "baseline_peak_bytes"),
+            **attributes(self.table, "steps", "baseline_peak_step", "peak_step"),
+            **attributes(self, "kept_bytes", "freed_bytes", "offloaded_bytes", "added_runs", "added_seconds"),
             "values": [
                 {
-                    "module": explained.value.module,
-                    "target": explained.value.target,
+                    **attributes(explained.value, "module", "target"),
                     **asdict(explained.value),
                     "made_from": [source.operation for source in explained.made_from],
                     "reason": explained.reason,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from planner import solvers, strategies
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
+from planner.common.json_reader import attributes
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.problem import Problem
@@ -71,10 +72,7 @@ class Established:
         """Return it as JSON has it."""
         return {
             "schema": SCHEMA,
-            "model": self.model,
-            "torch": self.torch,
-            "device": self.device,
-            "cost_model": self.cost_model,
+            **attributes(self, "model", "torch", "device", "cost_model"),
             "baseline": {"peak_bytes": self.baseline_peak_bytes, "step_seconds": self.baseline_step_seconds},
             "strategies": [{**asdict(row), "gap": row.gap} for row in self.rows],
             "absent": [{"name": name, "reason": reason} for name, reason in self.absent.items()],

@@ -161,23 +161,8 @@ class Study:
     ) -> Plan:
         """Write out a schedule of this step, wherever it comes from, as a plan for a budget, or for its own peak.
 
-        Parameters
-        ----------
-        schedule : Schedule
-        name : str
-            What stands for the solver's name.
-        budget, activation_budget : int, float or str, optional
-        lower_bound_seconds : float
-            Proven for the budget.
-        bound_by : SolveLimits, optional
-            How hard to look for a better bound.
-        compare, progress
-            See :class:`planner.common.options.Search`.
-
-        Raises
-        ------
-        InfeasibleBudgetError
-            If it does not keep the budget.
+        The name stands for the solver's. A bound that is proven for the budget may be given, and how hard to look for a
+        better one. An InfeasibleBudgetError says that the schedule does not keep the budget.
         """
         found = simulate(self.graph, self.costs, schedule, self.unlimited_host())
         static_bytes = self.graph.total_static_bytes
@@ -223,13 +208,7 @@ class Study:
     def improve(
         self, incumbent: Incumbent, *, solver: str, effort: SolveLimits, progress: Progress | None = None
     ) -> None:
-        """Better an incumbent of this step.
-
-        Raises
-        ------
-        InfeasibleBudgetError
-            If there is no plan, or none was found.
-        """
+        """Better an incumbent of this step; an InfeasibleBudgetError says that there is no plan, or none was found."""
         if self.regions is None:
             if solver == AutoSolver.name:
                 AutoSolver().improve(incumbent, effort=effort, progress=progress)
@@ -252,10 +231,7 @@ class Study:
     def strategy(self, name: str) -> Schedule:
         """Return what an established system does with the step.
 
-        Raises
-        ------
-        UsageError
-            If the step lacks what the strategy is about, or there is none of that name.
+        A UsageError says that the step lacks what the strategy is about, or that there is none of that name.
         """
         if self.regions is None:
             return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())

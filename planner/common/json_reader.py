@@ -106,6 +106,11 @@ def to_data(value: Any) -> Any:
     return data
 
 
+def attributes(of: Any, *names: str) -> dict[str, Any]:
+    """Return some attributes of an object, fields and properties, as data by their names."""
+    return {name: to_data(getattr(of, name)) for name in names}
+
+
 class Node:
     """A parsed JSON value, and where it stands."""
 

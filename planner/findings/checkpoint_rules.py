@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from planner.findings.finding import Severity, collapsed
 from planner.findings.rules import Rule
 from planner.findings.subject import CheckpointCall, Subject
@@ -9,43 +11,15 @@ from planner.findings.subject import CheckpointCall, Subject
 _LEAVE_IT_TO_A_PLAN = "or turn the model's own checkpointing off and use planner.auto_wrap"
 
 
-def _draws_anew(subject: Subject) -> str:
-    calls = [call for call in subject.calls if call.draws and not call.preserves_random_state]
-    drawn = [draw for call in calls for draw in call.draws]
-    return f"preserve_rng_state=False in {_regions(calls)}, which draw: {collapsed(drawn)}" if calls else ""
+def _of_calls(which: Callable[[CheckpointCall], object], told: str, things: str = "") -> Callable[[Subject], str]:
+    """See whether there are such calls; what is told has their ``regions``, and the ``things`` that they note."""
 
+    def evidence(subject: Subject) -> str:
+        calls = [call for call in subject.calls if which(call)]
+        noted = [thing for call in calls for thing in getattr(call, things)] if things else []
+        return told.format(regions=_regions(calls), things=collapsed(noted)) if calls else ""
 
-def _cut_off(subject: Subject) -> str:
-    calls = [
-        call for call in subject.calls if call.reentrant and call.trainable and not (call.gets_gradient or call.nested)
-    ]
-    return f"use_reentrant=True in {_regions(calls)}: no argument requires a gradient" if calls else ""
-
-
-def _updated_twice(subject: Subject) -> str:
-    calls = [call for call in subject.calls if call.updates]
-    return f"{_regions(calls)}: {collapsed([name for call in calls for name in call.updates])}" if calls else ""
-
-
-def _overwritten(subject: Subject) -> str:
-    calls = [call for call in subject.calls if call.selective and call.overwrites]
-    written = [name for call in calls for name in call.overwrites]
-    return f"{_regions(calls)}, under a context_fn: {collapsed(written)}" if calls else ""
-
-
-def _chosen_again(subject: Subject) -> str:
-    calls = [call for call in subject.calls if call.chooses]
-    return f"{_regions(calls)}: {collapsed([name for call in calls for name in call.chooses])}" if calls else ""
-
-
-def _nested(subject: Subject) -> str:
-    inner = [call for call in subject.calls if call.nested]
-    return f"{_regions(inner)}: inside regions that are checkpointed already" if inner else ""
-
-
-def _nothing_to_save(subject: Subject) -> str:
-    calls = [call for call in subject.calls if not (call.trainable or call.gets_gradient or call.nested)]
-    return f"{_regions(calls)}: neither parameters nor inputs require a gradient" if calls else ""
+    return evidence
 
 
 def _cast_and_tied(subject: Subject) -> str:
@@ -62,7 +36,7 @@ def _already_on(subject: Subject) -> str:
     return f"{collapsed(switched)}; modules that checkpoint themselves: {len(switched)}" if switched else ""
 
 
-def _regions(calls: list[CheckpointCall] | tuple[CheckpointCall, ...]) -> str:
+def _regions(calls: Sequence[CheckpointCall]) -> str:
     return collapsed([call.region for call in calls])
 
 
@@ -70,7 +44,11 @@ RULES = (
     Rule(
         name="random-state-not-kept",
         severity=Severity.ERROR,
-        evidence=_draws_anew,
+        evidence=_of_calls(
+            lambda call: call.draws and not call.preserves_random_state,
+            "preserve_rng_state=False in {regions}, which draw: {things}",
+            "draws",
+        ),
         cause="the backward draws other random numbers than the forward did, so gradients are those of another step",
         fix="pass preserve_rng_state=True (Hugging Face: leave it out of gradient_checkpointing_kwargs), "
         f"{_LEAVE_IT_TO_A_PLAN}",
@@ -78,7 +56,10 @@ RULES = (
     Rule(
         name="reentrant-without-gradient",
         severity=Severity.ERROR,
-        evidence=_cut_off,
+        evidence=_of_calls(
+            lambda call: call.reentrant and call.trainable and not (call.gets_gradient or call.nested),
+            "use_reentrant=True in {regions}: no argument requires a gradient",
+        ),
         cause="the reentrant kind links a region to the backward only through its inputs, so these parameters "
         "get no gradient at all",
         fix="pass use_reentrant=False, or let the input require a gradient "
@@ -87,7 +68,7 @@ RULES = (
     Rule(
         name="state-updated-twice",
         severity=Severity.ERROR,
-        evidence=_updated_twice,
+        evidence=_of_calls(lambda call: call.updates, "{regions}: {things}", "updates"),
         cause="plain checkpointing runs the region again in the backward, so running statistics and other buffers "
         "change twice in each step",
         fix=f"checkpoint around these modules, {_LEAVE_IT_TO_A_PLAN}, which updates them once",
@@ -95,37 +76,38 @@ RULES = (
     Rule(
         name="inplace-on-saved",
         severity=Severity.ERROR,
-        evidence=_overwritten,
+        evidence=_of_calls(
+            lambda call: call.selective and call.overwrites, "{regions}, under a context_fn: {things}", "overwrites"
+        ),
         cause="a policy that saves matrix products keeps a tensor that is overwritten later in the forward; gradients "
         "are then wrong, or torch stops with an error",
         fix=f"write these operations out of place, let the policy save nothing there, {_LEAVE_IT_TO_A_PLAN}",
     ),
     Rule(
         name="routing-recomputed",
-        severity=Severity.WARNING,
-        evidence=_chosen_again,
+        evidence=_of_calls(lambda call: call.chooses, "{regions}: {things}", "chooses"),
         cause="what is chosen by rank is chosen again in the backward: where kernels are not deterministic, a token "
         "may go to other experts than in the forward",
         fix=f"checkpoint the experts without the router, {_LEAVE_IT_TO_A_PLAN} on deterministic kernels",
     ),
     Rule(
         name="nested-checkpoints",
-        severity=Severity.WARNING,
-        evidence=_nested,
+        evidence=_of_calls(lambda call: call.nested, "{regions}: inside regions that are checkpointed already"),
         cause="the inner region runs three times in a step: in the forward, again for the outer region, and once more "
         "for itself",
         fix=f"checkpoint either the outer or the inner modules, {_LEAVE_IT_TO_A_PLAN}",
     ),
     Rule(
         name="nothing-to-save",
-        severity=Severity.WARNING,
-        evidence=_nothing_to_save,
+        evidence=_of_calls(
+            lambda call: not (call.trainable or call.gets_gradient or call.nested),
+            "{regions}: neither parameters nor inputs require a gradient",
+        ),
         cause="no backward goes through the region, so nothing would be saved, and checkpointing only costs",
         fix="do not checkpoint it",
     ),
     Rule(
         name="tied-weights-under-autocast",
-        severity=Severity.WARNING,
         evidence=_cast_and_tied,
         cause="autocast casts the shared weight once for both uses, but once more where a region is recomputed: the "
         "two gradients are then added in another precision, and the last bits differ",
@@ -133,7 +115,6 @@ RULES = (
     ),
     Rule(
         name="checkpointing-already-on",
-        severity=Severity.WARNING,
         evidence=_already_on,
         cause="the model recomputes whole regions by itself, whatever the budget; a plan takes its place in a "
         "captured step, elsewhere the two add up",

@@ -24,25 +24,17 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one rule found.
-
-    Parameters
-    ----------
-    rule : str
-        Name of the rule, in kebab case.
-    evidence : str
-        What was seen: module paths, operations, bytes.
-    cause : str
-        Why that matters.
-    fix : str
-        What to do about it.
-    """
+    """What one rule found."""
 
     rule: str
+    """Name of the rule, in kebab case."""
     severity: Severity = Severity.WARNING
     evidence: str
+    """What was seen: module paths, operations, bytes."""
     cause: str
+    """Why that matters."""
     fix: str
+    """What to do about it."""
 
     @property
     def is_problem(self) -> bool:
@@ -52,19 +44,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All that was found about a model, the worst first.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    captured : bool
-        Whether the step could be captured as one graph; rules on its bytes need that.
-    """
+    """All that was found about a model, the worst first."""
 
     model: str
     findings: tuple[Finding, ...]
     captured: bool
+    """Whether the step could be captured as one graph; rules on its bytes need that."""
 
     def report(self) -> dict[str, Any]:
         """Return the diagnosis as JSON has it."""

@@ -60,21 +60,18 @@ def _beneath(path: str, outer: str) -> bool:
 RULES = (
     Rule(
         name="not-captured",
-        severity=Severity.WARNING,
         evidence=lambda subject: subject.not_captured,
         cause="a plan needs the whole step as one graph, with fixed shapes",
         fix="take what is named out of the forward, or put it under 'if not torch.compiler.is_compiling()'",
     ),
     Rule(
         name="full-backward-hooks",
-        severity=Severity.WARNING,
         evidence=lambda subject: collapsed([one.label for one in subject.modules if one.full_backward_hooks]),
         cause="a captured step has no modules in its backward that hooks could be called for, so it is refused",
         fix="remove them (handle.remove()), or hook the output: output.register_hook(...)",
     ),
     Rule(
         name="use-cache",
-        severity=Severity.WARNING,
         evidence=_cache,
         cause="keys and values of all layers are given back for a generation that does not follow, and stay alive; "
         "with them a layer's output is more than its activations, and checkpointing them is ruled out",
@@ -82,7 +79,6 @@ RULES = (
     ),
     Rule(
         name="ddp-finds-unused",
-        severity=Severity.WARNING,
         evidence=lambda subject: collapsed(
             [f"{one.label} has find_unused_parameters=True" for one in subject.modules if one.finds_unused]
         ),
@@ -92,21 +88,18 @@ RULES = (
     ),
     Rule(
         name="sharded-inside-checkpoint",
-        severity=Severity.WARNING,
         evidence=_sharded_within,
         cause="each recompute gathers the parameters again, beside the gather that the backward does",
         fix="checkpoint first, shard after: fully_shard (or FSDP) goes around the checkpointed module",
     ),
     Rule(
         name="sharded-before-planning",
-        severity=Severity.WARNING,
         evidence=_sharded,
         cause="what is captured would hold the gathering of this rank's shards, and sizes are those of shards",
         fix="plan and wrap the whole model first, then shard it; count it with data_parallel='fsdp2', ranks=N",
     ),
     Rule(
         name="loss-not-counted",
-        severity=Severity.WARNING,
         evidence=lambda subject: _loss(subject, counted=False),
         cause="a loss that is computed outside the captured step needs memory that no plan knows of",
         fix="return the loss from the model, or pass loss_fn (a factory: as its third value)",

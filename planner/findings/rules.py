@@ -15,7 +15,7 @@ class Rule:
 
     name: str
     """In kebab case."""
-    severity: Severity
+    severity: Severity = Severity.WARNING
     evidence: Callable[[Subject], str]
     """What was seen in a subject, ``""`` if nothing was."""
     cause: str

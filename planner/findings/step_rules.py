@@ -136,28 +136,24 @@ def _place(operation: Operation) -> str:
 BOTTLENECKS = (
     Rule(
         name="static-dominates",
-        severity=Severity.WARNING,
         evidence=_resident,
         cause="recompute cannot make that smaller",
         fix="hold parameters and optimizer state in a smaller dtype, or shard them",
     ),
     Rule(
         name="optimizer-dominates",
-        severity=Severity.WARNING,
         evidence=_optimizer,
         cause="recompute cannot make the optimizer's state smaller",
         fix="take an optimizer that keeps less (adafactor, adam8bit), train fewer parameters, or shard it (fsdp2)",
     ),
     Rule(
         name="logits-dominate",
-        severity=Severity.WARNING,
         evidence=_logits,
         cause="logits, their logarithms and their gradient are there at once, whatever is recomputed elsewhere",
         fix="compute the loss in chunks (--chunk auto, chunk='auto'), or with a fused linear cross-entropy",
     ),
     Rule(
         name="one-value-dominates",
-        severity=Severity.WARNING,
         evidence=_one_value,
         cause="no plan has a lower peak than its largest operation",
         fix="compute it in chunks (--chunk auto, chunk='auto'), where its rows are independent of each other",

@@ -80,10 +80,7 @@ class Allocator:
     def allocate(self, size_bytes: int) -> int:
         """Hand out a block; the handle returned frees it, and handles of freed blocks are used again.
 
-        Raises
-        ------
-        UsageError
-            If the size is not above zero: an empty tensor allocates nothing.
+        A UsageError refuses a size that is not above zero: an empty tensor allocates nothing.
         """
         if size_bytes <= 0:
             raise UsageError(f"cannot allocate {size_bytes} bytes")
@@ -106,10 +103,7 @@ class Allocator:
     def free(self, handle: int) -> None:
         """Take a block back and join it with free neighbours; the segment stays.
 
-        Raises
-        ------
-        UsageError
-            If the handle stands for no block that is handed out.
+        A UsageError refuses a handle that stands for no block that is handed out.
         """
         block = self._blocks.get(handle)
         if block is None or block.is_free:
@@ -168,13 +162,7 @@ def simulate_reserved(
     each tensor in the order of their making. Retained values go before the next step begins, as with
     ``zero_grad(set_to_none=True)``. What the optimizer allocates in its own step is left out, and so is random state:
     it is kept on the host. A workspace is one block, made after the outputs. O(runs x outputs) calls of the allocator.
-
-    Raises
-    ------
-    ScheduleError
-        If the schedule cannot be run.
-    UsageError
-        If a resident tensor has a negative size.
+    A ScheduleError says that the schedule cannot be run, a UsageError that a resident tensor has a negative size.
     """
     born: list[list[int]] = [[] for _ in schedule.order]
     died: list[list[int]] = [[] for _ in schedule.order]

@@ -22,19 +22,9 @@ _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 
 def find(name: str) -> DeviceSpec:
-    """Find a device by its name in the table, or read the file that describes one.
+    """Find a device by its name in the table, or, if that ends in ``.json``, read the file that describes one.
 
-    Parameters
-    ----------
-    name : str
-        What ends in ``.json`` is a file.
-
-    Raises
-    ------
-    UsageError
-        If there is no such device; the message lists near names.
-    DeviceFileError
-        If the file cannot be read or describes no device.
+    A UsageError says that there is no such device, and lists near names.
     """
     if name.endswith(".json"):
         return load(name)
@@ -55,12 +45,8 @@ def load(path: str | Path) -> DeviceSpec:
 
     Fields that a person need not know have the defaults of :class:`~cost_models.devices.DeviceSpec`:
     only ``name``, ``kind``, ``memory_bytes``, ``bandwidth_bytes_per_second`` and
-    ``flops_per_second`` (with ``float32`` in it) must be there.
-
-    Raises
-    ------
-    DeviceFileError
-        If it cannot be read, or a field is missing or of the wrong kind.
+    ``flops_per_second`` (with ``float32`` in it) must be there. A DeviceFileError says that the file cannot be read,
+    or that a field is missing or of the wrong kind.
     """
     return json_reader.load(path, "device file", _from_json, DeviceFileError, _LARGEST_FILE_BYTES)
 

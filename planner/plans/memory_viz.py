@@ -32,12 +32,8 @@ def save(plan: Plan, path: str | Path) -> None:
 def snapshot(plan: Plan) -> dict[str, Any]:
     """Return the predicted allocations of a plan as a memory snapshot.
 
-    What is resident is not in the trace but in the blocks of the end. So is what the step leaves behind.
-
-    Raises
-    ------
-    UsageError
-        If the plan does not know its allocations, as one from a file.
+    What is resident is not in the trace but in the blocks of the end. So is what the step leaves behind. A UsageError
+    says that the plan does not know its allocations, as one from a file.
     """
     if plan.details is None or not plan.details.allocations:
         raise UsageError(

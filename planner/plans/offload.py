@@ -108,10 +108,7 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
 def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloading | None) -> Schedule:
     """Add what a plan offloads to the schedule of its recomputations.
 
-    Raises
-    ------
-    PlanMismatchError
-        If the graph lacks what is offloaded, or a position.
+    A PlanMismatchError says that the graph lacks what is offloaded, or a position.
     """
     if offloading is None or not offloading.values:
         return schedule

@@ -54,11 +54,7 @@ def make_pipeline_plan(
     """Plan every device of a pipeline, from its chunks and what is resident there.
 
     The budget is for each device; ``"60%"`` is of the highest peak without recompute. The time limit is for each, too.
-
-    Raises
-    ------
-    NoPipelineFitsError
-        If a stage has no plan, with the smallest budget that is known to be enough for all.
+    A NoPipelineFitsError says that a stage has no plan, and which smallest budget is known to be enough for all.
     """
     search = search or Search(time_limit_seconds=10.0)
     get(search.solver)

@@ -38,10 +38,7 @@ class PipelineSchedule:
     chunks : int
         Groups of layers on each device; above 1 for ``"interleaved"``, and only there.
 
-    Raises
-    ------
-    UsageError
-        If these do not go together.
+    A UsageError says that these do not go together.
     """
 
     stages: int

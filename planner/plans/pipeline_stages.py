@@ -69,12 +69,8 @@ def cut(
     """Cut a step, of one micro-batch, into stages that take about equally long.
 
     The longest forward of a stage is as short as it can be. O(count x layers^2 + values). A stage may hold the
-    gradients that it receives until its backward ends, and not only until they are read.
-
-    Raises
-    ------
-    UsageError
-        If there are more stages than layers.
+    gradients that it receives until its backward ends, and not only until they are read. A UsageError says that there
+    are more stages than layers.
     """
     graph, costs = _copies_apart(graph, costs)
     stage_of, names = _assign(graph, costs, count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from planner.common.json_reader import attributes
 from planner.errors import InfeasibleBudgetError
 from planner.plans.pipeline_schedules import PipelineSchedule
 from planner.plans.plan import Plan
@@ -56,20 +57,18 @@ class StagePlan:
         """Recompute time over the stage's own time without recompute."""
         return self.recompute_seconds / self.baseline_seconds if self.baseline_seconds > 0 else 0.0
 
+    def report(self) -> dict[str, Any]:
+        """Return what stands of it in the pipeline's report."""
+        layout = attributes(self, "index", "layers", "micro_batches_in_flight", "saved_bytes")
+        costs = attributes(
+            self, "peak_bytes", "baseline_peak_bytes", "baseline_seconds", "recompute_seconds", "overhead"
+        )
+        return {**layout, **costs, "chunks": [plan.report() for plan in self.plans]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Plans for all devices of a pipeline under one budget for each.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    schedule : PipelineSchedule
-    budget_bytes : int
-        What each device may hold.
-    stages : tuple of StagePlan
-    """
+    """Plans for all devices of a pipeline under one budget for each: what each device may hold."""
 
     model: str
     schedule: PipelineSchedule
@@ -112,27 +111,9 @@ class PipelinePlan:
             "model": self.model,
             "status": "fits",
             "pipeline": asdict(self.schedule),
-            "budget_bytes": self.budget_bytes,
-            "peak_bytes": self.peak_bytes,
-            "overhead": self.overhead,
-            "lower_bound_overhead": self.lower_bound_overhead,
-            "binding_stage": self.binding_stage,
-            "slowest_stage": self.slowest_stage,
-            "stages": [
-                {
-                    "index": stage.index,
-                    "layers": [list(layers) for layers in stage.layers],
-                    "micro_batches_in_flight": stage.micro_batches_in_flight,
-                    "saved_bytes": list(stage.saved_bytes),
-                    "peak_bytes": stage.peak_bytes,
-                    "baseline_peak_bytes": stage.baseline_peak_bytes,
-                    "baseline_seconds": stage.baseline_seconds,
-                    "recompute_seconds": stage.recompute_seconds,
-                    "overhead": stage.overhead,
-                    "chunks": [plan.report() for plan in stage.plans],
-                }
-                for stage in self.stages
-            ],
+            **attributes(self, "budget_bytes", "peak_bytes", "overhead", "lower_bound_overhead"),
+            **attributes(self, "binding_stage", "slowest_stage"),
+            "stages": [stage.report() for stage in self.stages],
         }
 
 

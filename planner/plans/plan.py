@@ -405,10 +405,7 @@ class Plan:
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
         """Map the decisions to the operations of a graph.
 
-        Raises
-        ------
-        PlanMismatchError
-            If the graph lacks operations that the plan names, or has them in another order.
+        A PlanMismatchError says that it lacks operations that the plan names, or has them in another order.
         """
         index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
         named = dict.fromkeys(key for before in self.recomputations.items() for key in (before[0], *before[1]))
@@ -438,13 +435,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan file's text.
-
-        Raises
-        ------
-        PlanFileError
-            If it is damaged, of another schema, or not a plan.
-        """
+        """Read a plan file's text; a PlanFileError says that it is damaged, of another schema, or not a plan."""
         return plan_file.from_json(text, cls)
 
     def to_html(self) -> str:
@@ -459,13 +450,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan file.
-
-        Raises
-        ------
-        PlanFileError
-            If it cannot be read, is damaged, of another schema, or not a plan.
-        """
+        """Read a plan file; a PlanFileError says that it cannot be, is damaged, of another schema, or not a plan."""
         return json_reader.load(path, "plan file", cls.from_json, PlanFileError)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from typing import Any
 
 from planner.common import timings
 from planner.common.limits import SolveLimits
@@ -28,10 +29,10 @@ from planner.plans.baselines import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
-from planner.plans.plan import BaselineRow, NoPlanFitsError, OperationRow, Plan, PlanOrigin, StepDetails
+from planner.plans.plan import NoPlanFitsError, OperationRow, Plan, PlanOrigin
 from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import step_details
-from planner.plans.values import ValueTable, value_table
+from planner.plans.values import value_table
 from planner.solvers import solved
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import solution_cache
@@ -83,16 +84,9 @@ def make_plan(
     origin: PlanOrigin | None = None,
     static_memory: StaticMemory | None = None,
 ) -> Plan:
-    """Find the cheapest plan for a problem.
+    """Find the cheapest plan for a problem; the optimizer's step, which ``static_memory`` tells of, must fit too.
 
-    The optimizer's step, which ``static_memory`` tells of, must fit too.
-
-    Raises
-    ------
-    NoPlanFitsError
-        If no plan fits, with the smallest budget for which there is one.
-    UsageError
-        If there is no such solver.
+    A NoPlanFitsError says that no plan fits, and which is the smallest budget for which there is one.
     """
     search, graph = search or Search(), problem.graph
     origin = origin or PlanOrigin()
@@ -146,16 +140,6 @@ def make_problem(
     return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """What a plan is set beside: the lowest peak known for the step, other methods, and the step itself in detail."""
-
-    lowest_peak_bytes: int
-    baselines: tuple[BaselineRow, ...] = ()
-    details: StepDetails | None = None
-    values: ValueTable | None = None
-
-
 def plan_from_solution(
     problem: Problem,
     solution: Solution,
@@ -169,23 +153,25 @@ def plan_from_solution(
 
     Without ``compare`` there are no baselines and no details of the step and its values, and the plan's own peak stands
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
-
-    Raises
-    ------
-    ClaimMismatchError
-        If the solution is not what it claims to be.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
     graph, costs, schedule = problem.graph, problem.costs, solution.schedule
     static_bytes = graph.total_static_bytes
     with timings.stage("simulation"):
         evaluation = confirm(problem, solution)
-    beside = _Comparison(lowest_peak_bytes=evaluation.peak_bytes)
+    lowest_bytes = evaluation.peak_bytes
+    beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            beside = _compared(problem, solution, evaluation, limits or SolveLimits())
+            lowest_bytes = min(lowest_bytes, _lowest_bytes(problem, limits or SolveLimits()))
+            beside = {
+                "baselines": tuple(baseline_rows(problem, solution)),
+                "details": step_details(problem, schedule, evaluation),
+                "values": value_table(problem, schedule) if problem.regions is None else None,
+            }
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
+    keys = [operation.key for operation in graph.operations]
     plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),
@@ -198,7 +184,7 @@ def plan_from_solution(
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
-        minimum_feasible_peak_bytes=max(beside.lowest_peak_bytes + static_bytes, optimizer_bytes),
+        minimum_feasible_peak_bytes=max(lowest_bytes + static_bytes, optimizer_bytes),
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
@@ -211,37 +197,23 @@ def plan_from_solution(
         runtime=origin.runtime,
         anatomy=anatomy_of_peak(graph, costs, schedule, evaluation),
         placement=placement(graph, costs, schedule, find_layers(graph)),
-        baselines=beside.baselines,
-        recomputations=_by_key(graph, schedule),
+        **beside,
+        recomputations={keys[at]: tuple(keys[i] for i in again) for at, again in schedule.recomputations().items()},
         warnings=(
             *plan_warnings(problem, evaluation, solution),
             *reserve_warnings(problem, reserved),
             *origin.warnings,
         ),
-        details=beside.details,
-        values=beside.values,
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
 
 
-def _compared(problem: Problem, solution: Solution, evaluation: Evaluation, limits: SolveLimits) -> _Comparison:
+def _lowest_bytes(problem: Problem, limits: SolveLimits) -> int:
     if problem.regions is None:
-        lowest_bytes = lowest_peak(problem).found_peak_bytes
-    else:
-        lowest_bytes = problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes
-    return _Comparison(
-        lowest_peak_bytes=min(evaluation.peak_bytes, lowest_bytes),
-        baselines=tuple(baseline_rows(problem, solution)),
-        details=step_details(problem, solution.schedule, evaluation),
-        values=value_table(problem, solution.schedule) if problem.regions is None else None,
-    )
-
-
-def _by_key(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[str, ...]]:
-    keys = [operation.key for operation in graph.operations]
-    return {keys[index]: tuple(keys[again] for again in before) for index, before in schedule.recomputations().items()}
+        return lowest_peak(problem).found_peak_bytes
+    return problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes
 
 
 def _too_little(problem: Problem, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:

@@ -48,13 +48,7 @@ class _File:
 
 
 def save(profile: Profile, path: str | Path) -> None:
-    """Write a profile, whole or not at all.
-
-    Parameters
-    ----------
-    profile : Profile
-    path : str or Path
-    """
+    """Write a profile to a ``path``, whole or not at all."""
     write_text(path, to_json(profile))
 
 
@@ -69,15 +63,7 @@ def to_json(profile: Profile) -> str:
 
 
 def load(path: str | Path) -> Profile:
-    """Read a profile file.
-
-    Parameters
-    ----------
-    path : str or Path
-
-    Returns
-    -------
-    Profile
+    """Read the profile file at a ``path``.
 
     Raises
     ------

@@ -18,12 +18,9 @@ OF_THE_GRAPH = ("assumes", "operations", "graph")
 
 
 def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None:
-    """Refuse a plan of another graph; a step that varies with its data need not have the same one twice.
+    """Refuse a plan of another graph, naming what differs; a step that varies with its data may have another each time.
 
-    Raises
-    ------
-    PlanMismatchError
-        Naming what differs.
+    The error is a PlanMismatchError.
     """
     theirs, ours = plan.fingerprint, origin.fingerprint
     if theirs.get("graph") == ours["graph"]:
@@ -39,13 +36,7 @@ def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None
 
 
 def check_same_step(plan: Plan, origin: PlanOrigin) -> None:
-    """Refuse a plan of another model, other sizes or another device, however its graph was captured.
-
-    Raises
-    ------
-    PlanMismatchError
-        Naming what differs.
-    """
+    """Refuse a plan of another model, other sizes or another device, however its graph was captured, likewise."""
     theirs, ours = plan.fingerprint, origin.fingerprint
     keys = [key for key in ours if key not in OF_THE_GRAPH and theirs.get(key) != ours[key]]
     if keys:

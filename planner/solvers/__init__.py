@@ -43,13 +43,7 @@ class Solver(Protocol):
     offloads: bool
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
-        """Propose a schedule within the budget.
-
-        Raises
-        ------
-        InfeasibleBudgetError
-            If no plan within the budget was found.
-        """
+        """Propose a schedule within the budget; an InfeasibleBudgetError says that none was found."""
         ...
 
 

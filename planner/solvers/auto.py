@@ -3,7 +3,7 @@
 The integer programme nearly always closes the gap at once. Beside it, in a second thread (neither
 HiGHS nor the kernels of the annealing hold the interpreter's lock), goes annealing where the gap is
 still open after a moment, from what is quick if there is no plan yet. All share one incumbent, so
-that each goes on from the best plan of any.
+that each goes on from the best plan of any. This is the one solver that knows others.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
-from typing import Any
 
-from planner import solvers
 from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
+from planner.solvers import ilp, mixed, search, sqrt
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule
 
@@ -29,11 +28,6 @@ _PROOF_SHARE = 0.6
 
 _HEAD_START_SECONDS, _HEAD_START_SHARE = 2.0, 0.2
 """How long the integer programme runs without annealing: so long, but no more than this share of the time."""
-
-
-def _solver(name: str) -> Any:
-    """Return another solver, of which more is asked than to solve: solvers do not import each other."""
-    return solvers.get(name)
 
 
 class AutoSolver:
@@ -58,7 +52,7 @@ class AutoSolver:
         """
         problem = incumbent.problem
         if problem.host is not None:
-            _solver("mixed").improve(incumbent, effort=effort)
+            mixed.SOLVER.improve(incumbent, effort=effort)
             return
         incumbent.update(Schedule.keep_all(problem.graph), self.name)
         if not incumbent.is_closed(0.0):
@@ -108,7 +102,7 @@ class _Race:
         if self.incumbent.schedule is not None:
             return
         try:
-            found = solvers.get("sqrt").solve(self.incumbent.problem, effort=self.rest())
+            found = sqrt.SOLVER.solve(self.incumbent.problem, effort=self.rest())
         except InfeasibleBudgetError:
             return
         self.incumbent.update(found.schedule, found.solver)
@@ -116,7 +110,7 @@ class _Race:
     def prove(self, share: float = 1.0) -> None:
         """Run the integer programme; that no plan exists is final, that it found none is not."""
         try:
-            _solver("ilp").prove(self.incumbent, effort=self.rest(share), progress=self.tell)
+            ilp.SOLVER.prove(self.incumbent, effort=self.rest(share), progress=self.tell)
         except SolverUnavailableError as error:
             self.tell(f"auto: {error}")
         except InfeasibleBudgetError as error:
@@ -132,7 +126,7 @@ class _Race:
 
         if is_over():
             return
-        annealing = _solver("search")
+        annealing = search.SOLVER
         try:
             annealing.require()
         except SolverUnavailableError as error:

@@ -14,34 +14,20 @@ _WORTH_TELLING = 1e-3
 
 
 class Incumbent:
-    """What is known of one problem.
-
-    Parameters
-    ----------
-    progress : callable, optional
-        Told when plan or bound move.
-
-    Attributes
-    ----------
-    schedule : Schedule or None
-        The cheapest plan within the budget.
-    evaluation : Evaluation
-        Of that plan; without one, of the step as it is, at infinite cost. It is set at once: other threads read it.
-    solver : str
-        Who found it.
-    lower_bound_seconds : float
-        Proven: no plan in the base order costs less.
-    lowest : Schedule
-        The plan of the lowest peak of any seen, within the budget or not.
-    """
+    """What is known of one problem; ``progress`` is told when plan or bound move."""
 
     def __init__(self, problem: Problem, progress: Progress | None = None) -> None:
         self.problem = problem
         self.schedule: Schedule | None = None
+        """The cheapest plan within the budget."""
         self.evaluation = replace(problem.baseline, recompute_seconds=float("inf"))
+        """Of that plan; without one, of the step as it is, at infinite cost. It is set at once: other threads read it."""
         self.solver = ""
+        """Who found it."""
         self.lower_bound_seconds = 0.0
+        """Proven: no plan in the base order costs less."""
         self.lowest, self._lowest_evaluation = Schedule.keep_all(problem.graph), problem.baseline
+        """The plan of the lowest peak of any seen, within the budget or not."""
         self._lock = Lock()
         self._progress = progress
         self._told = (float("inf"), 0.0)

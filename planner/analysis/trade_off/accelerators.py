@@ -8,6 +8,7 @@ from typing import Any
 
 from planner.analysis.study import Study
 from planner.analysis.trade_off.outcome import Outcome, ask
+from planner.common.json_reader import attributes
 from planner.common.options import Offload, Search
 from planner.plans.device_file import find
 
@@ -23,12 +24,7 @@ class DeviceRow:
 
     def report(self) -> dict[str, Any]:
         """Return the row as plain data for JSON."""
-        return {
-            "device": self.device,
-            "memory_bytes": self.memory_bytes,
-            "baseline_peak_bytes": self.baseline_peak_bytes,
-            **asdict(self.outcome),
-        }
+        return {**attributes(self, "device", "memory_bytes", "baseline_peak_bytes"), **asdict(self.outcome)}
 
 
 class DeviceSearch:

@@ -15,13 +15,7 @@ from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The curve and the other axes that were asked about.
-
-    Parameters
-    ----------
-    interrupted : bool
-        Whether something is missing because the search was interrupted.
-    """
+    """The curve and the other axes that were asked about."""
 
     curve: TradeOffCurve
     batch_sizes: SizeAxis | None = None
@@ -29,6 +23,7 @@ class Answers:
     devices: tuple[DeviceRow, ...] = ()
     methods: tuple[Method, ...] = ()
     interrupted: bool = False
+    """Whether something is missing because the search was interrupted."""
 
     def report(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import solvers, strategies
@@ -11,6 +11,7 @@ from planner.analysis.compatibility import check_methods
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffPoint
+from planner.common.json_reader import attributes
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 from planner.ir.schedule import Schedule
@@ -37,7 +38,7 @@ class Method:
 
     def report(self) -> dict[str, Any]:
         """Return the method as plain data for JSON."""
-        return {"name": self.name, "points": [asdict(point) for point in self.points], "reason": self.reason}
+        return attributes(self, "name", "points", "reason")
 
 
 def check(names: Sequence[str], runtime: str = "graph") -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from planner.common.json_reader import attributes, to_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,18 +98,12 @@ class TradeOffCurve:
         """Return the curve as plain data for JSON."""
         knee = self.knee
         return {
-            "model": self.model,
-            "device": self.device,
-            "cost_model": self.cost_model,
-            "torch": self.torch,
+            **attributes(self, "model", "device", "cost_model", "torch"),
             "baseline": {"peak_bytes": self.baseline_peak_bytes, "step_seconds": self.baseline_step_seconds},
-            "minimum_feasible_peak_bytes": self.minimum_feasible_peak_bytes,
-            "proven_minimum_peak_bytes": self.proven_minimum_peak_bytes,
-            "points": [asdict(point) for point in self.points],
-            "is_complete": self.is_complete,
+            **attributes(self, "minimum_feasible_peak_bytes", "proven_minimum_peak_bytes", "points", "is_complete"),
             "knee_budget_bytes": knee.budget_bytes if knee else None,
-            "asked": asdict(self.asked) if self.asked else None,
-            "one_gib_more": asdict(self.asked_more) if self.asked_more else None,
+            "asked": to_data(self.asked),
+            "one_gib_more": to_data(self.asked_more),
             "host_budget_bytes": self.host_budget_bytes,
             "offload_lossy": self.lossy,
         }
