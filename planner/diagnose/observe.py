@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,13 +25,7 @@ from planner.capture.inputs import Inputs, tensors_in
 from planner.capture.joint import draws
 from planner.capture.module_facts import tied_parameters, updates_statistics
 from planner.capture.storages import StorageRecorder
-from planner.capture.torch_internals import (
-    CHECKPOINT,
-    FakeTensor,
-    call_implementation,
-    is_mutable,
-    storage_id,
-)
+from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
 from planner.findings.subject import CheckpointCall
 
 aten = torch.ops.aten
@@ -76,22 +71,14 @@ class _Call:
     begun: CheckpointCall
     """What is known when it is called."""
     trainable: bool = False
-    draws: list[str] = field(default_factory=list)
-    updates: dict[str, None] = field(default_factory=dict)
-    overwrites: list[str] = field(default_factory=list)
-    chooses: list[str] = field(default_factory=list)
+    noted: defaultdict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """What is seen of it, each thing once: ``draws``, ``updates``, ``overwrites`` and ``chooses``."""
     products: set[int] = field(default_factory=set)
     """Storages of the results of matrix products."""
 
     def told(self) -> CheckpointCall:
-        return replace(
-            self.begun,
-            trainable=self.trainable,
-            draws=tuple(self.draws),
-            updates=tuple(self.updates),
-            overwrites=tuple(self.overwrites),
-            chooses=tuple(self.chooses),
-        )
+        noted: dict[str, Any] = {name: tuple(things) for name, things in self.noted.items()}
+        return replace(self.begun, trainable=self.trainable, **noted)
 
 
 class _Watcher(StorageRecorder):
@@ -125,7 +112,7 @@ class _Watcher(StorageRecorder):
         super().entered(module, _inputs)
         for call in self.open:
             if updates_statistics(module):
-                call.updates[f"{path} ({type(module).__name__})"] = None
+                call.noted["updates"][f"{path} ({type(module).__name__})"] = None
 
     def _profile(self, frame: FrameType, event: str, _argument: Any) -> None:
         if frame.f_code is not CHECKPOINT:
@@ -154,13 +141,13 @@ class _Watcher(StorageRecorder):
             # An empty one is checkpoint's own: it always requires a gradient.
             call.trainable |= any(tensor.requires_grad and tensor.numel() for tensor in reads)
             if draws(func, args, kwargs):
-                call.draws.append(place)
+                call.noted["draws"][place] = None
             if func.overloadpacket in _CHOOSING:
-                call.chooses.append(place)
+                call.noted["chooses"][place] = None
             if written is not None and storage_id(written) in self.state:
-                call.updates[self.state[storage_id(written)]] = None
+                call.noted["updates"][self.state[storage_id(written)]] = None
             if written is not None and self.number(written) in call.products:
-                call.overwrites.append(place)
+                call.noted["overwrites"][place] = None
             if func.overloadpacket in _PRODUCTS and (number := self.number(output)) is not None:
                 call.products.add(number)
 

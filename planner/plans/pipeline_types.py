@@ -68,7 +68,17 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Plans for all devices of a pipeline under one budget for each: what each device may hold."""
+    """Plans for all devices of a pipeline under one budget for each.
+
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    schedule : PipelineSchedule
+    budget_bytes : int
+        What each device may hold.
+    stages : tuple of StagePlan
+    """
 
     model: str
     schedule: PipelineSchedule

@@ -48,7 +48,13 @@ class _File:
 
 
 def save(profile: Profile, path: str | Path) -> None:
-    """Write a profile to a ``path``, whole or not at all."""
+    """Write a profile, whole or not at all.
+
+    Parameters
+    ----------
+    profile : Profile
+    path : str or Path
+    """
     write_text(path, to_json(profile))
 
 
@@ -63,7 +69,15 @@ def to_json(profile: Profile) -> str:
 
 
 def load(path: str | Path) -> Profile:
-    """Read the profile file at a ``path``.
+    """Read a profile file.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    Profile
 
     Raises
     ------

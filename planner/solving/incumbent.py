@@ -21,7 +21,7 @@ class Incumbent:
         self.schedule: Schedule | None = None
         """The cheapest plan within the budget."""
         self.evaluation = replace(problem.baseline, recompute_seconds=float("inf"))
-        """Of that plan; without one, of the step as it is, at infinite cost. It is set at once: other threads read it."""
+        """Of that plan; without one, of the step as it is, at infinite cost. Set at once: other threads read it."""
         self.solver = ""
         """Who found it."""
         self.lower_bound_seconds = 0.0
