@@ -28,33 +28,22 @@ _SAME_MODEL = ("model", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """A present set-up beside the best plans; whole-device bytes everywhere.
-
-    Parameters
-    ----------
-    current : str
-        The set-up: ``"every-layer"`` for example, or ``"the plan in FILE"``.
-    now : Plan
-        What it comes to, as a plan whose budget is its own peak.
-    best : Plan
-        The best that is known at the same peak, with the proven bound.
-    budget_bytes : int, optional
-        What the device may hold, if that was given.
-    within_budget : Plan, optional
-        The best that is known within it.
-    no_plan_fits : NoPlanFitsError, optional
-        Why there is none.
-    notes : tuple of str
-        What was assumed.
-    """
+    """A present set-up beside the best plans; whole-device bytes everywhere."""
 
     current: str
+    """The set-up: ``"every-layer"`` for example, or ``"the plan in FILE"``."""
     now: Plan
+    """What it comes to, as a plan whose budget is its own peak."""
     best: Plan
+    """The best that is known at the same peak, with the proven bound."""
     budget_bytes: int | None = None
+    """What the device may hold, if that was given."""
     within_budget: Plan | None = None
+    """The best that is known within it."""
     no_plan_fits: NoPlanFitsError | None = None
+    """Why there is none."""
     notes: tuple[str, ...] = ()
+    """What was assumed."""
 
     @property
     def fits(self) -> bool | None:

@@ -95,28 +95,20 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What plan B does otherwise than plan A.
-
-    Parameters
-    ----------
-    header : dict of str to tuple
-        What the two were made for and how, as far as it differs.
-    layers : tuple of LayerDifference
-        The layers that change, in forward order.
-    only_in_a, only_in_b : tuple of str
-        Blocks that the other plan's model does not have.
-    by_value : bool
-        Whether moves are of values; else of operations, since a plan has no table of its values.
-    """
+    """What plan B does otherwise than plan A."""
 
     a: Plan
     b: Plan
     header: dict[str, tuple[Any, Any]]
+    """What the two were made for and how, as far as it differs."""
     layers: tuple[LayerDifference, ...]
+    """The layers that change, in forward order."""
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
+    """Blocks that the other plan's model does not have."""
     moves: tuple[Move, ...]
     by_value: bool
+    """Whether moves are of values; else of operations, since a plan has no table of its values."""
 
     @property
     def peak_bytes(self) -> int:

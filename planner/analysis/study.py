@@ -39,39 +39,26 @@ _LOWEST_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """A captured step as plain data; :func:`planner.study` makes it.
-
-    Parameters
-    ----------
-    graph : TrainingGraph
-        With what is resident around it.
-    costs : tuple of OperationCost
-        One for each operation.
-    origin : PlanOrigin
-        Where both come from.
-    static_memory : StaticMemory
-        The optimizer's own step, and how the device hands out memory.
-    device : DeviceSpec, optional
-        Figures of the device: its link to the host's memory is what offload needs.
-    regions : tuple of Region, optional
-        Of an eager step, the modules that ``torch.utils.checkpoint`` could run again; nothing else can be recomputed.
-    least_bytes : int, optional
-        Regions say what of so many bytes and more they could send to the host's memory; without it, they send nothing.
-    seen_for : callable, optional
-        Gives the same eager step with another ``least_bytes``.
-    varies : bool
-        Whether what the step runs depends on its data, so that it need not be the same twice.
-    """
+    """A captured step as plain data; :func:`planner.study` makes it."""
 
     graph: TrainingGraph
+    """With what is resident around it."""
     costs: tuple[OperationCost, ...]
+    """One for each operation."""
     origin: PlanOrigin
+    """Where both come from."""
     static_memory: StaticMemory
+    """The optimizer's own step, and how the device hands out memory."""
     device: DeviceSpec | None = None
+    """Figures of the device: its link to the host's memory is what offload needs."""
     regions: tuple[Region, ...] | None = None
+    """Of an eager step, the modules that ``torch.utils.checkpoint`` could run again; nothing else can be recomputed."""
     least_bytes: int | None = None
+    """Regions say what of so many bytes and more they could send to the host's memory; None: they send nothing."""
     seen_for: Callable[[int | None], Study] | None = None
+    """Gives the same eager step with another ``least_bytes``."""
     varies: bool = False
+    """Whether what the step runs depends on its data, so that it need not be the same twice."""
 
     def problem(self, budget: Size = "100%") -> Problem:
         """Return the problem that a budget for the whole device poses."""

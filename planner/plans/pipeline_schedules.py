@@ -25,26 +25,16 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSchedule:
-    """A pipeline: how many devices, micro-batches and chunks, and in which order they run.
-
-    Parameters
-    ----------
-    stages : int
-        Devices, each with one stage.
-    micro_batches : int
-        Micro-batches of one training step.
-    name : str
-        One of :data:`SCHEDULES`.
-    chunks : int
-        Groups of layers on each device; above 1 for ``"interleaved"``, and only there.
-
-    A UsageError says that these do not go together.
-    """
+    """A pipeline, in which order it runs; where its numbers do not go together, that raises UsageError."""
 
     stages: int
+    """Devices, each with one stage."""
     micro_batches: int
+    """Micro-batches of one training step."""
     name: str = "1f1b"
+    """One of :data:`SCHEDULES`."""
     chunks: int = 1
+    """Groups of layers on each device; above 1 for ``"interleaved"``, and only there."""
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:

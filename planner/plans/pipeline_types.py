@@ -68,22 +68,15 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Plans for all devices of a pipeline under one budget for each.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    schedule : PipelineSchedule
-    budget_bytes : int
-        What each device may hold.
-    stages : tuple of StagePlan
-    """
+    """Plans for all devices of a pipeline under one budget for each."""
 
     model: str
+    """Name of the model."""
     schedule: PipelineSchedule
     budget_bytes: int
+    """What each device may hold."""
     stages: tuple[StagePlan, ...]
+    """From the first layers to the last."""
 
     @property
     def binding_stage(self) -> int:

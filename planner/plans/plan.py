@@ -46,39 +46,26 @@ class PeakLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlacement:
-    """What a plan does with one layer.
-
-    Parameters
-    ----------
-    module : str
-        Path of the layer, ``""`` for what the model itself does.
-    block : bool
-        Whether it is one of a numbered row of blocks.
-    saved_bytes : int
-        Activations that it makes in the forward and that are held until the backward.
-    freed_bytes : int
-        Activations that the step without recompute holds until the backward, and the plan does not.
-    recomputed : int
-        Runs beyond the first of its operations.
-    added_seconds : float
-        Time of these runs.
-    forward_seconds : float
-        Time of its forward: what recomputing all of it would add.
-    targets : dict of str to int
-        These runs by operator.
-    offloaded_bytes : int
-        Activations that it makes in the forward and that wait in the host's memory for the backward.
-    """
+    """What a plan does with one layer."""
 
     module: str
+    """Path of the layer, ``""`` for what the model itself does."""
     block: bool
+    """Whether it is one of a numbered row of blocks."""
     saved_bytes: int
+    """Activations that it makes in the forward and that are held until the backward."""
     freed_bytes: int = field(metadata={"signed": True})
+    """Activations that the step without recompute holds until the backward, and the plan does not."""
     recomputed: int
+    """Runs beyond the first of its operations."""
     added_seconds: float
+    """Time of these runs."""
     forward_seconds: float
+    """Time of its forward: what recomputing all of it would add."""
     targets: dict[str, int] = field(default_factory=dict)
+    """These runs by operator."""
     offloaded_bytes: int = field(default=0, metadata={"older": True})
+    """Activations that it makes in the forward and that wait in the host's memory for the backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,41 +98,29 @@ class ReservedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What real steps with and without the plan showed.
-
-    Parameters
-    ----------
-    peak_bytes, baseline_peak_bytes : int
-        Measured peaks with and without the plan.
-    overhead : float
-        Measured step time with the plan over that without it, less one.
-    loss_equal, gradients_bitwise_equal, buffers_equal : bool
-        Whether the two agree to the last bit.
-    differences : tuple of str
-        One line for each thing that differs by more than the tolerance.
-    steps : int
-        Steps that were run each way.
-    tolerance : float
-        What the runtime allows; 0 means equal to the last bit.
-    from_one_piece : float
-        How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
-        difference as a share of the length, see :func:`planner.diagnose.verification.distance`.
-    rounding_error : float, optional
-        How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the
-        largest difference as a share of the length, and ``tolerance`` what is allowed of it, in any type.
-    """
+    """What real steps with and without the plan showed."""
 
     peak_bytes: int
     baseline_peak_bytes: int
+    """Measured peaks with and without the plan."""
     overhead: float = field(metadata={"signed": True})
+    """Measured step time with the plan over that without it, less one."""
     loss_equal: bool
     gradients_bitwise_equal: bool
     buffers_equal: bool
+    """Whether the two agree to the last bit."""
     differences: tuple[str, ...] = ()
+    """One line for each thing that differs by more than the tolerance."""
     steps: int = 1
+    """Steps that were run each way."""
     tolerance: float = 0.0
+    """What the runtime allows; 0 means equal to the last bit."""
     from_one_piece: float = field(default=0.0, metadata={"older": True})
+    """How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
+    difference as a share of the length, see :func:`planner.diagnose.verification.distance`."""
     rounding_error: float | None = field(default=None, metadata={"older": True})
+    """How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the
+    largest difference as a share of the length, and ``tolerance`` what is allowed of it, in any type."""
 
     @property
     def exact(self) -> bool:
@@ -274,99 +249,69 @@ class StepDetails:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to keep, what to recompute and what to offload, what that costs, and how good it provably is.
-
-    Parameters
-    ----------
-    model : str
-        Name of the model.
-    fingerprint : dict of str to str or int
-        What the plan was made for: model class, shapes, dtypes, versions, hash of the graph.
-    status : str
-        ``"optimal"`` (the overhead equals the proven bound) or ``"feasible"``.
-    budget_bytes : int
-        What the whole device may hold at any moment.
-    static_bytes : dict of str to int
-        What is resident before the step, by kind.
-    baseline_peak_bytes, baseline_step_seconds : int, float
-        The step without recompute.
-    peak_bytes : int
-        Predicted peak.
-    peak_at : PeakLocation
-        Where it stands.
-    recompute_seconds : float
-        Predicted time of all recomputations.
-    lower_bound_seconds : float
-        Proven: no plan within the budget, in this base order, adds less time.
-    minimum_feasible_peak_bytes : int
-        Smallest peak for which a plan is known.
-    optimizer_step_bytes : int
-        Temporaries of the optimizer's step.
-    optimizer_peak_bytes : int
-        What the device holds during that step, which comes after the backward.
-    reserved : ReservedMemory, optional
-        What CUDA's allocator is predicted to report.
-    solver, solve_seconds, capture_seconds, cost_model, device, torch : str or float
-        How it was made.
-    anatomy : dict of str to int
-        What is alive at the peak, by kind; adds up to the peak.
-    placement : tuple of LayerPlacement
-        What happens to each layer, in forward order.
-    baselines : tuple of BaselineRow
-        Other ways, and last the plan itself.
-    recomputations : dict of str to tuple of str
-        The decisions: for an operation's key, the keys of what is run again right before it.
-    kept : dict of str to dict of str to tuple of int
-        For a module that ``torch.utils.checkpoint`` runs again, what does not run again because its outputs are kept:
-        for an operator, which of its calls within the module.
-    warnings : tuple of Finding
-    verification : Verification, optional
-        What real steps showed, once they have been run.
-    runtime : str
-        Name of the runtime that the plan is made for.
-    details : StepDetails, optional
-        The step over time, and what fills its peak.
-    values : ValueTable, optional
-        What it does with each value that the backward waits for; made where a plan is compared with other ways.
-    offloading : Offloading, optional
-        What is offloaded, if that was allowed.
-    operations : tuple of OperationRow
-        Every operation with its cost. Not part of a plan file, nor of comparisons.
-    """
+    """What to keep, what to recompute and what to offload, what that costs, and how good it provably is."""
 
     model: str
+    """Name of the model."""
     fingerprint: dict[str, str | int]
+    """What the plan was made for: model class, shapes, dtypes, versions, hash of the graph."""
     status: Literal["optimal", "feasible"]
+    """``"optimal"`` (the overhead equals the proven bound) or ``"feasible"``."""
     budget_bytes: int
+    """What the whole device may hold at any moment."""
     static_bytes: dict[str, int]
+    """What is resident before the step, by kind."""
     baseline_peak_bytes: int = field(metadata={"at": "baseline.peak_bytes"})
     baseline_step_seconds: float = field(metadata={"at": "baseline.step_seconds"})
+    """The step without recompute."""
     peak_bytes: int = field(metadata={"at": "predicted.peak_bytes"})
+    """Predicted peak."""
     peak_at: PeakLocation = field(metadata={"at": "predicted.peak_at"})
+    """Where it stands."""
     recompute_seconds: float = field(metadata={"at": "predicted.recompute_seconds"})
+    """Predicted time of all recomputations."""
     lower_bound_seconds: float = field(metadata={"at": "lower_bound.recompute_seconds"})
+    """Proven: no plan within the budget, in this base order, adds less time."""
     minimum_feasible_peak_bytes: int
+    """Smallest peak for which a plan is known."""
     solver: str = field(metadata={"at": "solver.name"})
     solve_seconds: float = field(metadata={"at": "solver.seconds"})
     capture_seconds: float
     cost_model: str
     device: str
     torch: str
+    """How it was made."""
     anatomy: dict[str, int] = field(metadata={"at": "predicted.anatomy_bytes"})
+    """What is alive at the peak, by kind; adds up to the peak."""
     placement: tuple[LayerPlacement, ...]
+    """What happens to each layer, in forward order."""
     baselines: tuple[BaselineRow, ...]
+    """Other ways, and last the plan itself."""
     recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
+    """The decisions: for an operation's key, the keys of what is run again right before it."""
     warnings: tuple[Finding, ...] = ()
+    """What limits it, and what its costs leave out."""
     verification: Verification | None = field(default=None, metadata={"at": "measured", "left_out": True})
+    """What real steps showed, once they have been run."""
     optimizer_step_bytes: int = field(default=0, metadata={"at": "optimizer_step.temporary_bytes"})
+    """Temporaries of the optimizer's step."""
     optimizer_peak_bytes: int = field(default=0, metadata={"at": "optimizer_step.peak_bytes"})
+    """What the device holds during that step, which comes after the backward."""
     reserved: ReservedMemory | None = field(default=None, metadata={"at": "predicted.cuda_allocator", "left_out": True})
+    """What CUDA's allocator is predicted to report."""
     runtime: str = "graph"
+    """Name of the runtime that the plan is made for."""
     details: StepDetails | None = field(default=None, metadata={"left_out": True})
+    """The step over time, and what fills its peak."""
     values: ValueTable | None = field(default=None, metadata={"left_out": True})
+    """What it does with each value that the backward waits for; made where a plan is compared with other ways."""
     offloading: Offloading | None = field(default=None, metadata={"at": "offload", "left_out": True})
+    """What is offloaded, if that was allowed."""
     kept: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict, metadata={"left_out": True})
+    """For a module that ``torch.utils.checkpoint`` runs again, what does not run again because its outputs are kept:
+    for an operator, which of its calls within the module."""
     operations: tuple[OperationRow, ...] = field(default=(), compare=False, repr=False)
+    """Every operation with its cost. Not part of a plan file, nor of comparisons."""
 
     @property
     def overhead(self) -> float:

@@ -23,24 +23,17 @@ from planner.solving.peak_bounds import minimum_peak
 class Solver(Protocol):
     """What a solver module's ``SOLVER`` offers.
 
-    Attributes
-    ----------
-    name : str
-        What people type.
-    summary : str
-        One line on what it does.
-    proves_bound : bool
-        Whether ``lower_bound_seconds`` of its solutions can be above 0.
-    offloads : bool
-        Whether it can offload values where the problem has a host.
-    chooses_regions : bool, optional
-        Whether it solves problems that have regions, and those alone: what is said there decides, not a name.
+    One that solves problems that have regions, and those alone, says so by ``chooses_regions``: that decides, no name.
     """
 
     name: str
+    """What people type."""
     summary: str
+    """One line on what it does."""
     proves_bound: bool
+    """Whether ``lower_bound_seconds`` of its solutions can be above 0."""
     offloads: bool
+    """Whether it can offload values where the problem has a host."""
 
     def solve(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Solution:
         """Propose a schedule within the budget; an InfeasibleBudgetError says that none was found."""

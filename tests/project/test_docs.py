@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
 import re
 import runpy
@@ -29,10 +31,24 @@ def parameters_of(docstring: str) -> list[str]:
     return names
 
 
+def fields_of(kind: type) -> list[str]:
+    """Return the fields of a dataclass that are described beside them, by a text each or one for a few in a row."""
+    described, waiting = [], []
+    for node in ast.parse(inspect.getsource(kind)).body[0].body[1:]:
+        if isinstance(node, ast.AnnAssign):
+            waiting.append(node.target.id)
+        elif isinstance(node, ast.Expr):
+            described += waiting
+            waiting = []
+    return described
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_people_call_is_described_in_full(name: str):
     public = getattr(planner, name)
     described = parameters_of(inspect.getdoc(public) or "")
+    if dataclasses.is_dataclass(public):
+        described += fields_of(public)
     assert sorted(described) == sorted(inspect.signature(public).parameters)
     if not inspect.isclass(public):
         returns = inspect.signature(public).return_annotation not in (None, "None")

@@ -11,75 +11,51 @@ from planner.common.json_reader import attributes, to_data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TradeOffPoint:
-    """What one budget for the whole device costs.
-
-    Parameters
-    ----------
-    budget_bytes, predicted_peak_bytes : int
-        The peak is that of the plan, None where there is none.
-    overhead : float or None
-        Time of recompute, and of waiting for transfers, over the step without them.
-    lower_bound_overhead : float or None
-        Proven: no plan within the budget has a smaller overhead.
-    solver : str
-        Who found the plan; it may have been found for a smaller budget.
-    status : str
-        ``"optimal"`` (the overhead equals the bound), ``"feasible"`` or ``"infeasible"``.
-    host_bytes : int
-        What the plan offloads to the host's memory.
-    """
+    """What one budget for the whole device costs."""
 
     budget_bytes: int
     predicted_peak_bytes: int | None = None
+    """The peak is that of the plan, None where there is none."""
     overhead: float | None = None
+    """Time of recompute, and of waiting for transfers, over the step without them."""
     lower_bound_overhead: float | None = None
+    """Proven: no plan within the budget has a smaller overhead."""
     solver: str = ""
+    """Who found the plan; it may have been found for a smaller budget."""
     status: str = "infeasible"
+    """``"optimal"`` (the overhead equals the bound), ``"feasible"`` or ``"infeasible"``."""
     host_bytes: int = 0
+    """What the plan offloads to the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TradeOffCurve:
-    """Overhead over budget: neither it nor its lower bound ever rises with the budget.
-
-    Parameters
-    ----------
-    model, device, cost_model, torch : str
-        What the step is of.
-    baseline_peak_bytes, baseline_step_seconds : int, float
-        The step without recompute.
-    minimum_feasible_peak_bytes : int
-        Smallest budget for which a plan is known.
-    proven_minimum_peak_bytes : int
-        No plan at all keeps a smaller one.
-    points : tuple of TradeOffPoint
-        From the smallest budget to the largest.
-    asked : TradeOffPoint, optional
-        At the budget that was asked about.
-    asked_more : TradeOffPoint, optional
-        At 1 GiB more than that.
-    is_complete : bool
-        Whether all points that were wanted are there.
-    host_budget_bytes : int, optional
-        What plans may offload to the host's memory; None where they offload nothing.
-    lossy : bool
-        Whether values of float32 are rounded to bfloat16 there.
-    """
+    """Overhead over budget: neither it nor its lower bound ever rises with the budget."""
 
     model: str
     device: str
     cost_model: str
     torch: str
+    """What the step is of."""
     baseline_peak_bytes: int
     baseline_step_seconds: float
+    """The step without recompute."""
     minimum_feasible_peak_bytes: int
+    """Smallest budget for which a plan is known."""
     proven_minimum_peak_bytes: int
+    """No plan at all keeps a smaller one."""
     points: tuple[TradeOffPoint, ...]
+    """From the smallest budget to the largest."""
     asked: TradeOffPoint | None = None
+    """At the budget that was asked about."""
     asked_more: TradeOffPoint | None = None
+    """At 1 GiB more than that."""
     is_complete: bool = True
+    """Whether all points that were wanted are there."""
     host_budget_bytes: int | None = None
+    """What plans may offload to the host's memory; None where they offload nothing."""
     lossy: bool = False
+    """Whether values of float32 are rounded to bfloat16 there."""
 
     @property
     def knee(self) -> TradeOffPoint | None:
