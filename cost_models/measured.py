@@ -75,12 +75,19 @@ class MeasuredCosts:
 
     def costs(self, operations: Sequence[CostedOperation]) -> tuple[OperationCost, ...]:
         """Return the cost of one run of each operation, in their order."""
-        known = self.profile.measurements if self.profile else {}
         estimates = RooflineCosts(self.device).costs(operations)
-        return tuple(
-            known[operation.signature].cost if operation.signature in known else estimate
-            for operation, estimate in zip(operations, estimates, strict=True)
-        )
+        return filled(operations, estimates, self.profile) if self.profile else estimates
+
+
+def filled(
+    operations: Sequence[CostedOperation], estimates: Sequence[OperationCost], profile: Profile
+) -> tuple[OperationCost, ...]:
+    """Return what was measured of each operation, and the estimate with its workspace where nothing was."""
+    known = profile.measurements
+    return tuple(
+        known[operation.signature].cost if operation.signature in known else estimate
+        for operation, estimate in zip(operations, estimates, strict=True)
+    )
 
 
 def scaled(profile: Profile, operations: Sequence[ProfiledOperation], inputs: tuple[tuple[int, ...], ...]) -> Profile:

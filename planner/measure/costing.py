@@ -11,7 +11,7 @@ from torch import nn
 import cost_models
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
-from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, scaled
+from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
@@ -60,10 +60,11 @@ def cost_step(
     seen: dict[int, int | None] = {}
     if here is not None:
         seen = workspace.measure(lowered, costs, here, workspace.effort_for(model))
-        costs = _with_seen(costs, seen)
+        costs = _with_workspace(costs, seen)
         notes = tuple(_unseen(graph, seen))
     elif spec.kind == "cuda":
-        costs = _with_allowances(lowered, costs)
+        nodes = enumerate(lowered.operation_nodes)
+        costs = _with_workspace(costs, {i: cuda_workspace.allowance_bytes(node) for i, node in nodes if node})
         notes = () if profile else (_not_here(spec),)
     if profile is not None:
         costing = _by_profile(lowered, spec, costs, profile, inputs)
@@ -75,11 +76,16 @@ def cost_step(
             )
         outcome = profiling.measure(lowered, costs, here, time_limit_seconds=time_limit_seconds, progress=progress)
         made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
-        costing = Costing(_filled(graph, costs, made), cost_model, made, tuple(_warnings(outcome)))
+        known = _without_loss(graph, filled(graph.operations, costs, made))
+        costing = Costing(known, cost_model, made, tuple(_warnings(outcome)))
     else:
         costing = Costing(costs, cost_model)
-    costs = _with_states(graph, _with_seen(costing.costs, seen))
-    return replace(costing, costs=costs, warnings=(*notes, *costing.warnings))
+    # What was seen here holds, whatever a profile says that was perhaps made with less effort.
+    costs = _with_workspace(costing.costs, seen)
+    # A random operation that runs again puts the generator's state by meanwhile. Its first run needs none of it;
+    # telling the two apart is not worth five kilobytes.
+    states = {i: costs[i].workspace_bytes + o.state_bytes for i, o in enumerate(graph.operations) if o.state_bytes}
+    return replace(costing, costs=_with_workspace(costs, states), warnings=(*notes, *costing.warnings))
 
 
 def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> tuple[OperationCost, ...]:
@@ -91,22 +97,11 @@ def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> 
     return _without_loss(graph, factory(spec).costs(graph.operations))
 
 
-def _with_seen(costs: Sequence[OperationCost], seen: Mapping[int, int | None]) -> tuple[OperationCost, ...]:
-    """Take the workspace that was seen here, whatever a profile says that was perhaps made with less effort."""
+def _with_workspace(costs: Sequence[OperationCost], known: Mapping[int, int | None]) -> tuple[OperationCost, ...]:
+    """Return costs with the workspace that is known of operations, by index."""
     return tuple(
-        cost if (workspace_bytes := seen.get(index)) is None else replace(cost, workspace_bytes=workspace_bytes)
+        cost if (workspace_bytes := known.get(index)) is None else replace(cost, workspace_bytes=workspace_bytes)
         for index, cost in enumerate(costs)
-    )
-
-
-def _with_states(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
-    """Count what a random operation that runs again puts by meanwhile: the state that the generator is in then.
-
-    Its first run needs none of it; telling the two apart is not worth five kilobytes.
-    """
-    return tuple(
-        replace(cost, workspace_bytes=cost.workspace_bytes + operation.state_bytes) if operation.state_bytes else cost
-        for operation, cost in zip(graph.operations, costs, strict=True)
     )
 
 
@@ -122,13 +117,6 @@ def _unseen(graph: TrainingGraph, seen: Mapping[int, int | None]) -> Iterator[Fi
         )
 
 
-def _with_allowances(lowered: LoweredGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
-    return tuple(
-        cost if node is None else replace(cost, workspace_bytes=cuda_workspace.allowance_bytes(node))
-        for node, cost in zip(lowered.operation_nodes, costs, strict=True)
-    )
-
-
 def _not_here(spec: DeviceSpec) -> Finding:
     return Finding(
         rule="device-not-here",
@@ -142,16 +130,6 @@ def _not_here(spec: DeviceSpec) -> Finding:
 def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
     """Set the loss outside the graph to nothing: no plan could change what it costs."""
     return tuple(OperationCost(seconds=0.0) if index == graph.loss_index else cost for index, cost in enumerate(costs))
-
-
-def _filled(graph: TrainingGraph, estimates: Sequence[OperationCost], profile: Profile) -> tuple[OperationCost, ...]:
-    """Take what was measured, and the estimate with its workspace where nothing was."""
-    known = profile.measurements
-    costs = [
-        known[operation.signature].cost if operation.signature in known else estimate
-        for operation, estimate in zip(graph.operations, estimates, strict=True)
-    ]
-    return _without_loss(graph, costs)
 
 
 def _by_profile(
@@ -193,7 +171,8 @@ def _by_profile(
             ),
         )
         profile = scaled(profile, ours, inputs)
-    return Costing(_filled(graph, estimates, profile), MeasuredCosts.name, profile, warnings)
+    costs = _without_loss(graph, filled(graph.operations, estimates, profile))
+    return Costing(costs, MeasuredCosts.name, profile, warnings)
 
 
 def _warnings(outcome: profiling.Outcome) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from statistics import median
@@ -109,23 +109,11 @@ def _time(node: fx.Node, device: torch.device) -> Measurement:
     if first > _LONG_SECONDS:
         return Measurement(seconds=first)
     elsewhere = torch.empty(_CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
-
-    def run_cold() -> float:
+    seconds: list[float] = []
+    while len(seconds) < _LEAST_RUNS or (len(seconds) < _MOST_RUNS and sum(seconds) <= _SECONDS_EACH):
         elsewhere.zero_()
-        return run(call, device)
-
-    seconds = list(_repeat(run_cold))
+        seconds.append(run(call, device))
     return Measurement(seconds=median(seconds), runs=len(seconds))
-
-
-def _repeat(run: Callable[[], float]) -> Iterator[float]:
-    total = 0.0
-    for number in range(_MOST_RUNS):
-        if number >= _LEAST_RUNS and total > _SECONDS_EACH:
-            return
-        seconds = run()
-        total += seconds
-        yield seconds
 
 
 def _run_on_cpu(call: Callable[[], Any], device: torch.device) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from cost_models.flops import moved_bytes
 from planner.capture import operands
 from planner.capture.inputs import new_bytes, tensors_in
+from planner.capture.joint import values_of
 from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
@@ -50,8 +51,8 @@ def effort_for(model: nn.Module) -> TrialLimits:
 
 _LABEL = "workspace of operation "
 
-_known: dict[Hashable, int] = {}
-"""Bytes by signature; a deep model costs what one of its layers costs, and planning again costs nothing."""
+_known: dict[tuple[str, int, str], int] = {}
+"""Bytes by device, threads and signature: a deep model costs what one of its layers costs, planning again nothing."""
 
 
 def measure(
@@ -63,54 +64,49 @@ def measure(
     run on made-up tensors. Each distinct (operator, shapes, strides, dtypes, other arguments) runs once, one at a time,
     on ones and zeros; the random state is left as it was.
     """
-    where = (device.type, torch.get_num_threads())
-    signatures = {
-        index: (where, operation.signature)
-        for index, operation in enumerate(lowered.graph.operations)
-        if operation.signature
-    }
-    first = {signature: index for index, signature in reversed(signatures.items()) if signature not in _known}
-    affordable = _affordable(lowered, costs, sorted(first.values()), effort)
-    _see({index: node for index in affordable if (node := lowered.operation_nodes[index])}, signatures, device)
-    return {index: _known.get(signature) for index, signature in signatures.items()}
+    signatures = {index: operation.signature for index, operation in enumerate(lowered.graph.operations)}
+
+    def affordable(operations: list[int]) -> Iterator[int]:
+        spent_seconds = 0.0
+        for index in sorted(operations, key=lambda index: costs[index].seconds):
+            spent_seconds += costs[index].seconds
+            if spent_seconds > effort.seconds:
+                return
+            if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
+                yield index
+
+    return _seen(lowered.operation_nodes, signatures, device, affordable)
 
 
 def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int]:
     """See how much workspace single calls need; 0 where a call cannot be tried, or is too large to be."""
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
-    where = (device.type, torch.get_num_threads())
-    signatures = {index: (where, operands.signature(node)) for index, node in able.items()}
-    small = [index for index, node in able.items() if _moved_bytes(node) <= effort.operation_bytes]
-    first = {signatures[index]: index for index in small if signatures[index] not in _known}
-    _see({index: able[index] for index in first.values()}, signatures, device)
-    return [_known.get(signatures.get(index), 0) for index in range(len(nodes))]
+
+    def small(calls: list[int]) -> Iterator[int]:
+        for index in calls:
+            args, kwargs = values_of((able[index].args, able[index].kwargs))
+            if moved_bytes(able[index].target, args, kwargs, able[index].meta["val"]) <= effort.operation_bytes:
+                yield index
+
+    seen = _seen(nodes, {index: operands.signature(node) for index, node in able.items()}, device, small)
+    return [seen.get(index) or 0 for index in range(len(nodes))]
 
 
-def _see(nodes: Mapping[int, fx.Node], signatures: Mapping[int, Hashable], device: torch.device) -> None:
-    """Run these calls, and keep what was seen of each by its signature."""
-    if not nodes:
-        return
-    measured = _on_cuda if device.type == "cuda" else _on_cpu
-    with operands.running_alone(device):
-        for index, workspace_bytes in measured(nodes, device):
-            _known[signatures[index]] = workspace_bytes
-
-
-def _moved_bytes(node: fx.Node) -> int:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
-    return moved_bytes(node.target, args, kwargs, node.meta["val"])
-
-
-def _affordable(
-    lowered: LoweredGraph, costs: tuple[OperationCost, ...], operations: list[int], effort: TrialLimits
-) -> Iterator[int]:
-    spent_seconds = 0.0
-    for index in sorted(operations, key=lambda index: costs[index].seconds):
-        spent_seconds += costs[index].seconds
-        if spent_seconds > effort.seconds:
-            return
-        if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
-            yield index
+def _seen(
+    nodes: Sequence[fx.Node | None],
+    signatures: Mapping[int, str],
+    device: torch.device,
+    chosen: Callable[[list[int]], Iterable[int]],
+) -> dict[int, int | None]:
+    """Run what is chosen of the calls whose signatures are new; say what is known then of all that have a signature."""
+    known_as = {i: (device.type, torch.get_num_threads(), text) for i, text in signatures.items() if text}
+    first = {key: index for index, key in reversed(known_as.items()) if key not in _known}
+    to_run = {index: node for index in chosen(sorted(first.values())) if (node := nodes[index])}
+    if to_run:
+        measured = _on_cuda if device.type == "cuda" else _on_cpu
+        with operands.running_alone(device):
+            _known.update((known_as[index], size_bytes) for index, size_bytes in measured(to_run, device))
+    return {index: _known.get(key) for index, key in known_as.items()}
 
 
 def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:

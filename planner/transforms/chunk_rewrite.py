@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, ancestors, fake_mode_of, is_backward, is_random, mutates, tensors_of
+from planner.capture.joint import (
+    JointGraph,
+    ancestors,
+    fake_mode_of,
+    is_backward,
+    is_random,
+    mutates,
+    run_on_recorded,
+    tensors_of,
+)
 from planner.capture.torch_internals import storage_id
 from planner.errors import UsageError
 from planner.transforms.chunk_region import ChunkRegion
@@ -236,6 +245,5 @@ class _Rewrite:
     def _call(self, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call that is told from where another comes."""
         new = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-        new.meta = {**like.meta, "val": target(*values[0], **values[1])}
+        new.meta = {**like.meta, "val": run_on_recorded(new)}
         return new

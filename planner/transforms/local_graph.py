@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.joint import JointGraph, fake_mode_of, tensors_of
+from planner.capture.joint import JointGraph, fake_mode_of, run_on_recorded, tensors_of
 from planner.capture.provenance import Places
 from planner.capture.torch_internals import storage_id
 from planner.common.units import format_bytes
@@ -108,8 +108,7 @@ class _Rewrite:
 
     def _run_again(self, node: fx.Node, copy: fx.Node) -> None:
         copy.args = self._local_arguments(node, copy)
-        args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
-        copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+        copy.meta["val"] = run_on_recorded(copy)
         self.changed.add(node)
         states = self.found.states[node]
         for before, after, state in zip(

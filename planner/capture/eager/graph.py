@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from planner.capture import operands
-from planner.capture.eager.sends import Candidate, Wait, Waits, waits_of
+from planner.capture.eager.sends import Candidate, Waits, waits_of
 from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
@@ -228,10 +228,10 @@ class _Lowering(GraphBuilder[fx.Node]):
         )
 
     def _sends(self, candidate: Candidate, waits: Waits, graph: TrainingGraph) -> Sends:
-        def sent(wait: Wait, returns: int) -> Sent:
+        def sent(wait: Sent, returns: int) -> Sent:
             readers = (reader for reader in graph.readers[wait.value] if reader < self.run_at[wait.leaves])
             leaves = 1 + max((self.run_at[wait.leaves - 1], *readers))
-            return Sent(value=wait.value, numbers=wait.numbers, leaves=leaves, returns=returns)
+            return replace(wait, leaves=leaves, returns=returns)
 
         begins = self.first_at[candidate.before]
         return Sends(

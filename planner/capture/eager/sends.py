@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.capture.eager.trace import Call, Save, Trace
+from planner.ir.checkpoints import Sent
 from planner.ir.layers import is_within
 
 
@@ -41,24 +42,14 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """A value that a call could send, away from before run ``leaves`` to before run ``returns``.
+class Waits:
+    """What one call could send: of what it saves, and of what its checkpoint is given.
 
-    ``numbers`` are those of :class:`planner.ir.checkpoints.Sent`.
+    Here values leave and return before runs of the recorded step, not operations of a graph.
     """
 
-    value: int
-    numbers: tuple[int, ...]
-    leaves: int
-    returns: int
-
-
-@dataclass(frozen=True)
-class Waits:
-    """What one call could send: of what it saves, and of what its checkpoint is given."""
-
-    saved: tuple[Wait, ...]
-    given: tuple[Wait, ...]
+    saved: tuple[Sent, ...]
+    given: tuple[Sent, ...]
 
 
 def waits_of(trace: Trace, candidates: Sequence[Candidate], movable: Collection[int]) -> dict[str, Waits]:
@@ -94,7 +85,7 @@ class _SendSearch:
         storage = self.trace.storages[value]
         return storage.maker < self.trace.backward and storage.died is not None and not storage.is_number
 
-    def saved(self, candidate: Candidate) -> Iterator[Wait]:
+    def saved(self, candidate: Candidate) -> Iterator[Sent]:
         numbers = _numbers([save.storage for save in candidate.call.saves])
         for value in sorted(numbers.keys() & self.movable):
             saves = self.saves[value]
@@ -103,19 +94,19 @@ class _SendSearch:
                 continue
             yield from self._wait(value, numbers[value], candidate, min(reads))
 
-    def given(self, candidate: Candidate) -> Iterator[Wait]:
+    def given(self, candidate: Candidate) -> Iterator[Sent]:
         call = candidate.call
         numbers = _numbers(call.direct)
         for value in sorted((numbers.keys() & self.movable) - call.enclosed):
             if self._is_its_own(value, candidate, call.begin):
                 yield from self._wait(value, numbers[value], candidate, candidate.before)
 
-    def _wait(self, value: int, numbers: tuple[int, ...], candidate: Candidate, returns: int) -> Iterator[Wait]:
+    def _wait(self, value: int, numbers: tuple[int, ...], candidate: Candidate, returns: int) -> Iterator[Sent]:
         died = self.trace.storages[value].died
         assert died is not None
         leaves = max(died, self.used.get(value, 0), candidate.call.end)
         if leaves <= self.trace.backward and leaves < returns:
-            yield Wait(value, numbers, leaves, returns)
+            yield Sent(value=value, numbers=numbers, leaves=leaves, returns=returns)
 
     def _is_its_own(self, value: int, candidate: Candidate, since: int) -> bool:
         """Whether nobody outside a call saves a value, or needs it to run again, and nobody writes into it later."""
