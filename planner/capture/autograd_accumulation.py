@@ -1,4 +1,4 @@
-"""Which sums of gradients autograd makes in place, told while a step is being watched.
+"""What autograd does with gradients: which sums it makes in place, and which it copies at the end.
 
 Where a value is used several times, autograd's engine adds the gradients that come from its uses. It adds into the
 first where nobody else holds that (``can_accumulate_inplace`` of torch's ``input_buffer.cpp``), and never while a
@@ -14,9 +14,26 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.capture.torch_internals import is_called_by_engine, is_dense, references, takes_boxed_gradients
+from planner.capture.torch_internals import (
+    is_called_by_engine,
+    is_dense,
+    references,
+    storage_id,
+    takes_boxed_gradients,
+)
 
 aten = torch.ops.aten
+
+
+def is_copied(of: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> bool:
+    """Whether a gradient is copied at the end: its storage is taken, or it is not laid out as what it is of.
+
+    Storages are taken that others have, and from now on this one.
+    """
+    same_layout = of.stride() == gradient.stride() or min(of.numel(), gradient.numel()) <= 1
+    is_taken = storage_id(gradient) in taken
+    taken.add(storage_id(gradient))
+    return is_taken or not same_layout
 
 
 class EngineSums:

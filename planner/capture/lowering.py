@@ -17,6 +17,7 @@ from torch import fx
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands, provenance
+from planner.capture.autograd_accumulation import is_copied
 from planner.capture.joint import (
     JointGraph,
     ancestors,
@@ -153,7 +154,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             if storage_id(tensor) not in self.value_of_storage
         ]
         self.storage_of[node] = self._looked_at(tensors)
-        if self.phase is Phase.BACKWARD and reads_any(node, self.unavailable, self.alias_nodes):
+        reads_overwritten = reads_any(node, self.unavailable, self.alias_nodes)
+        if self.phase is Phase.BACKWARD and reads_overwritten:
             raise UnsupportedModelError(
                 f"the backward of {node.target} ({self.places[node].source}) reads an input that the forward "
                 "overwrites: copy it before the in-place change"
@@ -168,7 +170,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             module=place.module,
             node=node,
             source=place.source,
-            recomputable=self._recomputable(node),
+            recomputable=not (mutates(node) or is_collective(node)) and (is_batch_norm(node) or not reads_overwritten),
             state_bytes=self.aligned(self.random_state_bytes) if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),
@@ -223,29 +225,20 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.add_loss(reads, outputs)
 
     def _add_gradient_copies(self, gradients: list[Any]) -> None:
-        """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
-        seen: set[int] = set()
+        """Add what autograd copies at the end."""
+        taken = {storage for storage, kind in self.retained.items() if kind != "gradient"}
         reads: list[int] = []
         copies: list[int] = []
         for node, gradient in zip(self.joint.placeholders, gradients, strict=False):
             if not isinstance(gradient, fx.Node) or not self.storage_of[gradient]:
                 continue
             (of,), (tensor,) = tensors_of(node), tensors_of(gradient)
-            storage = storage_id(tensor)
-            same_layout = of.stride() == tensor.stride() or min(of.numel(), tensor.numel()) <= 1
-            if storage in seen or not same_layout or self.retained.get(storage) != "gradient":
+            if is_copied(of, tensor, taken):
                 reads += self.storage_of[gradient]
-                shard_bytes = -(-of.numel() * of.element_size() // self.gradient_shards)
-                name = f"copy of {gradient.name}"
+                name, shard_bytes = f"copy of {gradient.name}", -(-of.nbytes // self.gradient_shards)
                 copies.append(self.add_value(name, shard_bytes, kind="gradient", retained=True, node=gradient))
-            seen.add(storage)
         if copies:
             self.add(ACCUMULATE_TARGET, reads, copies, name="accumulate", recomputable=False)
-
-    def _recomputable(self, node: fx.Node) -> bool:
-        if mutates(node) or is_collective(node):
-            return False
-        return is_batch_norm(node) or not reads_any(node, self.unavailable, self.alias_nodes)
 
 
 def _check_sizes(node: fx.Node) -> None:

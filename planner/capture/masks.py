@@ -78,7 +78,8 @@ def simplify_masks(graph_module: fx.GraphModule, inputs: Sequence[Any], *, assum
     if not relied_on:
         return None
     values = {at: value.detach().cpu().clone() for at, (node, value) in enumerate(given.items()) if node in relied_on}
-    return Assumption(values, tuple(sorted(map(_input_name, relied_on))))
+    names = (str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for node in relied_on)
+    return Assumption(values, tuple(sorted(names)))
 
 
 def _argument(call: fx.Node, name: str) -> Any:
@@ -178,7 +179,3 @@ def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     for node in reversed(graph.nodes):
         if node in among and not node.users and node.op != "placeholder":
             graph.erase_node(node)
-
-
-def _input_name(node: fx.Node) -> str:
-    return str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_")

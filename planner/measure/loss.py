@@ -43,7 +43,9 @@ def memory_of(
                 own = {n: fake(t) for n, t in state.items()}
                 with other_state(model, own):
                     outputs = model(*fakes.args, **fakes.kwargs)
-            outputs = pytree.tree_map_only(torch.Tensor, _as_leaf, outputs)
+            outputs = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), outputs
+            )
             leaves = [t for t in tensors_in(outputs) if t.requires_grad]
             sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))
             resident = outputs, fakes.args, fakes.kwargs, list(state.values())
@@ -82,7 +84,3 @@ def _peak_bytes(recorder: StepRecorder[Run], workspace_bytes: Sequence[int]) -> 
         if storage.died is not None:
             changes[storage.died] -= storage.size_bytes
     return max(map(sum, zip(accumulate(changes), workspace_bytes, strict=False)), default=0)
-
-
-def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.is_floating_point())

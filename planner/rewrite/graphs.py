@@ -48,12 +48,14 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
     skipped = dead_recomputes(lowered, schedule)
 
     forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
-    forward.take(lowered.joint.placeholders)
+    for node in lowered.joint.placeholders:
+        forward.take(node)
     forward.run(range(boundary), skipped)
     forward.move(boundary)
 
     backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
-    backward.take(lowered.joint.tangents)
+    for node in lowered.joint.tangents:
+        backward.take(node)
     backward.run(range(boundary + 1, len(schedule.order)), skipped)
     backward_results = backward.resolve_gradients(backward_outputs)
 
@@ -71,7 +73,8 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
-    backward.order_placeholders([*(taken for _, taken in saved), *tangents])
+    for taken in reversed([*(taken for _, taken in saved), *tangents]):
+        next(iter(backward.graph.nodes)).prepend(taken)
     root = lowered.joint.module
     return (
         fx.GraphModule(root, forward.graph, "PlannedForward"),
@@ -153,10 +156,6 @@ class _Emitter:
         self._views: defaultdict[int, list[fx.Node]] = defaultdict(list)
         self._elements = _elements(lowered)
 
-    def take(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            self._take(node)
-
     def run(self, positions: Iterable[int], skipped: Container[int]) -> None:
         for position in positions:
             self.move(position)
@@ -168,7 +167,9 @@ class _Emitter:
             self._run(index)
             self._leave(position + 1, but=sent)  # rounding takes memory, and may have theirs
             for value in sent:
-                self._send(value)
+                tensor = self.current[self.lowered.value_nodes[value]]
+                meta, is_rounded = self._meta_of_place(value), self._lossy[value]
+                self.places[value] = self._call(meta, host_copies.offload, tensor, is_rounded)
 
     def move(self, position: int) -> None:
         """Let offloaded values leave and return that do so right before a run."""
@@ -189,15 +190,6 @@ class _Emitter:
                 self.places[value] = self._call(self._meta_of_place(value), host_copies.wait_offload, *sent)
                 self.current.pop(node)
                 self._forget_views(value)
-
-    def _send(self, value: int) -> None:
-        sent = (self.current[self.lowered.value_nodes[value]], self._lossy[value])
-        self.places[value] = self._call(self._meta_of_place(value), host_copies.offload, *sent)
-
-    def _arrive(self, value: int) -> None:
-        node = self.lowered.value_nodes[value]
-        self.arriving.remove(value)
-        self.current[node] = self._call(node.meta, host_copies.wait_reload, self.resolve(node), self._place(value))
 
     def _place(self, value: int) -> fx.Node:
         """Return the place of an offloaded value; in the backward it is one of the inputs."""
@@ -256,14 +248,11 @@ class _Emitter:
             for value in self.lowered.storage_of[node]:
                 self._views[value].append(node)
         else:
-            self._take(node)
+            self.take(node)
         return self.current[node]
 
-    def order_placeholders(self, nodes: Sequence[fx.Node]) -> None:
-        for node in reversed(nodes):
-            next(iter(self.graph.nodes)).prepend(node)
-
-    def _take(self, node: fx.Node) -> None:
+    def take(self, node: fx.Node) -> None:
+        """Take a joint node in as an input."""
         name = node.name if node.op == "placeholder" else f"saved_{node.name}"
         self.current[node] = self.taken[node] = self._placeholder(name, node.meta)
 
@@ -285,7 +274,9 @@ class _Emitter:
         if node is None:
             return  # autograd runs it, not the graph
         for value in self.arriving.intersection(self.lowered.graph.operations[index].inputs):
-            self._arrive(value)
+            sent = self.lowered.value_nodes[value]
+            self.arriving.remove(value)
+            self.current[sent] = self._call(sent.meta, host_copies.wait_reload, self.resolve(sent), self._place(value))
         again = index in self.already_run
         self.already_run.add(index)
         if again and is_batch_norm(node):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from planner.capture.autograd_accumulation import is_copied
 from planner.capture.inductor_internals import Draft
 from planner.capture.inputs import tensors_in
 from planner.capture.joint import values_of
@@ -50,7 +51,9 @@ def peak_of_drafts(
         arguments = [*saved, *tangents]
         del made, saved
         gradients = list(backward.run(arguments))
-        recorder.reach(_copied_bytes(forward.inputs, gradients, [*forward.inputs, *results, *tangents]))
+        taken = set(map(storage_id, tensors_in([forward.inputs, results, tangents])))
+        given = zip(forward.inputs, gradients, strict=False)
+        recorder.reach(sum(of.nbytes for of, g in given if isinstance(g, torch.Tensor) and is_copied(of, g, taken)))
     return recorder.peak_bytes
 
 
@@ -104,17 +107,3 @@ def _shapes(arguments: Any) -> tuple[Any, ...]:
 
 
 _ONLY_ALLOCATE = {torch.ops.aten.empty_strided, torch.ops.aten.empty}
-
-
-def _copied_bytes(inputs: Sequence[Any], gradients: Sequence[Any], taken: Sequence[Any]) -> int:
-    """Count what autograd copies at the end: a gradient that is shared, or not laid out as what it is of."""
-    seen = {storage_id(tensor) for tensor in taken if isinstance(tensor, torch.Tensor)}
-    copied_bytes = 0
-    for of, gradient in zip(inputs, gradients, strict=False):
-        if not isinstance(gradient, torch.Tensor):
-            continue
-        same_layout = of.stride() == gradient.stride() or of.numel() <= 1
-        if storage_id(gradient) in seen or not same_layout:
-            copied_bytes += of.numel() * of.element_size()
-        seen.add(storage_id(gradient))
-    return copied_bytes

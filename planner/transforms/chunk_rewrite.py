@@ -104,13 +104,11 @@ class _Rewrite:
             first = least + max(levels.values(), default=0)
             for node in nodes:
                 if (node in backward) is wanted:
-                    levels[node] = max((self._waits(n, node, levels) for n in node.all_input_nodes), default=first)
-                    levels[node] = max(levels[node], first)
+                    levels[node] = first
+                    for source in node.all_input_nodes:
+                        put_together = source in self.region.splits and not self.region.passes(source, node)
+                        levels[node] = max(levels[node], levels[source] + put_together)
         return ((node, levels[node]) for node in self.region.splits)
-
-    def _waits(self, source: fx.Node, reader: fx.Node, levels: dict[fx.Node, int]) -> int:
-        put_together = source in self.region.splits and not self.region.passes(source, reader)
-        return levels[source] + put_together
 
     def _whole(self, node: fx.Node) -> fx.Node:
         """Return what stands for a call's whole output."""

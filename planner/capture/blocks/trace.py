@@ -48,8 +48,9 @@ class Recorder(StepRecorder[Passage]):
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
         """Write a call down, and what it is a part of the derivative of."""
         run = super().note(function, args, kwargs, result)
-        if run is not None:
-            run.derivative_of = self._differentiated()
+        if run is not None and (number := number_at_work()) is not None:
+            turn = bisect_right(self._turns, number)
+            run.derivative_of = self._at_work[turn - 1] if turn else ""
         return run
 
     def entered(self, module: nn.Module, inputs: Any) -> None:
@@ -77,8 +78,3 @@ class Recorder(StepRecorder[Passage]):
     def _turn(self) -> None:
         self._turns.append(next_number())
         self._at_work.append(self.module)
-
-    def _differentiated(self) -> str:
-        number = number_at_work()
-        turn = 0 if number is None else bisect_right(self._turns, number)
-        return self._at_work[turn - 1] if turn else ""

@@ -151,19 +151,16 @@ class Recorder(StepRecorder[Run]):
             run.occurrence = self._called[function]
             in_forward = self.trace.backward < 0 and function in _KEEP_NUMBERS
             if in_forward and any(t.requires_grad for t in tensors_in((args, kwargs))):
-                run.makes += tuple(self._new_numbers(numbers_among(function, args)))
+                # No hook tells when numbers go that are kept for the backward, so they are there to its end.
+                first, count = len(self.storages), numbers_among(function, args)
+                self.storages += [Storage(_NUMBER_BYTES, self.now - 1, is_number=True) for _ in range(count)]
+                run.makes += tuple(range(first, first + count))
         self._called[function] += 1
         return run
 
     def source(self) -> str:
         """Return the line of the user's code that runs an operator of the forward."""
         return _source() if self.trace.backward < 0 else ""
-
-    def _new_numbers(self, count: int) -> range:
-        """Add numbers that are kept for the backward: no hook tells when they go, so they are there to its end."""
-        first = len(self.storages)
-        self.storages += [Storage(_NUMBER_BYTES, self.now - 1, is_number=True) for _ in range(count)]
-        return range(first, len(self.storages))
 
     def finish(self) -> None:
         """End the step: what is alive now outlives it."""
