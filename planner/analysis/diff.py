@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
@@ -209,7 +208,7 @@ def diff(a: Plan, b: Plan) -> Difference:
         for own, other in ((layers_a, layers_b), (layers_b, layers_a))
     )
     by_value = a.values is not None and b.values is not None
-    moves = _moved_values(a, b, blocks) if by_value else _moved_operations(a, b, blocks)
+    moves = _moves(_states(a, by_value), _states(b, by_value), LET_GO if by_value else RUN_ONCE, blocks)
     return Difference(
         a=a,
         b=b,
@@ -266,49 +265,32 @@ def _changed(layers_a: dict[str, LayerPlacement], layers_b: dict[str, LayerPlace
     return tuple(changed)
 
 
-def _moved_values(a: Plan, b: Plan, blocks: set[str]) -> tuple[Move, ...]:
-    rows_a, rows_b = (
-        {(row.operation, row.output): row for row in plan.values.rows} if plan.values is not None else {}
-        for plan in (a, b)
-    )
-    moves = []
-    for place in dict.fromkeys((*rows_a, *rows_b)):
-        one, other = rows_a.get(place), rows_b.get(place)
-        sizes = {row.size_bytes for row in (one, other) if row is not None}
-        move = Move(
-            operation=place[0],
-            output=place[1],
-            block=layer_among(named_by(place[0])[0], blocks),
-            size_bytes=sizes.pop() if len(sizes) == 1 else None,
-            before=_state(one),
-            after=_state(other),
-        )
-        if move.before != move.after:
-            moves.append(move)
-    return tuple(moves)
+_States = dict[tuple[str, int | None], tuple[str, int | None]]
+"""For an operation and which of its results, what a plan does with that, and its bytes, as far as they are known."""
 
 
-def _state(row: ValueRow | None) -> str:
-    if row is None:
-        return LET_GO
+def _states(plan: Plan, by_value: bool) -> _States:
+    if by_value and plan.values is not None:
+        return {(row.operation, row.output): (_state(row), row.size_bytes) for row in plan.values.rows}
+    return {(key, None): (RUN_AGAIN, None) for keys in plan.recomputations.values() for key in keys}
+
+
+def _state(row: ValueRow) -> str:
     if row.offloaded:
         return OFFLOADED
     return KEPT if row.kept else RECOMPUTED
 
 
-def _moved_operations(a: Plan, b: Plan, blocks: set[str]) -> tuple[Move, ...]:
-    again_a, again_b = (
-        Counter(key for keys in plan.recomputations.values() for key in keys) for plan in (a, b)
-    )  # fmt: skip
-    return tuple(
-        Move(
-            operation=key,
-            output=None,
-            block=layer_among(named_by(key)[0], blocks),
-            size_bytes=None,
-            before=RUN_AGAIN if key in again_a else RUN_ONCE,
-            after=RUN_AGAIN if key in again_b else RUN_ONCE,
-        )
-        for key in dict.fromkeys((*again_a, *again_b))
-        if (key in again_a) != (key in again_b)
-    )
+def _moves(states_a: _States, states_b: _States, absent: str, blocks: set[str]) -> Iterator[Move]:
+    for place in dict.fromkeys((*states_a, *states_b)):
+        sizes = {states[place][1] for states in (states_a, states_b) if place in states}
+        before, after = (states.get(place, (absent, None))[0] for states in (states_a, states_b))
+        if before != after:
+            yield Move(
+                operation=place[0],
+                output=place[1],
+                block=layer_among(named_by(place[0])[0], blocks),
+                size_bytes=sizes.pop() if len(sizes) == 1 else None,
+                before=before,
+                after=after,
+            )

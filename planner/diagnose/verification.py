@@ -150,14 +150,10 @@ def compare(
 ) -> list[str]:
     """Say in one line each what differs between two steps.
 
-    Parameters
-    ----------
-    tolerance : float
-        How long the difference of two tensors may be, as a share of the expected one's length (both Euclidean),
-        for float32; as many roundings for other types. A gradient counts as no shorter than a hundredth
-        of all gradients together: one that cancels out is nothing but rounding. 0 compares bits.
-    in_roundings : bool
-        Whether that is for float32 and for other types as many roundings, or the same share for all.
+    The tolerance is how long the difference of two tensors may be, as a share of the expected one's length (both
+    Euclidean), for float32; as many roundings for other types if it is ``in_roundings``, else the same share. A
+    gradient counts as no shorter than a hundredth of all gradients together: one that cancels out is nothing but
+    rounding. 0 compares bits.
     """
     close = partial(_close, tolerance=tolerance, in_roundings=in_roundings)
     shortest = _shortest(expected)

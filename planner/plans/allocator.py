@@ -90,7 +90,9 @@ class Allocator:
         if place < len(pool.free):
             block = self._blocks[pool.free.pop(place)[1]]
         else:
-            block = self._make_segment(pool, _segment_bytes(rounded_bytes))
+            block = _Block(pool, self.reserved_bytes, _segment_bytes(rounded_bytes))
+            self._blocks[block.address] = block
+            self.reserved_bytes += block.size_bytes
         if block.size_bytes - rounded_bytes >= pool.least_split_bytes:
             self._split(block, rounded_bytes)
         block.requested_bytes = rounded_bytes
@@ -119,12 +121,6 @@ class Allocator:
             self._leave_pool(block.after)
             self._join(block, block.after)
         insort(block.pool.free, (block.size_bytes, block.address))
-
-    def _make_segment(self, pool: _Pool, size_bytes: int) -> _Block:
-        block = _Block(pool, self.reserved_bytes, size_bytes)
-        self._blocks[block.address] = block
-        self.reserved_bytes += size_bytes
-        return block
 
     def _split(self, block: _Block, size_bytes: int) -> None:
         """Cut a block down to a size and put the rest, the upper part, among the free ones."""

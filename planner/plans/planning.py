@@ -42,19 +42,10 @@ GAP = "gap-to-bound"
 _WORTH_MORE_SEARCH = 0.02
 
 
-def plan_warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> tuple[Finding, ...]:
+def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:
     """Look for what limits a plan, of which this is the simulation."""
-    rounded = tuple(_rounded(problem, solution))
-    if evaluation.added_seconds <= 0:
-        return rounded
-    step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
-    return (*rounded, *examine(Subject(step=step), BOTTLENECKS), *_unproven(problem, evaluation, solution))
-
-
-def _rounded(problem: Problem, solution: Solution) -> Iterator[Finding]:
     offloads = solution.schedule.offloads
-    lossy = [offload for offload in offloads if offload.lossy]
-    if lossy:
+    if lossy := [offload for offload in offloads if offload.lossy]:
         size_bytes = sum(problem.graph.values[offload.value].size_bytes for offload in lossy)
         yield Finding(
             rule="lossy-offload",
@@ -64,9 +55,10 @@ def _rounded(problem: Problem, solution: Solution) -> Iterator[Finding]:
             "not bit-equal to those of the step without recompute",
             fix="let 'verify' measure how far off they are; leave out --offload-lossy (offload_lossy) for equal bits",
         )
-
-
-def _unproven(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:
+    if evaluation.added_seconds <= 0:
+        return
+    step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
+    yield from examine(Subject(step=step), BOTTLENECKS)
     gap = (evaluation.added_seconds - solution.lower_bound_seconds) / max(problem.baseline.seconds, 1e-12)
     if gap >= _WORTH_MORE_SEARCH and solution.lower_bound_seconds > 0:
         yield Finding(
@@ -199,11 +191,7 @@ def plan_from_solution(
         placement=placement(graph, costs, schedule, find_layers(graph)),
         **beside,
         recomputations={keys[at]: tuple(keys[i] for i in again) for at, again in schedule.recomputations().items()},
-        warnings=(
-            *plan_warnings(problem, evaluation, solution),
-            *reserve_warnings(problem, reserved),
-            *origin.warnings,
-        ),
+        warnings=(*_warnings(problem, evaluation, solution), *reserve_warnings(problem, reserved), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.graph import Operation, OperationCost, Value
 from planner.ir.problem import Problem
 from planner.ir.schedule import Offload, Schedule, piece_bytes
 
@@ -54,13 +54,7 @@ class OffloadReduction:
                 )
                 self.stands_for.append(-1 - u)
         self.problem = Problem(
-            graph=TrainingGraph(
-                operations=tuple(operations),
-                values=tuple(values),
-                static_bytes=graph.static_bytes,
-                alignment_bytes=graph.alignment_bytes,
-                name=graph.name,
-            ),
+            graph=replace(graph, operations=tuple(operations), values=tuple(values)),
             costs=tuple(costs),
             budget_bytes=problem.budget_bytes - spare_bytes,
         )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.common import atomic
-from planner.common.json_reader import load, parse, to_data
+from planner.common.json_reader import attributes, load, parse, to_data
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Problem, Solution, confirm
@@ -64,6 +64,10 @@ class _Entry:
     recompute_seconds: float
     stall_seconds: float
     lower_bound_seconds: float
+
+
+_CLAIM = ("solver", "peak_bytes", "recompute_seconds", "stall_seconds", "lower_bound_seconds")
+"""What an entry has from its solution as it is."""
 
 
 def folder() -> Path | None:
@@ -122,18 +126,9 @@ def keep(key: str, solution: Solution) -> None:
     place = folder()
     if place is None:
         return
-    content = to_data(
-        _Entry(
-            key=key,
-            solver=solution.solver,
-            recomputations={str(index): again for index, again in solution.schedule.recomputations().items()},
-            offloads=solution.schedule.offloads,
-            peak_bytes=solution.peak_bytes,
-            recompute_seconds=solution.recompute_seconds,
-            stall_seconds=solution.stall_seconds,
-            lower_bound_seconds=solution.lower_bound_seconds,
-        )
-    )
+    again = {str(index): again for index, again in solution.schedule.recomputations().items()}
+    claim = attributes(solution, *_CLAIM)
+    content = to_data(_Entry(key=key, recomputations=again, offloads=solution.schedule.offloads, **claim))
     path = place / f"{key}.json"
     with suppress(OSError, UsageError):
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -202,14 +197,8 @@ def _solution(problem: Problem, key: str, text: str) -> Solution:
     if any(offload.value >= len(problem.graph.values) for offload in entry.offloads):
         raise UsageError("that is no offload of this step")
     before = {index_of[name]: runs for name, runs in again.items()}
-    return Solution(
-        solver=entry.solver,
-        schedule=replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads),
-        peak_bytes=entry.peak_bytes,
-        recompute_seconds=entry.recompute_seconds,
-        stall_seconds=entry.stall_seconds,
-        lower_bound_seconds=entry.lower_bound_seconds,
-    )
+    schedule = replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads)
+    return Solution(schedule=schedule, **attributes(entry, *_CLAIM))
 
 
 def _files(place: Path | None) -> Iterator[tuple[Path, os.stat_result]]:

@@ -134,7 +134,10 @@ class CurveSweep:
     def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock) -> None:
         """Better what the neighbours give."""
         if budget_bytes >= self.proven_bytes:
-            incumbent = self._incumbent(budget_bytes)
+            incumbent = Incumbent(self._problem(budget_bytes))
+            if (best := self._best(budget_bytes)) is not None:
+                incumbent.update(best.schedule, best.name)
+            incumbent.raise_bound(self.bound_seconds(budget_bytes))
             effort = replace(self.search, time_limit_seconds=share_seconds, told=clock.work)
             try:
                 if not incumbent.is_closed(0.0):
@@ -149,15 +152,6 @@ class CurveSweep:
                     self.proven_bytes = max(self.proven_bytes, budget_bytes + 1)
             self._take(budget_bytes, incumbent)
         self.solved.add(budget_bytes)
-
-    def _incumbent(self, budget_bytes: int) -> Incumbent:
-        """Say how a point stands before it is solved."""
-        incumbent = Incumbent(self._problem(budget_bytes))
-        best = self._best(budget_bytes)
-        if best is not None:
-            incumbent.update(best.schedule, best.name)
-        incumbent.raise_bound(self.bound_seconds(budget_bytes))
-        return incumbent
 
     def _problem(self, budget_bytes: int) -> Problem:
         return Problem(
