@@ -100,10 +100,7 @@ def read_current(current: str | Path | Plan) -> str | Plan:
 
 
 def audit_study(study: Study, current: str | Path | Plan, search: Search, budget: Size | None = None) -> Audit:
-    """Set a present set-up beside the best plans of a captured step; see :func:`planner.audit`.
-
-    Raises UsageError if the set-up or the budget is not understood, or the step cannot be set up so.
-    """
+    """Set a present set-up beside the best plans of a captured step; see :func:`planner.audit`."""
     known = read_current(current)
     if isinstance(known, Plan):
         name = "the plan given" if isinstance(current, Plan) else f"the plan in {current}"
@@ -139,10 +136,7 @@ def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: f
 
 
 def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search) -> Plan:
-    """Return the cheapest plan that is known within a budget, which may be the set-up itself.
-
-    It may offload as much as the set-up does, and round what it offloads if that does.
-    """
+    """Return the cheapest plan known within a budget, maybe the set-up: it may offload and round as that does."""
     fits = setup.peak_bytes <= budget_bytes
     offload = Offload()
     if setup.host_bytes:

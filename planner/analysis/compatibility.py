@@ -11,6 +11,8 @@ from planner.plans.plan import Plan
 _OFFLOAD = ("graph", "modules")
 """Runtimes that copy values to the host and back."""
 
+_ONLY_THESE_OFFLOAD = f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
+
 
 def whole_graph(runtime: str, why: str) -> str:
     """Return the runtime for what is planned on the whole graph."""
@@ -26,12 +28,8 @@ def offloading_runtime(runtime: str, asked: Offload) -> str:
     if not asked.offload:
         return runtime
     if runtime not in ("auto", *_OFFLOAD):
-        raise UsageError(f"{_only_these_offload()}: leave out runtime={runtime!r}")
+        raise UsageError(f"{_ONLY_THESE_OFFLOAD}: leave out runtime={runtime!r}")
     return "graph" if runtime == "auto" else runtime
-
-
-def _only_these_offload() -> str:
-    return f"only the runtimes {' and '.join(map(repr, _OFFLOAD))} copy values to the host and back"
 
 
 def check_solver(runtime: str, name: str) -> None:
@@ -71,7 +69,7 @@ def chunked_graph(runtime: str, *, several_devices: bool) -> str:
 def check_can_run(plan: Plan) -> None:
     """Refuse to run a plan that is only for planning, or for what its runtime cannot do."""
     if plan.offloading is not None and plan.runtime not in _OFFLOAD:
-        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {_only_these_offload()}")
+        raise RuntimeUnsupportedError(f"the plan is for runtime {plan.runtime!r}, and {_ONLY_THESE_OFFLOAD}")
     if TENSOR_PARALLEL in plan.fingerprint:
         raise UsageError(
             f"the plan is for one of {plan.fingerprint[TENSOR_PARALLEL]} devices that share each layer: "

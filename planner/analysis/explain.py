@@ -34,10 +34,7 @@ class ExplainedValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What a plan does with the values of a module, or of the whole model: its path is then ``""``.
-
-    Values are in the order in which the forward makes them.
-    """
+    """What a plan does with the values of a module, ``""`` for the whole model, in the order of their making."""
 
     plan: Plan
     table: ValueTable

@@ -12,7 +12,6 @@ from planner.analysis.trade_off.curve import CurveSweep
 from planner.common.json_reader import attributes
 from planner.common.options import Search
 from planner.errors import InfeasibleBudgetError, UsageError
-from planner.ir.problem import Problem
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
 from planner.plans.plan_file import SCHEMA
@@ -102,10 +101,13 @@ def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Establis
     named: dict[str, strategies.Strategy] = {}
     absent: dict[str, str] = {}
     problem = replace(study.problem(), host=step.host)
+    optimizer_bytes = optimizer_peak_bytes(study.graph, study.static_memory)
     for strategy in chosen:
         name = strategy.name_for(step)
         try:
-            found[name] = _evaluated(study, problem, step, strategy)
+            own = strategy.step_of(step)
+            asked = problem if own is step else replace(problem, graph=own.graph, costs=tuple(own.costs))
+            found[name] = evaluate(asked, strategy.schedule(own), name, optimizer_peak_bytes=optimizer_bytes)
             named[name] = strategy.strategy
         except UsageError as error:
             absent[name] = str(error)
@@ -127,16 +129,6 @@ def compare(study: Study, search: Search, names: Sequence[str] = ()) -> Establis
         baseline_step_seconds=baseline.seconds,
         rows=tuple(sorted(rows, key=lambda row: (row.peak_bytes, row.overhead, row.name))),
         absent=absent,
-    )
-
-
-def _evaluated(study: Study, problem: Problem, step: strategies.StrategyStep, chosen: strategies.Chosen) -> Evaluated:
-    own = chosen.step_of(step)
-    return evaluate(
-        problem if own is step else replace(problem, graph=own.graph, costs=tuple(own.costs)),
-        chosen.schedule(own),
-        chosen.name_for(step),
-        optimizer_peak_bytes=optimizer_peak_bytes(study.graph, study.static_memory),
     )
 
 

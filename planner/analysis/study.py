@@ -216,10 +216,7 @@ class Study:
         return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
 
     def strategy(self, name: str) -> Schedule:
-        """Return what an established system does with the step.
-
-        A UsageError says that the step lacks what the strategy is about, or that there is none of that name.
-        """
+        """Return what an established system does with the step; a UsageError says that it lacks what that needs."""
         if self.regions is None:
             return strategies.schedule(name, self.graph, self.costs, self.unlimited_host())
         chosen = strategies.get(name)

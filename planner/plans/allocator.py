@@ -78,10 +78,7 @@ class Allocator:
         self._blocks: dict[int, _Block] = {}
 
     def allocate(self, size_bytes: int) -> int:
-        """Hand out a block; the handle returned frees it, and handles of freed blocks are used again.
-
-        A UsageError refuses a size that is not above zero: an empty tensor allocates nothing.
-        """
+        """Hand out a block; the handle returned frees it, and may come again. A UsageError refuses sizes below 1."""
         if size_bytes <= 0:
             raise UsageError(f"cannot allocate {size_bytes} bytes")
         rounded_bytes = round_up(size_bytes, MIN_BLOCK_BYTES)
@@ -103,10 +100,7 @@ class Allocator:
         return block.address
 
     def free(self, handle: int) -> None:
-        """Take a block back and join it with free neighbours; the segment stays.
-
-        A UsageError refuses a handle that stands for no block that is handed out.
-        """
+        """Take a block back and join it with free neighbours; a UsageError refuses a handle of no block handed out."""
         block = self._blocks.get(handle)
         if block is None or block.is_free:
             raise UsageError(f"no block is handed out as {handle}")

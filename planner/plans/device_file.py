@@ -22,10 +22,7 @@ _RATES = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 
 def find(name: str) -> DeviceSpec:
-    """Find a device by its name in the table, or, if that ends in ``.json``, read the file that describes one.
-
-    A UsageError says that there is no such device, and lists near names.
-    """
+    """Find a device in the table, or read the ``.json`` file that describes one; a UsageError lists near names."""
     if name.endswith(".json"):
         return load(name)
     try:

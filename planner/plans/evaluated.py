@@ -12,10 +12,7 @@ from planner.ir.simulator import Evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """A schedule, who it is from, and what it comes to, with the peak on the whole device.
-
-    It adds the time of recompute, and of waiting for transfers, to that of the step.
-    """
+    """A schedule, who it is from, its peak on the whole device, and the recompute and waiting that it adds."""
 
     name: str
     schedule: Schedule

@@ -106,10 +106,7 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
 
 
 def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloading | None) -> Schedule:
-    """Add what a plan offloads to the schedule of its recomputations.
-
-    A PlanMismatchError says that the graph lacks what is offloaded, or a position.
-    """
+    """Add what a plan offloads to a schedule; a PlanMismatchError says that the graph lacks it, or a position."""
     if offloading is None or not offloading.values:
         return schedule
     index_of = {operation.key: index for index, operation in enumerate(graph.operations)}

@@ -180,10 +180,7 @@ class TimelinePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What the device holds over the step: when that ends, when its backward begins, and points in order of time.
-
-    The highest point is the peak, exactly.
-    """
+    """When the step ends, when its backward begins, and points in order of time: the highest is the peak, exactly."""
 
     step_seconds: float
     backward_seconds: float
@@ -348,10 +345,7 @@ class Plan:
         return seconds / self.baseline_step_seconds if self.baseline_step_seconds > 0 else 0.0
 
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
-        """Map the decisions to the operations of a graph.
-
-        A PlanMismatchError says that it lacks operations that the plan names, or has them in another order.
-        """
+        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them otherwise."""
         index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
         named = dict.fromkeys(key for before in self.recomputations.items() for key in (before[0], *before[1]))
         missing = [key for key in named if key not in index_of]

@@ -217,10 +217,7 @@ def _too_little(problem: Problem, why: str, after_bytes: int = 0) -> InfeasibleB
 
 
 def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin) -> NoPlanFitsError:
-    """Say in whole-device bytes which budget would do, and what stands in the way of a smaller one.
-
-    Whether that is proven, or only all that was found, shows in the verb.
-    """
+    """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
     floor = lowest_peak(problem)
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes

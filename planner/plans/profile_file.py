@@ -17,11 +17,8 @@ KIND = "checkpoint-planner profile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Measurement:
+class _Measurement(Measurement):
     signature: str
-    seconds: float
-    runs: int
-    workspace_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

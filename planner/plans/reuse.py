@@ -18,10 +18,7 @@ OF_THE_GRAPH = ("assumes", "operations", "graph")
 
 
 def check_match(plan: Plan, origin: PlanOrigin, *, varies: bool = False) -> None:
-    """Refuse a plan of another graph, naming what differs; a step that varies with its data may have another each time.
-
-    The error is a PlanMismatchError.
-    """
+    """Refuse a plan of another graph by a PlanMismatchError with what differs; one that varies with data may differ."""
     theirs, ours = plan.fingerprint, origin.fingerprint
     if theirs.get("graph") == ours["graph"]:
         return

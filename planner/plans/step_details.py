@@ -45,10 +45,7 @@ def step_details(problem: Problem, schedule: Schedule, evaluation: Evaluation) -
 
 
 def _one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
-    """Say what a budget larger by a GiB would buy; the schedule keeps it too, so that its overhead bounds what is paid.
-
-    Nothing where nothing is added to the step now, or modules are chosen.
-    """
+    """Say what a GiB more would buy, if anything is added to the step now: this schedule's overhead at most."""
     if problem.regions is not None or overhead_seconds <= 0 or problem.baseline.seconds <= 0:
         return None
     larger = replace(problem, budget_bytes=problem.budget_bytes + _GIB)

@@ -83,10 +83,7 @@ class ValueTable:
 
 
 def value_table(problem: Problem, schedule: Schedule) -> ValueTable | None:
-    """Say what a schedule does with each value; None if the step runs nothing.
-
-    O(values x runs) at worst: what is held while a value lies idle is looked through for each.
-    """
+    """Say what a schedule does with each value; None if the step runs nothing. O(values x runs) at worst."""
     return _Table(problem, schedule).table() if schedule.order else None
 
 

@@ -106,10 +106,7 @@ def offload_of(plan: Plan, at_least: Size = LEAST_BYTES) -> Offload:
 
 
 def options_of(plan: Plan, loss: LossMemory | None) -> Options:
-    """Return the options under which a plan was made, as far as they decide whether it fits elsewhere.
-
-    Times do not, so nothing is measured again.
-    """
+    """Return the options that decide whether a plan fits elsewhere; times do not, so nothing is measured again."""
     return Options(
         budget=Budget(budget=plan.budget_bytes),
         search=Search(compare=False),
@@ -275,16 +272,16 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
 
 
 def plan_lowered(
-    model: nn.Module, step: LoweredStep, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    model: nn.Module,
+    step: LoweredStep,
+    options: Options,
+    *,
+    study: Study | None = None,
+    reuse: Plan | None = None,
+    must_match: bool = False,
 ) -> PlannedStep:
-    """Plan a lowered step; see :func:`plan_study`."""
-    return plan_studied(step, study_lowered(model, step, options), options, reuse=reuse, must_match=must_match)
-
-
-def plan_studied(
-    step: LoweredStep, study: Study, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> PlannedStep:
-    """Plan a lowered step that has been costed; see :func:`plan_study`."""
+    """Plan a lowered step, of which a study may be there already; see :func:`plan_study`."""
+    study = study or study_lowered(model, step, options)
     plan = plan_study(study, options, reuse=reuse, must_match=must_match)
     return PlannedStep(step.lowered, study.costs, plan, plan.schedule_for(step.lowered.graph))
 

@@ -23,7 +23,6 @@ from planner.session.step import (
     lower_as_run,
     lower_step,
     plan_lowered,
-    plan_studied,
     study_lowered,
 )
 from planner.transforms.chunk_region import ChunkRegion, find_region
@@ -38,10 +37,7 @@ Made = TypeVar("Made")
 def plan_step(
     model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> PlannedStep:
-    """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`.
-
-    Raises UsageError if chunks are asked for, and there is nothing to be chunked.
-    """
+    """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`."""
     step = whole = lower_as_run(model, joint, options)
     if reuse is not None:
         chunks = chunks_of(reuse.fingerprint)
@@ -57,7 +53,7 @@ def plan_step(
     options = _in_bytes(options, study)
     if options.chunk == AUTO:
         steps = candidates(model, whole, study, options)
-        return cheapest(steps, lambda found, why: _planned(found, why, options), lambda made: made.plan)
+        return cheapest(steps, lambda found, why: _planned(model, found, why, options), lambda made: made.plan)
     assert isinstance(options.chunk, int)
     return plan_lowered(model, chunked(model, whole, options.chunk, options), options)
 
@@ -116,10 +112,18 @@ def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Opti
             yield step, study_lowered(model, step, options)
 
 
-def _planned(found: Candidate, why: str, options: Options) -> PlannedStep:
+def _planned(model: nn.Module, found: Candidate, why: str, options: Options) -> PlannedStep:
     step, study = found
-    warnings = (*study.origin.warnings, *_why(why, step))
-    return plan_studied(step, replace(study, origin=replace(study.origin, warnings=warnings)), options)
+    if why and CHUNKS in step.facts:
+        note = Finding(
+            rule="why-slices",
+            severity=Severity.NOTE,
+            evidence=why,
+            cause="recompute makes no single operation smaller; chunks do",
+            fix="nothing: leave out chunk to plan in one piece",
+        )
+        study = replace(study, origin=replace(study.origin, warnings=(*study.origin.warnings, note)))
+    return plan_lowered(model, step, options, study=study)
 
 
 def _in_bytes(options: Options, study: Study) -> Options:
@@ -158,14 +162,3 @@ def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:
         f"to within {TOLERANCE:g} of their length in float32, and as many roundings in other types",
         fix="nothing: recompute changes no bit of the chunked step, and 'verify' holds it against the one in one piece",
     )
-
-
-def _why(why: str, step: LoweredStep) -> Iterator[Finding]:
-    if why and CHUNKS in step.facts:
-        yield Finding(
-            rule="why-slices",
-            severity=Severity.NOTE,
-            evidence=why,
-            cause="recompute makes no single operation smaller; chunks do",
-            fix="nothing: leave out chunk to plan in one piece",
-        )

@@ -46,10 +46,7 @@ class AutoSolver:
         return incumbent.solution()
 
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better a standing in which plan and bound of a neighbouring problem may be already.
-
-        An InfeasibleBudgetError says that there is no plan within the budget, or that none was found.
-        """
+        """Better an incumbent that may have a neighbour's plan and bound; InfeasibleBudgetError: there is no plan."""
         problem = incumbent.problem
         if problem.host is not None:
             mixed.SOLVER.improve(incumbent, effort=effort)

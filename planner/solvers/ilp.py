@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.ir.simulator import simulate
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
 from planner.solving.repair import lower_peak, take_back, without_useless
@@ -66,10 +65,7 @@ class IlpSolver:
         return incumbent.solution()
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
-        """Better plan and bound of an incumbent that others may work on at the same time, or raise if there is no plan.
-
-        The InfeasibleBudgetError says whether it is proven that no plan keeps the budget.
-        """
+        """Better a shared incumbent; an InfeasibleBudgetError says that there is no plan, and if that is proven."""
         _StepCutSearch(incumbent, effort.clock(), progress or (lambda line: None)).run()
 
 
@@ -114,12 +110,13 @@ class _StepCutSearch:
         problem, incumbent = self.problem, self.incumbent
         while self.clock.left(share) > 0 and not incumbent.is_closed(gap_seconds):
             is_last = self.fits  # nothing but the gap of this programme itself is left: it may take all the time
-            near_seconds = max(gap_seconds, _NEAR_SHARE * self.open_seconds()) if not self.fits else gap_seconds
+            open_seconds = incumbent.added_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
+            near_seconds = max(gap_seconds, _NEAR_SHARE * open_seconds) if not self.fits else gap_seconds
             columns, model = self.solve_cuts(cuts, near_seconds, share, relax=relax)
             if columns is None or incumbent.lower_bound_seconds > _HOPELESS * problem.baseline.seconds:
                 break
             schedule, segment = carry_out(problem, cuts, model, columns)
-            evaluation = simulate(problem.graph, problem.costs, schedule)
+            evaluation = problem.evaluate(schedule)
             self.offer(schedule.order)
             share_of_budget = evaluation.peak_bytes / max(problem.budget_bytes, 1)
             self.tell(
@@ -152,7 +149,7 @@ class _StepCutSearch:
                 high = spare
                 continue
             schedule, _ = carry_out(problem, cuts, model, columns)
-            evaluation = simulate(problem.graph, problem.costs, schedule)
+            evaluation = problem.evaluate(schedule)
             before = incumbent.added_seconds
             self.offer(schedule.order)
             if evaluation.peak_bytes > problem.budget_bytes:
@@ -194,11 +191,6 @@ class _StepCutSearch:
         clock.work(rows * (_LP_SECONDS_PER_ROW + rows * _LP_SECONDS_PER_ROW_SQUARED))
         clock.work(answer.turns * rows * _TURN_SECONDS_PER_ROW)
         return answer
-
-    def open_seconds(self) -> float:
-        """Return the gap between the best plan and the bound; 0 where there is no plan yet."""
-        incumbent = self.incumbent
-        return incumbent.added_seconds - incumbent.lower_bound_seconds if incumbent.schedule else 0.0
 
     def offer(self, order: Sequence[int]) -> None:
         """Offer a schedule without the reruns that nobody needs."""

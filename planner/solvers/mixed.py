@@ -69,10 +69,7 @@ class MixedSolver:
         return incumbent.solution()
 
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits) -> None:
-        """Better an incumbent, of a problem with a host, in which a plan and a bound may be already.
-
-        An InfeasibleBudgetError, or HostBudgetError, says that there is no plan, or that none was found.
-        """
+        """Better an incumbent of a problem with a host; a HostBudgetError says that more of its memory would do."""
         assert incumbent.problem.host is not None
         if not incumbent.update(Schedule.keep_all(incumbent.problem.graph), self.name):
             _Mix(incumbent, effort).run()
@@ -125,10 +122,7 @@ class _Mix:
         return self.clock.left() < 0 or self.incumbent.is_closed(self.enough_seconds)
 
     def choose(self, step: int) -> tuple[float, frozenset[int]]:
-        """Solve the programme of a cut, keep its bound, and give it with the values that are away in its solution.
-
-        If it has none, it is proven that there is no plan.
-        """
+        """Solve a cut's programme, keep its bound, and give it with the values away; with none there is no plan."""
         cut = build(self.problem, step)
         answer = self.solved(cut) if cut is not None else None
         if cut is None or answer is None or answer.infeasible:

@@ -44,10 +44,7 @@ def build(problem: Problem, step: int) -> OffloadCut | None:
 
 
 class OffloadCut:
-    """The programme of one cut; ``scale`` seconds are a unit of its cost.
-
-    ``held``, ``again`` and ``away`` give the columns of values and of operations.
-    """
+    """One cut's programme, in ``scale`` seconds: columns of values ``held`` and ``away``, of operations ``again``."""
 
     def __init__(self, problem: Problem, step: int) -> None:
         assert problem.host is not None

@@ -65,11 +65,7 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
 
 
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
-    """Bound the smallest possible peak from both sides.
-
-    The plan is the lowest segmentation, lowered by local search for about a millisecond an
-    operation.
-    """
+    """Bound the smallest possible peak from both sides; :func:`lowest_schedule` is what was found."""
     proven, binding = proven_floor(graph, costs)
     problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven)
     schedule = lowest_schedule(problem)

@@ -100,10 +100,7 @@ class Layout:
 
 
 def _rerun(layout: Layout, copy: int, peak: int, target: int) -> tuple[list[int], int, float] | None:
-    """Plan to make a value again before ``target`` instead of holding it over ``peak``.
-
-    That is what to run, in base order; the bytes that this frees at the peak; its seconds.
-    """
+    """Plan to make a value again before ``target``, not hold it over ``peak``: runs in order, bytes freed, seconds."""
     problem = layout.problem
     operations, values, producer = problem.graph.operations, problem.graph.values, problem.graph.producer
     value = layout.value[copy]

@@ -28,10 +28,7 @@ class DeviceRow:
 
 
 class DeviceSearch:
-    """Rows in the making, of devices of the table or of device files; what is done can be asked for at any time.
-
-    ``study_on`` captures the step for a device. Raises UsageError if one is not known.
-    """
+    """Rows in the making, of devices by name or file, on each of which ``study_on`` captures the step."""
 
     def __init__(
         self, names: Sequence[str], study_on: Callable[[str], Study], search: Search, offload: Offload

@@ -57,10 +57,7 @@ class Chooser:
         self._library: Library | None = None
 
     def cheapest(self) -> Solution:
-        """Return the choice that keeps the budget with the least recompute.
-
-        If none was found, an InfeasibleBudgetError has the lowest peak of all choices.
-        """
+        """Return the choice within the budget that recomputes least; without one, the error has the lowest peak."""
         chosen, bound = self.choose()
         evaluation = self._simulate(chosen)
         if evaluation.peak_bytes > self.problem.budget_bytes:
@@ -98,9 +95,9 @@ class Chooser:
         return chosen or frozenset()
 
     def _within(self, budget_bytes: int, write: Callable[[], Model]) -> tuple[frozenset[int] | None, float]:
-        """Return what a programme, written anew as moments are added, chooses within a budget, and a bound in seconds.
+        """Return what a programme chooses within a budget, None if it has no solution, and a bound in seconds.
 
-        None is chosen where it has no solution.
+        It is written anew as moments are added.
         """
         chosen: frozenset[int] = frozenset()
         bound = 0.0

@@ -86,8 +86,7 @@ def cheapest_with_offload(
 ) -> Solution:
     """Return the variants that keep the budgets of device and host and add least to the step.
 
-    If none were found, an InfeasibleBudgetError has the lowest peak that was; a HostBudgetError says that some were
-    found that need more of the host's memory.
+    If none were found, the InfeasibleBudgetError has the lowest peak that was, or is a HostBudgetError.
     """
     search = _SendingSearch(problem, regions, clock, progress)
     search.without()
