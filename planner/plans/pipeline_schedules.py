@@ -25,7 +25,7 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSchedule:
-    """A pipeline, in which order it runs; where its numbers do not go together, that raises UsageError."""
+    """A pipeline, and in which order it runs; numbers that do not go together raise UsageError."""
 
     stages: int
     """Devices, each with one stage."""
