@@ -43,10 +43,6 @@ ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they 
 
 GIVEN_TARGET = "what the rest of the step hands to this part"
 
-CPU_RANDOM_STATE_BYTES = 5056
-"""Size of ``torch.get_rng_state()``: what a recomputed random operation keeps on a CPU. On CUDA the
-state is a host tensor, so it costs nothing on the device."""
-
 
 @dataclass(frozen=True)
 class LoweredGraph:
@@ -66,31 +62,20 @@ class LoweredGraph:
     """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
 
 
-def lower(
-    joint: JointGraph,
-    context: StepContext,
-    *,
-    random_state_bytes: int = CPU_RANDOM_STATE_BYTES,
-    gradient_shards: int = 1,
-    given: Sequence[fx.Node] = (),
-) -> LoweredGraph:
+def lower(joint: JointGraph, context: StepContext, given: Sequence[fx.Node] = ()) -> LoweredGraph:
     """Lower a joint graph, in O(nodes + edges).
 
-    ``random_state_bytes`` is what a random operation keeps of the device's memory if it is to be recomputed; each
-    gradient is spread over ``gradient_shards`` devices once it is there. ``given`` are placeholders that are values
-    and not resident, if the graph is a part of a step: one operation before all others makes them. An
-    UnsupportedModelError says that there are symbolic sizes, or that the backward needs an input that the forward
-    overwrites.
+    ``given`` are placeholders that are values and not resident, if the graph is a part of a step: one operation before
+    all others makes them. An UnsupportedModelError says that there are symbolic sizes, or that the backward needs an
+    input that the forward overwrites.
     """
-    return _Lowering(joint, context, random_state_bytes, gradient_shards).run(given)
+    return _Lowering(joint, context).run(given)
 
 
 class _Lowering(GraphBuilder[fx.Node]):
-    def __init__(self, joint: JointGraph, context: StepContext, random_state_bytes: int, gradient_shards: int) -> None:
+    def __init__(self, joint: JointGraph, context: StepContext) -> None:
         super().__init__(context)
         self.joint = joint
-        self.random_state_bytes = random_state_bytes
-        self.gradient_shards = gradient_shards
         self.value_of_storage: dict[int, int | None] = {}
         """Storage to value; None marks a resident storage."""
         self.storage_of: dict[fx.Node, tuple[int, ...]] = {}
@@ -171,7 +156,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             node=node,
             source=place.source,
             recomputable=not (mutates(node) or is_collective(node)) and (is_batch_norm(node) or not reads_overwritten),
-            state_bytes=self.aligned(self.random_state_bytes) if is_random(node) and on_cpu(node) else 0,
+            state_bytes=self.random_state_bytes if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),
             **operands.described(node),
@@ -193,7 +178,7 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _new_value(self, node: fx.Node, tensor: torch.Tensor, position: int, count: int) -> int:
         storage = storage_id(tensor)
         kind = self.retained.get(storage, "activation")
-        shards = self.gradient_shards if kind == "gradient" else 1
+        shards = self.context.gradient_shards if kind == "gradient" else 1
         if kind == "activation" and node in self.weight_copies:
             kind = "weight copy"
         read = [t for argument in node.all_input_nodes for t in tensors_of(argument)]
@@ -235,7 +220,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             (of,), (tensor,) = tensors_of(node), tensors_of(gradient)
             if is_copied(of, tensor, taken):
                 reads += self.storage_of[gradient]
-                name, shard_bytes = f"copy of {gradient.name}", -(-of.nbytes // self.gradient_shards)
+                name, shard_bytes = f"copy of {gradient.name}", -(-of.nbytes // self.context.gradient_shards)
                 copies.append(self.add_value(name, shard_bytes, kind="gradient", retained=True, node=gradient))
         if copies:
             self.add(ACCUMULATE_TARGET, reads, copies, name="accumulate", recomputable=False)

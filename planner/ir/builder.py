@@ -17,6 +17,10 @@ from planner.ir.static_memory import LossMemory
 
 Node = TypeVar("Node")
 
+CPU_RANDOM_STATE_BYTES = 5056
+"""Size of ``torch.get_rng_state()``: what a recomputed random operation keeps on a CPU. On CUDA the
+state is a host tensor, so it costs nothing on the device."""
+
 
 class Keys:
     """Hands out keys ``module|target|phase+occurrence``, the same for the same model each time."""
@@ -36,7 +40,8 @@ class StepContext:
     """What a step is lowered for, beside what runs in it.
 
     ``static_bytes`` are resident before it, by kind; ``kinds`` is the class of each module that can be called, by its
-    path; ``loss`` is what a loss outside the model takes.
+    path; ``loss`` is what a loss outside the model takes. Random states take the memory that is planned if that is
+    ``on_cpu``. Each gradient is spread over ``gradient_shards`` devices once it is there.
     """
 
     alignment_bytes: int
@@ -44,6 +49,8 @@ class StepContext:
     name: str = ""
     kinds: Mapping[str, str] = field(default_factory=dict)
     loss: LossMemory = field(default_factory=LossMemory)
+    on_cpu: bool = True
+    gradient_shards: int = 1
 
 
 class GraphBuilder(Generic[Node]):
@@ -62,6 +69,11 @@ class GraphBuilder(Generic[Node]):
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
         return round_up(size_bytes, self.context.alignment_bytes)
+
+    @property
+    def random_state_bytes(self) -> int:
+        """What a random operation that is to run again keeps of the memory that is planned."""
+        return self.aligned(CPU_RANDOM_STATE_BYTES) if self.context.on_cpu else 0
 
     def add_value(
         self, name: str, size_bytes: int, *, kind: str = "activation", retained: bool = False, node: Node | None = None

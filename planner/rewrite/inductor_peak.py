@@ -11,7 +11,7 @@ from planner.capture.autograd_accumulation import is_copied
 from planner.capture.inductor_internals import Draft
 from planner.capture.inputs import tensors_in
 from planner.capture.joint import values_of
-from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
+from planner.capture.lowering import LoweredGraph
 from planner.capture.storages import PeakRecorder
 from planner.capture.torch_internals import (
     FakeTensor,
@@ -20,6 +20,7 @@ from planner.capture.torch_internals import (
     run_with_rng_state,
     storage_id,
 )
+from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.ir.graph import OperationCost
 from planner.ir.static_memory import LossMemory
 

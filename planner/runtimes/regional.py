@@ -21,7 +21,7 @@ from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
-from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, GIVEN_TARGET, LoweredGraph, lower
+from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.parallel import is_sharded
 from planner.common.units import round_up
 from planner.errors import PlanMismatchError, UsageError
@@ -151,9 +151,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     step = Step(model, inputs, attention_for(model, options))
 
     def lower_block(joint: JointGraph, given: Sequence[fx.Node]) -> LoweredGraph:
-        own = StepContext(alignment_bytes=spec.alignment_bytes)
-        random_state_bytes = CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0
-        return lower(joint, own, random_state_bytes=random_state_bytes, given=given)
+        return lower(joint, StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu"), given)
 
     blocks, left = step.capture_blocks(lower_block)
     if not blocks:
@@ -172,7 +170,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
     trace = step.trace(blocks, has_loss=options.loss is not None)
     context = context_of(model, spec, around, options)
-    lowered = put_together(shapes, trace, blocks, context, units=units, ranks=around.gradient_shards)
+    lowered = put_together(shapes, trace, blocks, context, units)
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
     warnings = tuple(
         Finding(

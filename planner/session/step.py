@@ -26,7 +26,7 @@ from planner.capture.eager.trace import Trace
 from planner.capture.inputs import Inputs, LossFunction, check_device, check_own_checkpointing
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
-from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph, lower
+from planner.capture.lowering import LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.capture.operands import is_opaque
 from planner.capture.provenance import kinds_of
@@ -164,12 +164,7 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
         return find_layers(plain.graph).blocks
 
     around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
-    lowered = lower(
-        local.joint,
-        context_of(model, spec, around, options),
-        random_state_bytes=CPU_RANDOM_STATE_BYTES if spec.kind == "cpu" else 0,
-        gradient_shards=around.gradient_shards,
-    )
+    lowered = lower(local.joint, context_of(model, spec, around, options))
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     return LoweredStep(rounding.marked(lowered), spec, around, facts, local.notes, stand_ins=local.stand_ins)
 
@@ -182,6 +177,8 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
         name=options.name or type(model).__name__,
         kinds=kinds_of(model),
         loss=options.loss or LossMemory(),
+        on_cpu=spec.kind == "cpu",
+        gradient_shards=around.gradient_shards,
     )
 
 
@@ -421,7 +418,6 @@ class _Recorded:
             self.model,
             self.tensors,
             context_of(self.model, self.spec, self.around, self.options),
-            on_cpu=self.spec.kind == "cpu",
             least_bytes=least_bytes,
         )
         if self.origin is None:

@@ -17,8 +17,8 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from benchmarks import capture, cases, common, comparison, exactness, kernels, levers, partitioner, runtimes
-from planner.capture.lowering import CPU_RANDOM_STATE_BYTES
 from planner.errors import UsageError
+from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
 
 TINY = ["--layers", "1", "--seq-len", "32", "--batch-size", "4"]

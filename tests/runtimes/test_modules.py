@@ -67,7 +67,7 @@ def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region
     inputs = Inputs.of(x)
     step = lower_eager(
         record(model, inputs, has_loss=False), model, inputs.tensors(),
-        StepContext(alignment_bytes=64), on_cpu=True,
+        StepContext(alignment_bytes=64),
     )  # fmt: skip
     graph = step.lowered.graph
     costs = tuple(

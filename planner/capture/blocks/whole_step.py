@@ -32,17 +32,15 @@ def put_together(
     trace: Recorder,
     blocks: Mapping[str, Block],
     context: StepContext,
-    *,
     units: dict[str, Sequence[Parameter]] | None = None,
-    ranks: int = 1,
 ) -> LoweredGraph:
     """Return the graph of the whole step of a model that is given ``inputs``, in O(operations + reads).
 
-    ``units`` is what FSDP2 shards over the ranks, see :class:`planner.capture.blocks.sharding.Sharding`.
+    ``units`` is what FSDP2 shards over the devices, see :class:`planner.capture.blocks.sharding.Sharding`.
     """
     builder = Builder(trace, blocks, context)
     if units:
-        builder.sharding = Sharding(builder, units, ranks)
+        builder.sharding = Sharding(builder, units, context.gradient_shards)
     graph = builder.run()
     joint = JointGraph.without_graph(inputs)
     return LoweredGraph(joint, graph, builder.operation_nodes, fingerprinted=builder.as_written_before(graph))

@@ -17,7 +17,7 @@ from planner.capture import operands
 from planner.capture.eager.sends import Candidate, Waits, waits_of
 from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
-from planner.capture.lowering import CPU_RANDOM_STATE_BYTES, LoweredGraph
+from planner.capture.lowering import LoweredGraph
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
@@ -44,26 +44,23 @@ def lower_eager(
     inputs: list[torch.Tensor],
     context: StepContext,
     *,
-    on_cpu: bool,
     least_bytes: int | None = None,
 ) -> EagerStep:
     """Lower a recorded step, which was given ``inputs``.
 
-    The random state that a checkpoint keeps takes the memory that is planned if that is ``on_cpu``. Values of
-    ``least_bytes`` may wait in the host's memory; without it, none may.
+    Values of ``least_bytes`` may wait in the host's memory; without it, none may.
     """
-    return _Lowering(trace, model, context, on_cpu).run(inputs, least_bytes)
+    return _Lowering(trace, model, context).run(inputs, least_bytes)
 
 
 class _Lowering(GraphBuilder[fx.Node]):
-    def __init__(self, trace: Trace, model: nn.Module, context: StepContext, on_cpu: bool) -> None:
+    def __init__(self, trace: Trace, model: nn.Module, context: StepContext) -> None:
         super().__init__(context)
         self.trace = trace
         self.modules = dict(model.named_modules())
-        self.random_bytes = self.aligned(CPU_RANDOM_STATE_BYTES) if on_cpu else 0
         for index, storage in enumerate(trace.storages):
             # What is not the device's, or is counted with the loss, takes nothing.
-            is_elsewhere = storage.is_stand_in or (storage.is_number and not on_cpu)
+            is_elsewhere = storage.is_stand_in or (storage.is_number and not context.on_cpu)
             size_bytes = 0 if is_elsewhere else storage.size_bytes
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=storage.died is None)
         self.let_go = self._let_go()
@@ -167,7 +164,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             self.let_go[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
 
     def _add_hold(self, candidate: Candidate, waits: Waits | None) -> None:
-        state_bytes = self.random_bytes + candidate.statistics_bytes
+        state_bytes = self.random_state_bytes + candidate.statistics_bytes
         given = candidate.call.given
         self._add_note(HOLD, candidate.module, given, state_bytes=state_bytes)
         if waits is not None:
@@ -182,8 +179,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             for value in run.makes
             if (died := self.trace.storages[value].died) is None or died > candidate.stop
         ]
-        if self.random_bytes:
-            state = self.add_value(f"random state beside {candidate.module}", self.random_bytes)
+        if self.random_state_bytes:
+            state = self.add_value(f"random state beside {candidate.module}", self.random_state_bytes)
             self._add_note(SCRATCH, candidate.module, (), (state,))
             alive.append(state)
         self._add_note(STOP, candidate.module, alive)
@@ -206,7 +203,7 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _region(self, candidate: Candidate, waits: Waits | None, graph: TrainingGraph) -> Region:
         module = candidate.module
-        scratch = [self.noted[SCRATCH, module]] if self.random_bytes else []
+        scratch = [self.noted[SCRATCH, module]] if self.random_state_bytes else []
         return Region(
             module=module,
             hold=self.noted[HOLD, module],
