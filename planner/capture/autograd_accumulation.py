@@ -26,10 +26,7 @@ aten = torch.ops.aten
 
 
 def is_copied(of: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> bool:
-    """Whether a gradient is copied at the end: its storage is taken, or it is not laid out as what it is of.
-
-    Storages are taken that others have, and from now on this one.
-    """
+    """Whether a gradient is copied at the end: its storage is taken (as it is from now on), or otherwise laid out."""
     same_layout = of.stride() == gradient.stride() or min(of.numel(), gradient.numel()) <= 1
     is_taken = storage_id(gradient) in taken
     taken.add(storage_id(gradient))

@@ -33,10 +33,7 @@ class Inputs:
 
     @classmethod
     def of(cls, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> Inputs:
-        """Read example inputs as people write them: a tensor, a tuple or list of arguments, a dict of keywords.
-
-        A UsageError says that they are nothing of the kind, or hold no tensor.
-        """
+        """Read example inputs as people write them: a tensor, a tuple or list of arguments, a dict; else UsageError."""
         kwargs = dict(example_kwargs or {})
         if isinstance(example_inputs, Inputs):
             return example_inputs

@@ -1,8 +1,7 @@
-"""From a model and example inputs to one joint graph of forward and backward.
+"""From a model and example inputs to one joint graph of forward and backward, for planning and for running.
 
-There is one way in, for planning and for running: Dynamo captures the call, AOTAutograd traces
-forward and backward, and our partition function receives the joint graph. Planning stops there
-(:func:`capture`); running goes on with the graphs that ``planner.rewrite.graphs`` writes.
+Dynamo captures the call, AOTAutograd traces it, and our partition function receives the joint graph. Planning stops
+there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.graphs`` writes.
 """
 
 from __future__ import annotations
@@ -131,10 +130,7 @@ class IsolatedCall:
         return self._implementation(*args, **kwargs) if result is NOT_CAPTURED else result
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph for these arguments, or give ``NOT_CAPTURED`` if there is none.
-
-        Dynamo's guards decide, and nothing that only a capture needs is prepared.
-        """
+        """Run the graph that Dynamo's guards find for these arguments, or give ``NOT_CAPTURED`` if there is none."""
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
         return NOT_CAPTURED if is_traced else run_compiled(self._function(), args, kwargs)
 
@@ -159,9 +155,8 @@ def _own_function(implementation: Callable[..., Any]) -> Callable[..., Any]:
 class Backend:
     """A ``torch.compile`` backend around a partition function.
 
-    Outputs that carry no loss are detached before AOTAutograd traces: otherwise their gradients,
-    all zeros, would be allocated and computed with. ``planner.runtimes.graph`` gives them a way
-    back for the step in which a gradient does arrive.
+    Outputs that carry no loss are detached first, or their gradients, all zeros, would be allocated and computed with.
+    ``planner.runtimes.graph`` gives them a way back for the step in which a gradient does arrive.
     """
 
     partition: Partition

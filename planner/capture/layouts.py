@@ -34,10 +34,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 
 
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-    """Return the fake result of a call that is being followed the strides that its kernel gives it.
-
-    Views along dimensions of one element, elementwise operators and BatchNorm, as in :func:`correct_layouts`.
-    """
+    """Return the fake result of a call the strides of its kernel: of views, elementwise operators and BatchNorm."""
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
     if function in _VIEWS:
@@ -90,10 +87,7 @@ def correct_layouts(graph: fx.Graph) -> None:
 
 
 def _traced_again(node: fx.Node) -> Any:
-    """Return what fake tensors say now that another layout is read; what was recorded, if that is nothing else.
-
-    Where that can no longer be viewed, the node reads a copy of it from now on.
-    """
+    """Say what a node gives now that it reads another layout: of a copy, from now on, if that cannot be viewed."""
     before, recorded = tensors_of(node), node.meta["val"]
     if not before:
         return recorded

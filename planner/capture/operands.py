@@ -42,7 +42,6 @@ _GROUP_ENDS = {aten._grouped_mm.default: _rows_of_groups}
 _OPAQUE = ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")
 """Kernels whose forward hands their backward memory that only they can read: made up, it crashes the process."""
 
-
 _SHRUNK = {
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,
@@ -50,7 +49,6 @@ _SHRUNK = {
     aten.soft_margin_loss.default,
 }
 """Losses that are made element by element and then shrunk to one, their memory not. Fake tensors do not know that."""
-
 
 _COPIES = {
     aten.copy.default,
@@ -107,10 +105,7 @@ def running_alone(device: torch.device) -> Iterator[None]:
 
 
 def signature(node: fx.Node) -> str:
-    """Describe a call: operator, layouts and element types of its tensors, what memory they share, all other arguments.
-
-    Two calls of the same signature run the same kernels.
-    """
+    """Describe a call by what decides which kernels run: operator, layouts, types, shared memory, other arguments."""
     storages: dict[int, int] = {}
 
     def layout(tensor: torch.Tensor) -> str:
@@ -131,10 +126,7 @@ def signature(node: fx.Node) -> str:
 
 
 def sharing(make: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what gives tensors others of their layouts, which share memory as they do.
-
-    ``make`` is asked for the memory behind a tensor: as a flat tensor of so many elements.
-    """
+    """Return what gives tensors others that share memory as they do; ``make`` gives that, flat, of so many elements."""
     flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def like(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,6 @@ _NO_LIMIT = 2**31 - 1
 _DYNAMIC_MARKS = {"_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_unbacked_indices"}
 _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize_on", "_has_dynamo_dim_marking"}
 
-
 BatchNorm = _BatchNorm
 """The batch norms of every dimension."""
 
@@ -68,10 +67,7 @@ eliminate_common_subexpressions: Callable[[fx.Graph], fx.Graph] = fx_graph_cse
 
 
 class _Functions(set[Callable[..., Any]]):
-    """A setting whose copies are empty.
-
-    Torch 2.11 sorts a deep copy of its settings for a log; functions have no order, and a traceback follows.
-    """
+    """A setting whose copies are empty: torch 2.11 sorts one of its settings for a log, and functions have no order."""
 
     def __deepcopy__(self, memo: Any) -> set[Callable[..., Any]]:
         return set()
@@ -83,7 +79,6 @@ PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 Compiler = Callable[[PartitionFunction], Callable[..., Any]]
 """From our partition to a ``torch.compile`` backend that uses it."""
-
 
 GIVES_GRADIENTS_AWAY = hasattr(torch.autograd.Function, "boxed_grads_call")
 """Whether AOTAutograd's backward is the only one to hold the gradients that it is given; else they stay to its end."""
@@ -238,10 +233,7 @@ def profiler_is_running() -> bool:
 
 
 def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
-    """Return the mode of every module and whether each parameter trains.
-
-    It reads what ``modules()`` and ``parameters()`` read, in a tenth of their time.
-    """
+    """Return the mode of every module and whether each parameter trains, in a tenth of the time of ``modules()``."""
     found: list[bool] = []
     seen: set[torch.nn.Module] = set()
     pending: list[torch.nn.Module | None] = [model]
@@ -399,10 +391,7 @@ _DISPATCHERS = ("torch._dynamo.", "torch._compile", "torch.utils._python_dispatc
 
 
 def is_called_by_engine(above: int) -> bool:
-    """Whether a function was called by autograd's engine, and by no program of Python's.
-
-    The function is the one that calls this if 1 is given, 2 for the one that calls that, and so on.
-    """
+    """Whether a function (1: the one that calls this, 2: the one that calls that) was called by autograd's engine."""
     frame: FrameType | None = sys._getframe(above + 1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_DISPATCHERS):
         frame = frame.f_back

@@ -77,10 +77,7 @@ class Schedule:
         return {index: position for position, index in reversed(tuple(enumerate(self.order)))}
 
     def returning(self, graph: TrainingGraph) -> dict[int, list[int]]:
-        """Return the values that are fetched at each position, in the order in which they are read.
-
-        O(offloads), and O(runs) more for each value that returns together with others.
-        """
+        """Return the values that are fetched at each position, in the order in which they are read."""
         together: dict[int, list[int]] = {}
         for offload in self.offloads:
             for position in offload.returns:

@@ -1,8 +1,7 @@
 """The repeated blocks of a model, each captured on its own, and the step that runs around them.
 
-Forward and backward of one step are run on fake tensors, with a stand-in for every block that has
-the block's inputs and outputs and no insides. What happens around the blocks is eager PyTorch, so
-it is followed and not modelled: which operations run, and when each storage is freed.
+That step runs on fake tensors, with a stand-in for every block that has its inputs and outputs and no insides. Around
+the blocks it is eager PyTorch, so it is followed and not modelled: what runs, and when each storage is freed.
 """
 
 from __future__ import annotations
@@ -102,10 +101,7 @@ class Step:
         return blocks, left
 
     def trace(self, blocks: Mapping[str, Block], *, has_loss: bool = False) -> Recorder:
-        """Record the step with stand-ins for the blocks; their lowered graphs say what crosses their borders.
-
-        With a loss that is known nobody else holds the gradients of the outputs.
-        """
+        """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients."""
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): _StandIn(block, recorder) for path, block in blocks.items()

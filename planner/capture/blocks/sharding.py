@@ -1,10 +1,9 @@
 """What FSDP2 does around blocks that are sharded one by one: gathers, frees, and spreads gradients.
 
-This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default
-prefetching: in the forward the buffer of one gather lives until the next unit is gathered; in the
-backward the next block is gathered before the current one runs; the buffer of one reduce-scatter
-lives until the next. A block's backward runs while its parameters are gathered, and what it
-recomputes too: recompute needs no further gather, so there is none to be priced.
+This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default prefetching: in
+the forward the buffer of one gather lives until the next unit is gathered; in the backward the next block is gathered
+before the current one runs; the buffer of one reduce-scatter lives until the next. What a block's backward recomputes
+finds its parameters gathered, so recompute needs no further gather.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class Parameter:
 
 
 class Sharding:
-    """Adds to a step, where that stands, what FSDP2 allocates.
-
-    ``units`` are the parameters of each block, and of the rest under :data:`ROOT`.
-    """
+    """Adds to a step, where that stands, what FSDP2 allocates for its units: the blocks, and the rest, :data:`ROOT`."""
 
     def __init__(self, builder: Builder, units: dict[str, Sequence[Parameter]], ranks: int) -> None:
         self.builder, self._add = builder, builder.add_once

@@ -34,10 +34,7 @@ def put_together(
     context: StepContext,
     units: dict[str, Sequence[Parameter]] | None = None,
 ) -> LoweredGraph:
-    """Return the graph of the whole step of a model that is given ``inputs``, in O(operations + reads).
-
-    ``units`` is what FSDP2 shards over the devices, see :class:`planner.capture.blocks.sharding.Sharding`.
-    """
+    """Return the graph of a model given ``inputs``, whose ``units`` FSDP2 shards, in O(operations + reads)."""
     builder = Builder(trace, blocks, context)
     if units:
         builder.sharding = Sharding(builder, units, context.gradient_shards)

@@ -46,10 +46,7 @@ def lower_eager(
     *,
     least_bytes: int | None = None,
 ) -> EagerStep:
-    """Lower a recorded step, which was given ``inputs``.
-
-    Values of ``least_bytes`` may wait in the host's memory; without it, none may.
-    """
+    """Lower a recorded step, given ``inputs``; values of ``least_bytes`` and more may wait in the host's memory."""
     return _Lowering(trace, model, context).run(inputs, least_bytes)
 
 

@@ -1,9 +1,8 @@
 """What modules of a recorded eager step could send to the host's memory, and when it is away.
 
-A module sends what it saves for backward, by hooks on saved tensors around its call; under a checkpoint, what the
-checkpoint is given. It sends only what nobody outside its call saves or is given: then a value has one place on the
-host, leaves once and returns once, whatever else is chosen. It leaves when the call has ended and the program has let
-go of it, and returns when the backward first reads it.
+A module sends what it saves for backward, or what its checkpoint is given, where nobody outside its call saves that or
+is given it: then a value has one place on the host, leaves once and returns once, whatever else is chosen. It leaves
+when the call has ended and the program has let go of it, and returns when the backward first reads it.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Waits:
-    """What one call could send: of what it saves, and of what its checkpoint is given.
-
-    Here values leave and return before runs of the recorded step, not operations of a graph.
-    """
+    """What one call could send, of what it saves or its checkpoint is given; here ``leaves`` and so on count runs."""
 
     saved: tuple[Sent, ...]
     given: tuple[Sent, ...]
