@@ -38,10 +38,7 @@ def _transfers(
         raise ScheduleError("the schedule offloads values, and there is no host to take them")
     operations, values = graph.operations, graph.values
     seconds = {offload.value: host.seconds(offload.host_bytes(values[offload.value])) for offload in schedule.offloads}
-    leaving: dict[int, list[int]] = {}
-    for offload in schedule.offloads:
-        leaving.setdefault(offload.leaves, []).append(offload.value)
-    returning = schedule.returning(graph)
+    leaving, returning = _moves(graph, schedule)
 
     now = sending_until = fetching_until = stall_seconds = transfer_seconds = 0.0
     sent: dict[int, float] = {}
