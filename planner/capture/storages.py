@@ -61,6 +61,7 @@ class StorageRecorder(TorchDispatchMode):
 
     def __init__(self, resident: Any = (), names: dict[nn.Module, str] | None = None) -> None:
         super().__init__()
+        self.events: list[Any] = []
         self.storages: list[Storage] = []
         self.names = names or {}
         self.within: list[str] = []
@@ -79,7 +80,7 @@ class StorageRecorder(TorchDispatchMode):
     @property
     def now(self) -> int:
         """How many events there were."""
-        return 0
+        return len(self.events)
 
     @property
     def module(self) -> str:
@@ -257,11 +258,6 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         result = as_kernel_gives(function, args, kwargs, function(*args, **kwargs))
         self.note(function, args, kwargs, result)
         return result
-
-    @property
-    def now(self) -> int:
-        """How many events there were."""
-        return len(self.events)
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; one that was never made here is resident, and stays so."""

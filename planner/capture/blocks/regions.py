@@ -259,21 +259,18 @@ class _StandIn:
     def new(self, nodes: list[Any], made: dict[int, int]) -> list[torch.Tensor | None]:
         """Make the tensors of some nodes that leave the block, one storage for each value."""
         bases: dict[int, torch.Tensor] = {}
-        tensors: list[torch.Tensor | None] = []
-        for node in nodes:
-            if not isinstance(node, fx.Node):
-                tensors.append(None)
-                continue
+
+        def tensor_of(node: fx.Node) -> torch.Tensor:
             (like,) = tensors_of(node)
             value = self.block.value(node)
-            with self.recorder.silent():
-                if value in bases:
-                    tensors.append(bases[value].as_strided(like.shape, like.stride(), like.storage_offset()))
-                    continue
-                bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            if value in bases:
+                return bases[value].as_strided(like.shape, like.stride(), like.storage_offset())
+            bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
             made[value] = self.recorder.made(bases[value])
-            tensors.append(bases[value])
-        return tensors
+            return bases[value]
+
+        with self.recorder.silent():
+            return [tensor_of(node) if isinstance(node, fx.Node) else None for node in nodes]
 
 
 class _Through(torch.autograd.Function):
