@@ -80,7 +80,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         """Storage to value; None marks a resident storage."""
         self.storage_of: dict[fx.Node, tuple[int, ...]] = {}
         self.alias_nodes: set[fx.Node] = set()
-        self.places = provenance.Places(joint.graph)
+        self.places = provenance.places_of(joint.graph)
         self.weight_copies = weight_copies(joint)
         self.unavailable = overwritten_inputs(joint)
         self.retained: dict[int, str] = {}

@@ -30,27 +30,19 @@ class Place:
     source: str = ""
 
 
-class Places:
-    """The place of every node; a backward node takes that of the forward node it belongs to.
+def places_of(graph: fx.Graph) -> dict[fx.Node, Place]:
+    """Return the place of every node; a backward node takes that of the forward node it belongs to.
 
-    AOTAutograd gives a backward node the sequence number of the forward node whose derivative
-    it computes.
+    AOTAutograd gives a backward node the sequence number of the forward node whose derivative it computes.
     """
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._own = {node: Place(_module(node), _source(node)) for node in graph.nodes}
-        self._of_sequence: dict[int, Place] = {}
-        for node, place in self._own.items():
-            number = node.meta.get("seq_nr")
-            if number is not None and place.module and not is_backward(node):
-                self._of_sequence[number] = place
-
-    def __getitem__(self, node: fx.Node) -> Place:
-        own = self._own[node]
-        if own.module:
-            return own
-        origin = self._of_sequence.get(node.meta.get("seq_nr", -1), own)
-        return Place(origin.module, own.source or origin.source)
+    own = {node: Place(_module(node), _source(node)) for node in graph.nodes}
+    of_sequence = {n.meta.get("seq_nr"): place for n, place in own.items() if place.module and not is_backward(n)}
+    of_sequence.pop(None, None)  # of nodes without a number
+    found = {}
+    for node, place in own.items():
+        origin = place if place.module else of_sequence.get(node.meta.get("seq_nr"), place)
+        found[node] = Place(origin.module, place.source or origin.source)
+    return found
 
 
 def module_path(dynamo_path: str) -> str:

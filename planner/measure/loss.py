@@ -64,17 +64,12 @@ def memory_of(
     except Exception as error:
         raise UsageError(f"loss_fn fails on the model's output: {in_one_line(error)}") from error
     handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    peak_bytes = _peak_bytes(recorder, _workspace_bytes(recorder.events, model, device))
+    here = device_here(model, device_spec(model, device))
+    nodes = [run.node for run in recorder.events]
+    workspace_bytes = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [0] * len(nodes)
+    peak_bytes = _peak_bytes(recorder, workspace_bytes)
     working_bytes = max(0, peak_bytes - handed_over - held_bytes)
     return LossMemory(working_bytes=working_bytes, held_bytes=held_bytes, is_known=True)
-
-
-def _workspace_bytes(runs: Sequence[Run], model: nn.Module, device: str | None) -> Sequence[int]:
-    """Return what the kernel of each run needs beyond its outputs, as far as it can be seen here."""
-    here = device_here(model, device_spec(model, device))
-    if here is None:
-        return [0] * len(runs)
-    return workspace.of_calls([run.node for run in runs], here, workspace.effort_for(model))
 
 
 def _peak_bytes(recorder: StepRecorder[Run], workspace_bytes: Sequence[int]) -> int:

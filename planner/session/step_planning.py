@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
-from planner.capture.provenance import Places
+from planner.capture.provenance import places_of
 from planner.common.options import AUTO, CHUNKS, COUNTS, TOLERANCE, Budget, chunks_of
 from planner.common.units import format_percent
 from planner.errors import UsageError
@@ -149,7 +149,7 @@ def _chunked(model: nn.Module, whole: LoweredStep, region: ChunkRegion, chunks: 
 
 
 def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:
-    places = Places(joint.graph)
+    places = places_of(joint.graph)
     modules = collapsed([places[node].module or "the model" for node in region.splits])
     size = -(-region.rows // chunks)
     last = region.rows % size

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from planner.capture.joint import JointGraph, fake_mode_of, run_on_recorded, tensors_of
-from planner.capture.provenance import Places
+from planner.capture.provenance import places_of
 from planner.capture.torch_internals import storage_id
 from planner.common.units import format_bytes
 from planner.errors import UsageError
@@ -140,7 +140,7 @@ class _Rewrite:
 
 
 def _note(joint: JointGraph, found: Sharding) -> Finding:
-    places = Places(joint.graph)
+    places = places_of(joint.graph)
     left_whole = collapsed([places[node].module or "the model" for node in found.whole])
     summed_bytes = sum(tensor.nbytes for node in found.summed for tensor in tensors_of(node))
     return Finding(

@@ -77,9 +77,9 @@ def captured(model: nn.Module, inputs: Any = None) -> JointGraph:
 
 
 def names(joint: JointGraph, products: tuple[fx.Node, ...]) -> list[str]:
-    from planner.capture.provenance import Places
+    from planner.capture.provenance import places_of
 
-    places = Places(joint.graph)
+    places = places_of(joint.graph)
     return [places[product].module for product in products]
 
 

@@ -106,7 +106,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         """Add what runs, and between the runs what says how long something lives."""
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
-            begins[candidate.begin].append(candidate)
+            begins[candidate.call.begin].append(candidate)
             stops[candidate.stop].append(candidate)
         unpacked: defaultdict[int, list[int]] = defaultdict(list)
         for wait in (wait for each in waits.values() for wait in each.saved):
@@ -172,7 +172,7 @@ class _Lowering(GraphBuilder[fx.Node]):
     def _add_stop(self, candidate: Candidate, waits: Waits | None) -> None:
         alive = [
             value
-            for run in self.trace.runs[candidate.begin : candidate.stop]
+            for run in self.trace.runs[candidate.call.begin : candidate.stop]
             for value in run.makes
             if (died := self.trace.storages[value].died) is None or died > candidate.stop
         ]
@@ -204,7 +204,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         return Region(
             module=module,
             hold=self.noted[HOLD, module],
-            recompute=(*scratch, *self.run_at[candidate.begin : candidate.stop], self.noted[STOP, module]),
+            recompute=(*scratch, *self.run_at[candidate.call.begin : candidate.stop], self.noted[STOP, module]),
             recompute_before=self.first_at[candidate.before],
             release_at=self.first_at[candidate.until],
             keepable=tuple(self._keepable_at(position, candidate.call) for position in candidate.keepable),

@@ -18,7 +18,7 @@ from planner.ir.layers import is_within
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A call that can be checkpointed: its runs from ``begin`` to before ``stop`` are run again.
+    """A call that can be checkpointed: its runs up to before ``stop`` are run again.
 
     That happens before run ``before`` of the backward; until run ``until`` something of it is saved. They make the
     storages ``makes``, and find ``finds`` there. ``keepable`` are those that need not run, if their outputs are kept.
@@ -33,11 +33,6 @@ class Candidate:
     finds: frozenset[int]
     statistics_bytes: int
     keepable: tuple[int, ...]
-
-    @property
-    def begin(self) -> int:
-        """Its first run."""
-        return self.call.begin
 
 
 @dataclass(frozen=True)
