@@ -37,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args = make_parser().parse_args(arguments)
         debug = args.debug
         if getattr(args, "no_cache", False):
-            from planner.solving import solution_cache
+            from planner.common import cache_folder
 
-            solution_cache.turn_off()
+            cache_folder.turn_off()
         code: int = args.run(args)
         sys.stdout.flush()
         return code

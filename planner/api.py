@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from cost_models.auto import AutoCosts
 from cost_models.measured import MeasuredCosts, Profile
+from cost_models.roofline import RooflineCosts
 from planner import runtimes
 from planner.analysis.compatibility import (
     check_can_run,
@@ -54,7 +56,7 @@ def plan(
     deterministic: bool = False,
     seed: int = 0,
     device: str | None = None,
-    cost_model: str = "roofline",
+    cost_model: str = "auto",
     profile: Profile | None = None,
     optimizer: str = "none",
     master_weights: bool = False,
@@ -106,7 +108,8 @@ def plan(
     device : str, optional
         Accelerator to plan for; by default the one that the model is on.
     cost_model : str
-        Name of a cost model: ``"roofline"`` of the device, or ``"measured"`` by running each different operation here.
+        Name of a cost model: ``"roofline"`` of the device, ``"measured"`` by running each different operation here,
+        or ``"auto"``: for a moment measured where the model is real and its device here, else the roofline.
     profile : Profile, optional
         Costs recorded before, by :func:`profile` or read from a file.
     optimizer : str
@@ -246,7 +249,7 @@ def auto_wrap(
     time_limit_seconds: float = 10.0,
     deterministic: bool = False,
     seed: int = 0,
-    cost_model: str = "roofline",
+    cost_model: str = "auto",
     profile: Profile | None = None,
     optimizer: str = "none",
     master_weights: bool = False,
@@ -317,6 +320,8 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
+        if not replan and cost_model == AutoCosts.name:
+            asked["cost_model"] = RooflineCosts.name  # the plan has its times: nothing is measured again
     options = Options.of({**asked, "compare": False}, chunk=check_chunk(chunk), taken_over=plan, together=True)
     if plan is not None and not options.budget.is_given:
         options = replace(options, budget=Budget(budget=plan.budget_bytes))

@@ -70,6 +70,11 @@ class Recording:
         within = slice(bisect_left(self.changes, (begin_ns,)), bisect_right(self.changes, (end_ns, math.inf)))
         return max(accumulate((change_bytes for _, change_bytes in self.changes[within]), initial=0))
 
+    def seconds(self, label: str) -> float:
+        """Return how long a label took."""
+        begin_ns, end_ns = self.windows[label]
+        return (end_ns - begin_ns) / 1e9
+
 
 @contextmanager
 def record() -> Iterator[Recording]:

@@ -106,7 +106,8 @@ _TOLD: dict[str, dict[str, Any]] = {
     },
     "cost_model": {
         "metavar": "NAME",
-        "help": "roofline (from the device's data sheet) or measured (each different operation is run here)",
+        "help": "roofline (from the device's data sheet), measured (each different operation is run here), or "
+        "auto, the default (measured for a moment where model and device are here)",
     },
     "profile": {"metavar": "FILE", "help": "costs that 'profile' recorded, here or on another machine"},
     "offload": {"help": "let values wait in the host's memory too"},

@@ -1,4 +1,4 @@
-"""``cache``: where solutions are kept that were found before, and how to be rid of them."""
+"""``cache``: where solutions and measured times are kept, and how to be rid of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ class _Cache(Alone):
         parser.add_argument("--clear", action="store_true", help="remove all that is kept")
 
     def run(self, args: argparse.Namespace) -> int:
+        from planner.common import cache_folder
         from planner.common.units import format_bytes
+        from planner.measure import kept
         from planner.solving import solution_cache
 
-        place = solution_cache.folder()
+        place = cache_folder.folder("")
         if place is None:
-            print(f"the cache is off ({solution_cache.VARIABLE}=off)")
+            print(f"the cache is off ({cache_folder.VARIABLE}=off)")
             return 0
+        measured_bytes = kept.size_bytes()
+        if args.clear:
+            kept.clear()
         found = solution_cache.clear() if args.clear else solution_cache.contents()
-        verb = "removed from" if args.clear else "kept in"
-        print(f"{found.solutions} solutions, {format_bytes(found.size_bytes)}, {verb} {place}")
+        print(
+            f"{found.solutions} solutions, {format_bytes(found.size_bytes)}, and {format_bytes(measured_bytes)} of "
+            f"measured times, {'removed from' if args.clear else 'kept in'} {place}"
+        )
         return 0
 
 

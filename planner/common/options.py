@@ -106,7 +106,7 @@ class Target:
 
     device: str | None = None
     """Name in the table of devices, or a device file; by default the device that the model is on."""
-    cost_model: str = "roofline"
+    cost_model: str = "auto"
     profile: Profile | None = None
     """Costs that were recorded before."""
 

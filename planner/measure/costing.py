@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 import cost_models
+from cost_models.auto import AutoCosts
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
+from cost_models.roofline import RooflineCosts
+from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
 from planner.errors import ProfileMismatchError, UsageError
@@ -20,9 +23,13 @@ from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, workspace
 from planner.measure.devices import device_here
+from planner.measure.workspace import Tried
 
 SECONDS_TO_MEASURE = 60.0
 """How long measuring a step may take; what is left then costs what the roofline says."""
+
+SECONDS_FOR_EACH_OPERATION = 3e-3
+"""How long measuring may take where nobody asked for it: about a fifth of what capturing an operation takes."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +58,19 @@ def cost_step(
 
     ``inputs`` are the shapes of what the step is called with, and the limit is for measuring. A profile that was
     recorded before makes the cost model ``"measured"``; ProfileMismatchError if it is of another step, device or
-    version. UsageError if there is no such cost model, or the device is not here to be measured.
+    version. UsageError if there is no such cost model, or the device is not here to be measured. ``"auto"`` measures
+    if model and device are here, for a fraction of the time of a capture, the costliest operations first.
     """
     graph, cost_model, profile = lowered.graph, target.cost_model, target.profile
     here = device_here(model, spec)
-    costs = operation_costs(graph, spec, "roofline" if profile or cost_model == MeasuredCosts.name else cost_model)
+    own = profile or cost_model == MeasuredCosts.name
+    costs = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
     notes: tuple[Finding, ...] = ()
+    tried: dict[int, Tried | None] = {}
     seen: dict[int, int | None] = {}
     if here is not None:
-        seen = workspace.measure(lowered, costs, here, workspace.effort_for(model))
+        tried = workspace.measure(lowered, costs, here, workspace.effort_for(model))
+        seen = {index: None if one is None else one.workspace_bytes for index, one in tried.items()}
         costs = _with_workspace(costs, seen)
         notes = tuple(_unseen(graph, seen))
     elif spec.kind == "cuda":
@@ -78,8 +89,10 @@ def cost_step(
         made = profiling.profile_of(lowered, outcome, model=graph.name, device=spec.name, inputs=inputs)
         known = _without_loss(graph, filled(graph.operations, costs, made))
         costing = Costing(known, cost_model, made, tuple(_warnings(outcome)))
+    elif cost_model == AutoCosts.name and here is not None and not is_fake(model):
+        costing = _measured_for_a_moment(lowered, costs, tried, here)
     else:
-        costing = Costing(costs, cost_model)
+        costing = Costing(costs, RooflineCosts.name if cost_model == AutoCosts.name else cost_model)
     # What was seen here holds, whatever a profile says that was perhaps made with less effort.
     costs = _with_workspace(costing.costs, seen)
     # A random operation that runs again puts the generator's state by meanwhile. Its first run needs none of it;
@@ -130,6 +143,39 @@ def _not_here(spec: DeviceSpec) -> Finding:
 def _without_loss(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
     """Set the loss outside the graph to nothing: no plan could change what it costs."""
     return tuple(OperationCost(seconds=0.0) if index == graph.loss_index else cost for index, cost in enumerate(costs))
+
+
+def _measured_for_a_moment(
+    lowered: LoweredGraph, estimates: Sequence[OperationCost], tried: Mapping[int, Tried | None], here: torch.device
+) -> Costing:
+    """Take what the first run of each operation took, but time short ones, of which that says little, for a moment.
+
+    What did not run alone costs what the roofline says, scaled as it was wrong for the others.
+    """
+    operations = lowered.graph.operations
+    first = {operations[index].signature: one.seconds for index, one in tried.items() if one is not None}
+    rough = tuple(
+        replace(estimate, seconds=first.get(operation.signature, estimate.seconds))
+        for operation, estimate in zip(operations, estimates, strict=True)
+    )
+    outcome = profiling.measure(
+        lowered,
+        rough,
+        here,
+        time_limit_seconds=SECONDS_FOR_EACH_OPERATION * len(operations),
+        trials=profiling.QUICK,
+        first_runs=first,
+    )
+    took = {signature: found.seconds for signature, found in outcome.measurements.items()}
+    known = [index for index, operation in enumerate(operations) if operation.signature in took]
+    if not known:
+        return Costing(tuple(estimates), RooflineCosts.name)
+    scale = sum(took[operations[index].signature] for index in known) / sum(estimates[index].seconds for index in known)
+    costs = [
+        replace(estimate, seconds=took.get(operation.signature, scale * estimate.seconds))
+        for operation, estimate in zip(operations, estimates, strict=True)
+    ]
+    return Costing(_without_loss(lowered.graph, costs), MeasuredCosts.name)
 
 
 def _by_profile(

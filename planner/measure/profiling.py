@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,21 +19,41 @@ from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.capture import operands
 from planner.capture.lowering import LoweredGraph
 from planner.ir.problem import Progress
+from planner.measure import kept
 
-_LEAST_RUNS, _MOST_RUNS = 3, 15
-_SECONDS_EACH = 0.1
-"""An operation is run until it has taken so long altogether, within those numbers of runs."""
 
-_LONG_SECONDS = 1.0
-"""One whose first run takes longer is not run again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """How often an operation is run: until it took so long altogether, within these numbers of runs."""
+
+    least_runs: int
+    most_runs: int
+    seconds: float
+    long_seconds: float
+    """One whose first run takes longer is not run again."""
+
+    takes_first_runs: bool = False
+    """Whether a first run will do where there is no time for more."""
+
+    def will_do(self, measured: Measurement) -> bool:
+        """Whether an operation that was measured before need not be measured again."""
+        long = measured.seconds > self.long_seconds
+        return self.takes_first_runs or long or measured.runs >= self.least_runs
+
+
+THOROUGH = Trials(least_runs=3, most_runs=15, seconds=0.1, long_seconds=1.0)
+"""For a profile that is kept."""
+
+QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes_first_runs=True)
+"""For a plan that somebody waits for."""
 
 _CACHE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 """What is written between two runs: inside a step an operation seldom finds its inputs in a cache."""
 
 _TOLD_EVERY_SECONDS = 1.0
 
-_known: dict[tuple[str, int, str], Measurement] = {}
-"""By device, threads and signature: planning again in one process measures nothing twice."""
+_known: dict[tuple[str, str], Measurement] = {}
+"""By place and digest of the signature: planning again in one process measures nothing twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +74,15 @@ def measure(
     device: torch.device,
     *,
     time_limit_seconds: float,
+    trials: Trials = THOROUGH,
+    first_runs: Mapping[str, float] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Outcome:
     """Time every distinct operation of a step, those first that ``estimates`` expect to take longest.
 
-    No operation is started after the time limit. Memory is that of one operation at a time; a model larger than the
-    device can be measured. The random state is left as it was.
+    ``first_runs`` are seconds by signature of runs that are over: long ones count. No operation is started after the
+    time limit. Memory is that of one operation at a time; a model larger than the device can be measured. The random
+    state is left as it was. What was measured before, in this process or in another, is not measured again.
     """
     begun = time.perf_counter()
     totals: defaultdict[str, float] = defaultdict(float)
@@ -70,34 +94,53 @@ def measure(
             totals[operation.signature] += estimate.seconds
             workspace_bytes[operation.signature] = estimate.workspace_bytes
     order = sorted(totals, key=lambda signature: -totals[signature])
+    place = kept.place_of(device)
+    before = kept.find(place)
+    elsewhere = _evicting(lowered, device)
     found: dict[str, Measurement] = {}
+    new: dict[str, Measurement] = {}
     failed: dict[str, str] = {}
     told = begun
-    where = (str(device), torch.get_num_threads())
+
+    def timed(signature: str) -> Measurement | None:
+        nonlocal told
+        first, now = first_runs.get(signature), time.perf_counter()
+        if now - begun > time_limit_seconds or (first or 0.0) > trials.long_seconds:
+            return None if first is None else Measurement(seconds=first)
+        if progress and now - told > _TOLD_EVERY_SECONDS:
+            told = now
+            progress(f"measuring: {len(found)} of {len(order)} different operations, {now - begun:.0f} s")
+        return _time(node_of[signature], device, trials, elsewhere)
+
     with operands.running_alone(device):
-        for number, signature in enumerate(order):
-            now = time.perf_counter()
-            if now - begun > time_limit_seconds:
-                break
-            if progress and now - told > _TOLD_EVERY_SECONDS:
-                told = now
-                progress(f"measuring: {number} of {len(order)} different operations, {now - begun:.0f} s")
-            known = _known.get((*where, signature))
-            if known is None:
+        for signature in order:
+            key = kept.digest(signature)
+            known = _known.get((place, key)) or before.get(key)
+            if known is None or not trials.will_do(known):
                 try:
-                    known = _time(node_of[signature], device)
+                    known = timed(signature)
                 except (RuntimeError, IndexError, ValueError, TypeError, MemoryError, NotImplementedError) as error:
                     failed[signature] = " ".join(str(error).split())[:200] or type(error).__name__
                     if device.type == "cuda":
                         torch.cuda.empty_cache()  # it may have been memory that ran out
                     continue
-                _known[(*where, signature)] = known
+                if known is None:
+                    continue  # there is no time, but others may be known
+                new[key] = _known[place, key] = known
             found[signature] = replace(known, workspace_bytes=workspace_bytes[signature])
+    kept.keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
 
 
-def _time(node: fx.Node, device: torch.device) -> Measurement:
+def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:
+    """Return what is to be written between two runs: nothing for a step that a cache holds whole."""
+    cache_bytes = _CACHE_BYTES[device.type]
+    fits = sum(value.size_bytes for value in lowered.graph.values) <= cache_bytes
+    return torch.empty(0 if fits else cache_bytes, dtype=torch.uint8, device=device)
+
+
+def _time(node: fx.Node, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
     """Run one operation until its median is trustworthy."""
     args, kwargs = operands.arguments(node, device)
 
@@ -106,11 +149,10 @@ def _time(node: fx.Node, device: torch.device) -> Measurement:
 
     run = _run_on_cuda if device.type == "cuda" else _run_on_cpu
     first = run(call, device)
-    if first > _LONG_SECONDS:
+    if first > trials.long_seconds:
         return Measurement(seconds=first)
-    elsewhere = torch.empty(_CACHE_BYTES[device.type], dtype=torch.uint8, device=device)
     seconds: list[float] = []
-    while len(seconds) < _LEAST_RUNS or (len(seconds) < _MOST_RUNS and sum(seconds) <= _SECONDS_EACH):
+    while len(seconds) < trials.least_runs or (sum(seconds) < trials.seconds and len(seconds) < trials.most_runs):
         elsewhere.zero_()
         seconds.append(run(call, device))
     return Measurement(seconds=median(seconds), runs=len(seconds))

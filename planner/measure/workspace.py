@@ -7,6 +7,7 @@ draws integers before it has a mask. Without it ResNet-50's peak comes out 1% to
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,13 +52,23 @@ def effort_for(model: nn.Module) -> TrialLimits:
 
 _LABEL = "workspace of operation "
 
-_known: dict[tuple[str, int, str], int] = {}
-"""Bytes by device, threads and signature: a deep model costs what one of its layers costs, planning again nothing."""
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What one run of an operation showed."""
+
+    workspace_bytes: int
+    seconds: float
+    """The first run's, with all that a library does once."""
+
+
+_known: dict[tuple[str, int, str], Tried] = {}
+"""By device, threads and signature: a deep model costs what one of its layers costs, planning again nothing."""
 
 
 def measure(
     lowered: LoweredGraph, costs: tuple[OperationCost, ...], device: torch.device, effort: TrialLimits
-) -> dict[int, int | None]:
+) -> dict[int, Tried | None]:
     """See how many bytes of workspace operations need, by index.
 
     None where it is not known: the operation was too large to be run, would have taken too long by its cost, or did not
@@ -89,7 +100,7 @@ def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Tria
                 yield index
 
     seen = _seen(nodes, {index: operands.signature(node) for index, node in able.items()}, device, small)
-    return [seen.get(index) or 0 for index in range(len(nodes))]
+    return [0 if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
 
 
 def _seen(
@@ -97,7 +108,7 @@ def _seen(
     signatures: Mapping[int, str],
     device: torch.device,
     chosen: Callable[[list[int]], Iterable[int]],
-) -> dict[int, int | None]:
+) -> dict[int, Tried | None]:
     """Run what is chosen of the calls whose signatures are new; say what is known then of all that have a signature."""
     known_as = {i: (device.type, torch.get_num_threads(), text) for i, text in signatures.items() if text}
     first = {key: index for index, key in reversed(known_as.items()) if key not in _known}
@@ -105,11 +116,11 @@ def _seen(
     if to_run:
         measured = _on_cuda if device.type == "cuda" else _on_cpu
         with operands.running_alone(device):
-            _known.update((known_as[index], size_bytes) for index, size_bytes in measured(to_run, device))
+            _known.update((known_as[index], tried) for index, tried in measured(to_run, device))
     return {index: _known.get(key) for index, key in known_as.items()}
 
 
-def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
+def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
     if profiler_is_running():
         warnings.warn(
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
@@ -127,10 +138,11 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
             outputs_bytes[index] = _new_bytes(result, (args, kwargs))
             del args, kwargs, result
     for index, output_bytes in outputs_bytes.items():
-        yield index, max(0, recording.peak_bytes(f"{_LABEL}{index}") - output_bytes)
+        label = f"{_LABEL}{index}"
+        yield index, Tried(max(0, recording.peak_bytes(label) - output_bytes), recording.seconds(label))
 
 
-def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, int]]:
+def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
     for index, node in nodes.items():
         try:
             args, kwargs = operands.arguments(node, device)
@@ -138,13 +150,15 @@ def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tup
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before_bytes = torch.cuda.memory_allocated(device)
+            begun = time.perf_counter()
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - begun
         except (RuntimeError, IndexError, ValueError):
             continue  # it does not run on ones and zeros, or does not fit beside what is on the device
         after_bytes = torch.cuda.memory_allocated(device)
         kept_bytes = min(after_bytes - before_bytes, _new_bytes(result, (args, kwargs), alignment_bytes=512))
-        yield index, max(0, torch.cuda.max_memory_allocated(device) - before_bytes - kept_bytes)
+        yield index, Tried(max(0, torch.cuda.max_memory_allocated(device) - before_bytes - kept_bytes), seconds)
         del args, kwargs, result
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from cost_models.auto import AutoCosts
+from cost_models.roofline import RooflineCosts
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
@@ -48,6 +50,9 @@ class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
+        if options.target.cost_model == AutoCosts.name:
+            # Operations are fused: what each takes alone says little.
+            options = replace(options, target=replace(options.target, cost_model=RooflineCosts.name))
         super().__init__(model, options, compiler=self._compiler, **settings)
         self._step: PlannedStep | None = None
         self._fits = False

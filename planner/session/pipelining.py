@@ -43,7 +43,7 @@ def plan_pipeline(
     deterministic: bool = False,
     seed: int = 0,
     device: str | None = None,
-    cost_model: str = "roofline",
+    cost_model: str = "auto",
     profile: Profile | None = None,
     optimizer: str = "none",
     master_weights: bool = False,

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from cost_models.auto import AutoCosts
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts
+from cost_models.roofline import RooflineCosts
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import Attention, attention_on
 from planner.capture.eager.graph import lower_eager
@@ -111,7 +113,7 @@ def options_of(plan: Plan, loss: LossMemory | None) -> Options:
         budget=Budget(budget=plan.budget_bytes),
         search=Search(compare=False),
         offload=offload_of(plan),
-        target=Target(cost_model="roofline" if plan.cost_model == MeasuredCosts.name else plan.cost_model),
+        target=Target(cost_model=RooflineCosts.name if plan.cost_model == MeasuredCosts.name else plan.cost_model),
         taken_over=plan,
         runtime=plan.runtime,
         name=plan.model,
@@ -322,13 +324,19 @@ def cost(
     *,
     time_limit_seconds: float = SECONDS_TO_MEASURE,
 ) -> Costing:
-    """Find out what every operation costs; see :func:`planner.measure.costing.cost_step`."""
+    """Find out what every operation costs; see :func:`planner.measure.costing.cost_step`.
+
+    A plan that is to be the same every time is not made from the clock.
+    """
+    target = options.target
+    if target.cost_model == AutoCosts.name and options.search.deterministic:
+        target = replace(target, cost_model=RooflineCosts.name)
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
             model,
             lowered,
             spec,
-            options.target,
+            target,
             inputs=tuple(tuple(tensor.shape) for tensor in called_with(model, lowered.joint)),
             time_limit_seconds=time_limit_seconds,
             progress=options.search.progress,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,15 +19,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from planner.common import atomic
+from planner.common import atomic, cache_folder
 from planner.common.json_reader import attributes, load, parse, to_data
 from planner.common.limits import SolveLimits
 from planner.errors import PlannerError, UsageError
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Offload, Schedule
-
-VARIABLE = "CHECKPOINT_PLANNER_CACHE"
-"""Names the folder to use in place of the usual one; ``off``: none."""
 
 LIMIT_BYTES = 256 << 20
 """How large all solutions together may become; then those go that were used longest ago."""
@@ -72,15 +68,7 @@ _CLAIM = ("solver", "peak_bytes", "recompute_seconds", "stall_seconds", "lower_b
 
 def folder() -> Path | None:
     """Return the folder in which solutions are kept, which need not exist; None if the cache is off."""
-    chosen = os.environ.get(VARIABLE, "")
-    if chosen.lower() == "off":
-        return None
-    return (Path(chosen) if chosen else _usual_folder()) / "solutions"
-
-
-def turn_off() -> None:
-    """Use no cache in this process and those that it starts."""
-    os.environ[VARIABLE] = "off"
+    return cache_folder.folder("solutions")
 
 
 def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
@@ -150,16 +138,6 @@ def clear() -> Contents:
     for path, _ in _files(folder()):
         _remove(path)
     return before
-
-
-def _usual_folder() -> Path:
-    home = Path.home()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "checkpoint-planner" / "Cache"
-    if sys.platform == "darwin":
-        return home / "Library" / "Caches" / "checkpoint-planner"
-    chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (chosen if chosen.is_absolute() else home / ".cache") / "checkpoint-planner"
 
 
 def digest_of_source(package: Path) -> str:

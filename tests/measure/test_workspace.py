@@ -133,10 +133,6 @@ def test_arguments_that_are_one_tensor_are_tried_as_one() -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 9.0])
 def test_groups_may_be_of_any_size(shift: float) -> None:
-    step = planner.study(Experts(), data())
-    seen = {o.key: c.workspace_bytes for o, c in zip(step.graph.operations, step.costs, strict=True)}
-    grouped = {key: size_bytes for key, size_bytes in seen.items() if "_grouped_mm" in key}
-    assert min(grouped.values()) > 0
     x = data() + shift * (torch.arange(WIDTH) == 1)  # with a shift all rows are of one group
     model = planner.auto_wrap(Experts(), activation_budget="100%", time_limit_seconds=1.0)
     model(x).backward()

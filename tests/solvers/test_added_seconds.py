@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from planner import solvers
+from planner.common import cache_folder
 from planner.common.limits import SolveLimits
 from planner.errors import ClaimMismatchError
 from planner.ir.host import Host
@@ -71,7 +72,7 @@ def test_so_does_a_plan_and_its_file() -> None:
 
 
 def test_so_does_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(solution_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     problem, solution = slow_link(), proposed("mixed")
     key = solution_cache.key_of(problem, "mixed", EFFORT)
     solution_cache.keep(key, solution)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import cli
+from planner.common import cache_folder
 from planner.common.limits import SolveLimits
 from planner.ir.host import Host
 from planner.ir.problem import Problem
@@ -31,7 +32,7 @@ EFFORT = SolveLimits(time_limit_seconds=1.0)
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv(solution_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     return tmp_path / "solutions"
 
 
@@ -84,7 +85,7 @@ def test_another_question_has_another_answer(folder: Path) -> None:
 
 
 def test_off_means_off(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    monkeypatch.setenv(solution_cache.VARIABLE, "off")
+    monkeypatch.setenv(cache_folder.VARIABLE, "off")
     plan(), plan()
     assert solution_cache.folder() is None and not folder.exists()
     assert solution_cache.contents().solutions == 0
@@ -92,12 +93,12 @@ def test_off_means_off(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file, not a folder")
-    monkeypatch.setenv(solution_cache.VARIABLE, str(tmp_path / "taken"))
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "taken"))
     assert plan().recomputations == plan().recomputations
 
 
 def test_the_usual_folder_is_that_of_the_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(solution_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(cache_folder.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
     assert solution_cache.folder() == tmp_path / "checkpoint-planner" / "solutions"

@@ -1,0 +1,149 @@
+"""Costs as a plan has them where nobody said how: measured for a moment where that can be, and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from cost_models.measured import Measurement
+from planner.capture import fake_mode
+from planner.commands.cache import COMMAND as CACHE
+from planner.common import cache_folder
+from planner.measure import costing, kept, profiling, workspace
+from tests.models import WIDTH, Stack
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+    forget(monkeypatch)
+    return tmp_path / kept.KIND
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Know no more than a new process."""
+    monkeypatch.setattr(profiling, "_known", {})
+    monkeypatch.setattr(workspace, "_known", {})
+
+
+def study(**options: Any) -> planner.Study:
+    return planner.study(Stack(), torch.randn(64, WIDTH), **options)
+
+
+def seconds(step: planner.Study) -> list[float]:
+    return [cost.seconds for cost in step.costs]
+
+
+def test_a_real_model_on_a_device_that_is_here_is_measured() -> None:
+    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%")
+    assert plan.cost_model == "measured"
+
+
+def test_elsewhere_it_is_the_roofline() -> None:
+    assert study(device="a100-80").origin.cost_model == "roofline"
+    with fake_mode():
+        model, x = Stack(), torch.randn(64, WIDTH)
+    assert planner.study(model, x).origin.cost_model == "roofline"
+
+
+def test_a_plan_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
+    plan = planner.plan(Stack(), torch.randn(64, WIDTH), budget="100%", deterministic=True)
+    assert plan.cost_model == "roofline"
+
+
+def test_another_process_measures_nothing_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = seconds(study())
+    assert list(folder.glob("*.json"))
+    forget(monkeypatch)
+    monkeypatch.setattr(profiling, "_time", None)
+    assert seconds(study()) == first
+
+
+def test_what_there_is_no_time_for_costs_what_its_first_run_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    monkeypatch.setattr(costing, "SECONDS_FOR_EACH_OPERATION", 0.0)
+    monkeypatch.setattr(profiling, "_time", None)
+    step = study()
+    assert step.origin.cost_model == "measured"
+    tried = {signature: one.seconds for (*_, signature), one in workspace._known.items()}
+    for operation, cost in zip(step.graph.operations, step.costs, strict=True):
+        if operation.signature:
+            assert cost.seconds == tried[operation.signature]
+
+
+def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    monkeypatch.setattr(profiling, "_time", lambda *_: Measurement(seconds=1.0, runs=2))
+    see = workspace.measure
+    product = "aten.addmm.default"
+
+    def seen_but_products(lowered: Any, *rest: Any) -> dict[int, Any]:
+        operations = lowered.graph.operations
+        return {i: one for i, one in see(lowered, *rest).items() if operations[i].target != product}
+
+    def measure(lowered: Any, *rest: Any, **options: Any) -> profiling.Outcome:
+        outcome = timed(lowered, *rest, **options)
+        known = {s: one for s, one in outcome.measurements.items() if not s.startswith(product)}
+        return dataclasses.replace(outcome, measurements=known)
+
+    timed = profiling.measure
+    monkeypatch.setattr(workspace, "measure", seen_but_products)
+    monkeypatch.setattr(profiling, "measure", measure)
+    step, guess = study(), study(cost_model="roofline")
+    rows = list(zip(step.graph.operations, seconds(step), seconds(guess), strict=True))
+    known = [row for row in rows if row[0].signature and row[0].target != product]
+    scale = sum(row[1] for row in known) / sum(row[2] for row in known)
+    scaled = [row for row in rows if row[0].target == product]
+    assert scaled and all(row[1] == pytest.approx(scale * row[2]) for row in scaled)
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
+def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
+    place = kept.place_of(CPU)
+    kept.keep(place, {"a": Measurement(seconds=1.0)})
+    assert kept.find(place) == {"a": Measurement(seconds=1.0)}
+    (path,) = folder.glob("*.json")
+    path.write_text(damage)
+    assert kept.find(place) == {} and not path.exists()
+
+
+def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST", 2)
+    for name in "abc":
+        kept.keep("here", {name: Measurement(seconds=1.0)})
+    assert list(kept.find("here")) == ["b", "c"]
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path / "file"))
+    kept.keep("here", {"a": Measurement(seconds=1.0)})
+    assert kept.find("here") == {}
+
+
+def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    kept.keep("here", {"a": Measurement(seconds=1.0)})
+    assert json.loads(next(folder.glob("*.json")).read_text())["place"] == "here"
+    for clear in (False, True, False):
+        CACHE.run(argparse.Namespace(clear=clear))
+    shown, removed, empty = capsys.readouterr().out.splitlines()
+    assert "of measured times, kept in" in shown and "removed from" in removed and "and 0 B of measured" in empty
+
+
+def test_fused_code_is_not_costed_operation_by_operation() -> None:
+    pytest.importorskip("torch._inductor")
+    from planner.runtimes.inductor import InductorRuntime
+    from planner.session.step import Options
+
+    assert InductorRuntime(nn.Linear(2, 2), Options()).options.target.cost_model == "roofline"
