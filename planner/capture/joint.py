@@ -156,10 +156,7 @@ def is_batch_norm(node: fx.Node) -> bool:
 
 
 def drop_unused_statistics(graph: fx.Graph) -> None:
-    """Take running statistics out of BatchNorm's backward, which in training does not read them.
-
-    They are overwritten by the forward, so what the backward would be given is not what it names.
-    """
+    """Take running statistics, which the forward overwrites, out of BatchNorm's backward, which does not read them."""
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])

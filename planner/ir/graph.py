@@ -101,10 +101,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingGraph:
-    """Operations in base order (each once, as the unplanned step runs them) and their values, of a model of some name.
-
-    A UsageError says that the graph is not well formed.
-    """
+    """Operations, each once as the unplanned step runs them, and their values; UsageError if that does not fit."""
 
     operations: tuple[Operation, ...]
     """Base order: forward, then the loss, then backward."""

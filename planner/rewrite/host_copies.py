@@ -200,10 +200,7 @@ POOL = Pool()
 
 
 def _memory(size_bytes: int, *, pinned: bool) -> mmap.mmap:
-    """Take memory of the host that torch's allocators know nothing of: they would round it up to a power of two.
-
-    A RuntimeUnsupportedError says if there is none.
-    """
+    """Take memory of the host that torch's allocators know nothing of: they would round it up to a power of two."""
     try:
         memory = mmap.mmap(-1, size_bytes)
     except OSError as error:

@@ -86,10 +86,7 @@ def _rows_of(node: fx.Node) -> Iterator[int]:
 
 
 def region_around(joint: JointGraph, seed: fx.Node, rows: int) -> ChunkRegion | None:
-    """Return all calls that can be computed for some of so many rows, and are built like one or around such.
-
-    O(nodes + edges) but for what is taken back.
-    """
+    """Return all calls that can be computed for some of so many rows, and are built like one or around such."""
     for joins_wide in (False, True):  # what is wide is put together only where there is no region otherwise
         grown = _Growth(joint, seed, rows, joins_wide)
         grown.grow()

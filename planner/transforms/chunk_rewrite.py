@@ -90,10 +90,7 @@ class _Rewrite:
             )
 
     def _levels(self) -> Iterator[tuple[fx.Node, int]]:
-        """Say of each call of the region how many times something must be put together before it.
-
-        The backward waits for all of the forward.
-        """
+        """Count how often something is put together before each call; the backward waits for all of the forward."""
         levels: dict[fx.Node, int] = {}
         backward: set[fx.Node] = set()
         nodes = list(self.joint.graph.nodes)

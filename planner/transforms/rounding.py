@@ -33,10 +33,7 @@ _INDICES = (torch.int16, torch.int32, torch.int64)
 
 
 def marked(lowered: LoweredGraph) -> LoweredGraph:
-    """Mark the values of a graph that may be rounded, and the operations that then run once.
-
-    O(nodes + edges), and for each comparison what the backward computes for it.
-    """
+    """Mark the values of a graph that may be rounded, and the operations that then run once."""
     graph = lowered.graph
     derived = _derived(lowered)
     exact: set[int] = set()

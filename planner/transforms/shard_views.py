@@ -146,21 +146,15 @@ def _listed(call: Call) -> list[Shard]:
     return shards
 
 
-def _cat(call: Call) -> State:
-    first, *others = shards = _listed(call)
-    dim = call.argument(1, 0) % len(shape_of(call.node))
-    if dim == first.dim and all(shard.dim == dim for shard in others):
+def _joined(call: Call) -> State:
+    """``cat`` and ``stack``."""
+    shards, dim = _listed(call), call.argument(1, 0) % len(shape_of(call.node))
+    first, stacks = shards[0], call.node.target is aten.stack.default
+    if not stacks and all(shard.dim == dim for shard in shards):
         return Shard(dim, tuple(block for shard in shards for block in shard.blocks), origins_of(shards))
-    if not all(map(first.is_like, others)):
+    if not all(map(first.is_like, shards)):
         raise call.mixes()
-    return Shard(first.dim, first.blocks, origins_of(shards))
-
-
-def _stack(call: Call) -> State:
-    first, *others = _listed(call)
-    if not all(map(first.is_like, others)):
-        raise call.mixes()
-    return first.at(first.dim + (call.argument(1, 0) % len(shape_of(call.node)) <= first.dim))
+    return Shard(first.dim + (stacks and dim <= first.dim), first.blocks, origins_of(shards))
 
 
 VIEW_RULES: dict[Any, Rule] = {
@@ -168,18 +162,14 @@ VIEW_RULES: dict[Any, Rule] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default), Call.shard),
     **dict.fromkeys(TRANSPOSITIONS, _transposed),
     aten.unsqueeze.default: _unsqueeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
+    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), _squeeze),
     aten.expand.default: _expand,
     aten.slice.Tensor: _slice,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-    aten.select.int: _without,
-    aten.unbind.int: _without,
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
+    **dict.fromkeys((aten.select.int, aten.unbind.int), _without),
     aten.select_backward.default: _select_backward,
     aten.slice_backward.default: _slice_backward,
-    aten.cat.default: _cat,
-    aten.stack.default: _stack,
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _joined),
 }
 
 _WHOLE_VIEWS = (_view, _transposed, _unsqueeze, _squeeze)

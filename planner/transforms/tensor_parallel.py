@@ -51,10 +51,7 @@ class Sharding:
 
 
 def find_sharding(joint: JointGraph, devices: int) -> Sharding:
-    """Find what tensor parallelism over so many devices spreads.
-
-    O(nodes) where nothing has to be tried again; each further try begins at the product that failed.
-    """
+    """Find what tensor parallelism over so many devices spreads; each further try begins at the product that failed."""
     return _ShardSearch(joint, devices).run()
 
 
