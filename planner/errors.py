@@ -40,19 +40,7 @@ class DeviceFileError(UsageError):
 
 
 class InfeasibleBudgetError(PlannerError):
-    """No plan keeps the budget, or none was found that does.
-
-    Attributes
-    ----------
-    minimum_feasible_peak_bytes : int
-        Smallest peak for which a plan is known, everything on the device included.
-    operation : str
-        Operation at which that peak stands.
-    is_proven : bool
-        Whether it is proven that no plan in the base order keeps the budget.
-    lower_bound_seconds : float
-        Proven all the same: a plan that keeps it, if there is any, recomputes for as long.
-    """
+    """No plan keeps the budget, or none was found that does."""
 
     exit_code = 3
 
@@ -67,19 +55,17 @@ class InfeasibleBudgetError(PlannerError):
     ) -> None:
         super().__init__(message)
         self.minimum_feasible_peak_bytes = minimum_feasible_peak_bytes
+        """Smallest peak for which a plan is known, everything on the device included."""
         self.operation = operation
+        """Operation at which that peak stands."""
         self.is_proven = is_proven
+        """Whether it is proven that no plan in the base order keeps the budget."""
         self.lower_bound_seconds = lower_bound_seconds
+        """Proven all the same: a plan that keeps it, if there is any, recomputes for as long."""
 
 
 class HostBudgetError(InfeasibleBudgetError):
-    """No plan keeps the budget with so little of the host's memory.
-
-    Attributes
-    ----------
-    host_budget_bytes : int
-        Smallest budget of the host for which a plan is known.
-    """
+    """No plan keeps the budget with so little of the host's memory."""
 
     def __init__(
         self, message: str, *, host_budget_bytes: int, minimum_feasible_peak_bytes: int, operation: str, is_proven: bool
@@ -91,6 +77,7 @@ class HostBudgetError(InfeasibleBudgetError):
             is_proven=is_proven,
         )
         self.host_budget_bytes = host_budget_bytes
+        """Smallest budget of the host for which a plan is known."""
 
 
 class CaptureError(PlannerError):

@@ -15,6 +15,7 @@ _FACTORS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of the unplanned peak"
@@ -74,12 +75,18 @@ def format_bytes(size_bytes: int | float) -> str:
     >>> format_bytes(1536), format_bytes(3 * 2**30)
     ('1.5 KiB', '3.00 GiB')
     """
-    if abs(size_bytes) < 1024:
-        return f"{size_bytes:.0f} B"
-    unit, factor, digits = next(
-        (scale for scale in (("KiB", 2**10, 1), ("MiB", 2**20, 1)) if abs(size_bytes) < scale[1] * 1024),
-        ("GiB", 2**30, 2),
-    )
+    return in_unit_of(size_bytes, abs(size_bytes))
+
+
+def in_unit_of(size_bytes: int | float, largest_bytes: int | float, *, digits: int | None = None) -> str:
+    """Return a size in the unit that suits the largest of a column, so that the column can be added up.
+
+    >>> in_unit_of(1536 * 2**10, 3 * 2**30), in_unit_of(0, 2**20)
+    ('0.00 GiB', '0.0 MiB')
+    """
+    unit, factor, usual_digits = next((u for u in _UNITS if largest_bytes >= u[1]), _UNITS[-1])
+    if digits is None or unit == "B":
+        digits = usual_digits
     return f"{size_bytes / factor:,.{digits}f} {unit}"
 
 

@@ -92,7 +92,8 @@ def carries_exactly(plan: Plan, to: str) -> bool:
         and not exporter.to_the_end
         and not plan.kept
         and exporter.takes(modules_of(plan))
-        and not _updates_statistics(plan)
+        # a BatchNorm that runs again would update its statistics twice
+        and not any("batch_norm" in named_by(key)[1] for keys in plan.recomputations.values() for key in keys)
     )
 
 
@@ -206,8 +207,3 @@ def _losses(exporter: Exporter, plan: Plan, study: Study) -> Iterator[str]:
             f"the plan's figures are of a step for the runtime {plan.runtime!r}, those of the export of one for "
             f"{study.origin.runtime!r}"
         )
-
-
-def _updates_statistics(plan: Plan) -> bool:
-    """Whether a BatchNorm runs again in a plan."""
-    return any("batch_norm" in named_by(key)[1] for keys in plan.recomputations.values() for key in keys)

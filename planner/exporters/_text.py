@@ -6,9 +6,10 @@ import json
 import textwrap
 from collections.abc import Iterable
 
-from planner.plans.plan import Plan
-
 _WIDTH = 100
+
+WITHOUT_CACHE = "    model.config.use_cache = False  # a layer that runs again would fill it twice\n"
+"""What a function that is given a model of transformers has to say."""
 
 
 def comment(text: str) -> str:
@@ -25,10 +26,3 @@ def names(constant: str, values: Iterable[str]) -> str:
 def numbers(constant: str, values: Iterable[int]) -> str:
     """Return the definition of a set of numbers."""
     return f"{constant} = frozenset([{', '.join(map(str, values))}])\n"
-
-
-def without_cache(plan: Plan) -> str:
-    """Return the lines, indented, that keep a model of transformers from filling its cache twice."""
-    if not str(plan.fingerprint.get("model", "")).startswith("transformers."):
-        return ""
-    return "    model.config.use_cache = False  # a layer that runs again would fill it twice\n"

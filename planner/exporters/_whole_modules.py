@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
+from planner.exporters._text import WITHOUT_CACHE, names
+from planner.plans.plan import Plan
 
 
 class OwnLayers:
@@ -18,8 +20,13 @@ class OwnLayers:
 
 
 class WholeModules:
-    """The best set of whole modules, whichever they are."""
+    """The best set of whole modules, whichever they are, written into a template.
 
+    There ``{modules}`` is their names, as a tuple MODULES, ``{count}`` is how many they are, and ``{without_cache}`` a
+    line, or nothing, in a function of the model: what keeps one of transformers from filling its cache twice.
+    """
+
+    template = ""
     summary = "whole modules run again, where the plan chooses single operations"
     language = "python"
     eager = True
@@ -33,3 +40,12 @@ class WholeModules:
     def place(self, step: ExportStep) -> Placement:
         """Choose among all modules."""
         return step.best_modules(step.modules)
+
+    def write(self, placement: Placement, plan: Plan) -> str:
+        """Fill in the template."""
+        is_transformers = str(plan.fingerprint.get("model", "")).startswith("transformers.")
+        return self.template.format(
+            modules=names("MODULES", placement.modules),
+            without_cache=WITHOUT_CACHE if is_transformers else "",
+            count=len(placement.groups) or None,
+        )

@@ -10,28 +10,23 @@ https://huggingface.co/docs/accelerate/usage_guides/fsdp.
 
 from __future__ import annotations
 
-from planner.exporters._export import Placement
-from planner.exporters._text import names, without_cache
 from planner.exporters._whole_modules import WholeModules
-from planner.plans.plan import Plan
 
 
 class _Accelerate(WholeModules):
     name = "accelerate"
-
-    def write(self, placement: Placement, plan: Plan) -> str:
-        return f"""\
+    template = """\
 # Call checkpoint_modules(model) before accelerator.prepare(model). With FSDP, pass **FSDP_OPTIONS to
 # FullyShardedDataParallelPlugin: its own switch would checkpoint every layer on top of this.
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 FSDP_OPTIONS = {{"activation_checkpointing": False}}
 
-{names("MODULES", placement.modules)}
+{modules}
 
 def checkpoint_modules(model):
     chosen = {{id(model.get_submodule(name)) for name in MODULES}}
-{without_cache(plan)}    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+{without_cache}    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
     return model
 """
 

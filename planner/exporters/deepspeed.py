@@ -9,10 +9,7 @@ deepspeedai/DeepSpeed, and https://deepspeed.readthedocs.io/en/latest/activation
 
 from __future__ import annotations
 
-from planner.exporters._export import Placement
-from planner.exporters._text import names, without_cache
 from planner.exporters._whole_modules import WholeModules
-from planner.plans.plan import Plan
 
 
 class _DeepSpeed(WholeModules):
@@ -20,9 +17,7 @@ class _DeepSpeed(WholeModules):
     summary = "whole modules run again, each to its end, where the plan chooses single operations"
     to_the_end = True
     lost = ("a checkpoint of DeepSpeed is reentrant: one of a module's inputs must need a gradient",)
-
-    def write(self, placement: Placement, plan: Plan) -> str:
-        return f"""\
+    template = """\
 # Merge DEEPSPEED_CONFIG into the configuration, and call checkpoint_modules(model, config) with all of it before
 # deepspeed.initialize.
 import functools
@@ -32,19 +27,19 @@ DEEPSPEED_CONFIG = {{
         "partition_activations": False,
         "cpu_checkpointing": False,
         "contiguous_memory_optimization": False,
-        "number_checkpoints": {len(placement.groups) or None},
+        "number_checkpoints": {count},
         "synchronize_checkpoint_boundary": False,
         "profile": False,
     }},
 }}
 
-{names("MODULES", placement.modules)}
+{modules}
 
 def checkpoint_modules(model, config=None, mpu=None):
     import deepspeed
 
     deepspeed.checkpointing.configure(mpu, deepspeed_config=config)
-{without_cache(plan)}    for name in MODULES:
+{without_cache}    for name in MODULES:
         module = model.get_submodule(name)
         module.forward = functools.partial(_checkpointed, module.forward)
     return model

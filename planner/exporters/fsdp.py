@@ -8,23 +8,18 @@ https://docs.pytorch.org/docs/stable/checkpoint.html.
 
 from __future__ import annotations
 
-from planner.exporters._export import Placement
-from planner.exporters._text import names, without_cache
 from planner.exporters._whole_modules import WholeModules
-from planner.plans.plan import Plan
 
 
 class _FSDP(WholeModules):
     name = "fsdp"
-
-    def write(self, placement: Placement, plan: Plan) -> str:
-        return f"""\
+    template = """\
 # Call checkpoint_modules(model) before fully_shard (FSDP2), or instead of any sharding. With
 # FullyShardedDataParallel (FSDP1): modules = planned_modules(model), shard, then
 # checkpoint_modules(model, modules).
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-{names("MODULES", placement.modules)}
+{modules}
 
 def planned_modules(model):
     return [model.get_submodule(name) for name in MODULES]
@@ -32,7 +27,7 @@ def planned_modules(model):
 
 def checkpoint_modules(model, modules=None):
     chosen = {{id(module) for module in (planned_modules(model) if modules is None else modules)}}
-{without_cache(plan)}    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
+{without_cache}    apply_activation_checkpointing(model, check_fn=lambda module: id(module) in chosen)
     return model
 """
 

@@ -14,16 +14,14 @@ import json
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._text import names
+from planner.exporters._text import WITHOUT_CACHE, names
+from planner.exporters._whole_modules import WholeModules
 from planner.plans.plan import Plan
 
 
-class _HuggingFace:
+class _HuggingFace(WholeModules):
     name = "huggingface"
     summary = "whole layers run again, where the plan chooses single operations"
-    language = "python"
-    eager = True
-    to_the_end = False
     lost = ("only a GradientCheckpointingLayer can be told: where a layer is none, the code says so and stops",)
 
     def takes(self, modules: tuple[str, ...]) -> bool:
@@ -53,8 +51,7 @@ def checkpoint_layers(model):
     for name, layer in zip(LAYERS, chosen):
         if not isinstance(layer, GradientCheckpointingLayer):
             raise TypeError(f"{{name}} is no GradientCheckpointingLayer: transformers cannot checkpoint it alone")
-    model.config.use_cache = False  # a layer that runs again would fill it twice
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={{"use_reentrant": False}})
+{WITHOUT_CACHE}    model.activation_checkpointing_enable(activation_checkpointing_kwargs={{"use_reentrant": False}})
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = any(module is layer for layer in chosen)

@@ -8,21 +8,16 @@ Lightning-AI/pytorch-lightning, and https://lightning.ai/docs/pytorch/stable/adv
 
 from __future__ import annotations
 
-from planner.exporters._export import Placement
-from planner.exporters._text import names, without_cache
 from planner.exporters._whole_modules import WholeModules
-from planner.plans.plan import Plan
 
 
 class _Lightning(WholeModules):
     name = "lightning"
-
-    def write(self, placement: Placement, plan: Plan) -> str:
-        return f"""\
+    template = """\
 # Make the model before the strategy: Trainer(strategy=planned_strategy(model), ...). The model is the one that
 # training_step calls, made in __init__ and not in configure_model.
 
-{names("MODULES", placement.modules)}
+{modules}
 
 def checkpointing_policy(model):
     chosen = {{id(model.get_submodule(name)) for name in MODULES}}
@@ -36,7 +31,7 @@ def checkpointing_policy(model):
 def planned_strategy(model, **options):
     from lightning.pytorch.strategies import FSDPStrategy
 
-{without_cache(plan)}    return FSDPStrategy(activation_checkpointing_policy=checkpointing_policy(model), **options)
+{without_cache}    return FSDPStrategy(activation_checkpointing_policy=checkpointing_policy(model), **options)
 """
 
 

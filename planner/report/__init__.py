@@ -10,17 +10,7 @@ from rich.console import Console
 from planner.common.timings import STAGES
 from planner.common.units import format_seconds
 from planner.plans.plan import Plan
-from planner.report import (
-    alternatives,
-    anatomy,
-    findings,
-    offloading,
-    placement,
-    timeline,
-    trust,
-    verdict,
-    whole,
-)
+from planner.report import alternatives, anatomy, findings, offloading, placement, timeline, trust, verdict, whole
 from planner.report.audit import render as render_audit
 from planner.report.diff import render as render_difference
 from planner.report.established import render as render_established
@@ -33,20 +23,10 @@ from planner.report.style import print_parts, print_verdict, table
 from planner.report.what_if import render as render_what_if
 
 __all__ = [
-    "render",
-    "render_audit",
-    "render_device",
-    "render_diagnosis",
-    "render_difference",
-    "render_established",
-    "render_explanation",
-    "render_infeasible",
-    "render_infeasible_pipeline",
-    "render_pipeline",
-    "render_profile",
-    "render_timings",
-    "render_what_if",
-]
+    "render", "render_audit", "render_device", "render_diagnosis", "render_difference", "render_established",
+    "render_explanation", "render_infeasible", "render_infeasible_pipeline", "render_pipeline", "render_profile",
+    "render_timings", "render_what_if",
+]  # fmt: skip
 
 
 def render(plan: Plan, console: Console, *, show_operations: bool = False, show_tree: bool = False) -> None:

@@ -9,10 +9,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from planner.common.units import format_bytes, format_percent
+from planner.common.units import format_bytes, format_percent, in_unit_of
 from planner.ir.graph import operator_name
 from planner.plans.plan import Plan
-from planner.report.style import in_unit_of, sizes, table
+from planner.report.style import sizes, table
 
 _ORDER = (
     "parameters", "master weights", "buffers", "inputs", "gradients", "optimizer", "saved activations",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from planner.common.units import format_bytes, format_seconds
+from planner.common.units import format_bytes, format_seconds, in_unit_of
 from planner.ir.graph import operator_name
 from planner.ir.layers import collapse
 from planner.plans.plan import LayerPlacement, Plan
-from planner.report.style import in_unit_of
 
 NUMBERS = ("saved", "freed", "again", "added", "freed/ms")
 _GAP = "  "
@@ -75,8 +74,7 @@ def rows(plan: Plan) -> list[Row]:
         _row(label, positions, [layers[i] for i in positions], largest_bytes)
         for label, positions in collapse([layer.module for layer in layers], _signatures(layers))
     ]
-    total = _row("all", range(len(layers)), layers, largest_bytes)
-    return [*found, Row(label=total.label, positions=total.positions, numbers=total.numbers, why="")]
+    return [*found, replace(_row("all", range(len(layers)), layers, largest_bytes), why="")]
 
 
 def fitting(label: str, length: int) -> str:

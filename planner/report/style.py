@@ -11,24 +11,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from planner.common.units import in_unit_of
+
 Write = Callable[[Any], str]
 """How the contents of a column are written."""
 
-_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
-
 _COUNTS = (("K", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12))
-
-
-def in_unit_of(size_bytes: int, largest_bytes: int, *, digits: int | None = None) -> str:
-    """Return a size in the unit that suits the largest of a column, so that the column can be added up.
-
-    >>> in_unit_of(1536 * 2**10, 3 * 2**30), in_unit_of(0, 2**20)
-    ('0.00 GiB', '0.0 MiB')
-    """
-    unit, factor, usual_digits = next((u for u in _UNITS if largest_bytes >= u[1]), _UNITS[-1])
-    if digits is None or unit == "B":
-        digits = usual_digits
-    return f"{size_bytes / factor:,.{digits}f} {unit}"
 
 
 def compact_count(count: int) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from planner.common.units import format_seconds
+from planner.common.units import format_seconds, in_unit_of
 from planner.plans.plan import Plan, StepDetails, Timeline
-from planner.report.style import in_unit_of
 
 _ROWS = 9
 _PARTS = " ▁▂▃▄▅▆▇█"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.common.units import format_bytes
+from planner.common.units import format_bytes, in_unit_of
 from planner.plans.plan import PeakLocation, Plan
-from planner.report.style import at_least_percent, in_unit_of, signed_percent
+from planner.report.style import at_least_percent, signed_percent
 
 
 def verdict(plan: Plan) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -68,32 +69,20 @@ class PlannedCalls:
         self.options = self.options.after(plan)
 
 
-class Decided(Protocol):
-    """What was decided for some calls."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that it carries out."""
-        ...
+Decided = tuple[Plan, Callable[[], AbstractContextManager[Any]]]
+"""A plan for some calls, and what replaces parts of the model for as long as a forward lasts."""
 
 
-DecidedT = TypeVar("DecidedT", bound=Decided)
-
-
-class CallsInSituations(PlannedCalls, ABC, Generic[DecidedT]):
+class CallsInSituations(PlannedCalls, ABC):
     """Calls of the model itself, with parts of it replaced: decided anew where a call differs in more than data."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
-        self._decided: dict[Any, DecidedT] = {}
+        self._decided: dict[Any, Decided] = {}
 
     @abstractmethod
-    def decide(self, inputs: Inputs) -> DecidedT:
+    def decide(self, inputs: Inputs) -> Decided:
         """Plan a call."""
-
-    @abstractmethod
-    def installed(self, decided: DecidedT) -> AbstractContextManager[Any]:
-        """Replace parts of the model for as long as the forward lasts."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
@@ -104,9 +93,8 @@ class CallsInSituations(PlannedCalls, ABC, Generic[DecidedT]):
         situation = situation_of(self.model, inputs)
         if situation not in self._decided:
             self._decided[situation] = self.decide(inputs)
-        decided = self._decided[situation]
-        self.plan = decided.plan
-        with self.installed(decided):
+        self.plan, installed = self._decided[situation]
+        with installed():
             return implementation(*args, **kwargs)
 
 

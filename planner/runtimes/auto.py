@@ -11,6 +11,7 @@ from planner.capture.parallel import has_several_ranks
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings.finding import Finding
 from planner.runtimes import Prepare, Running
+from planner.runtimes._calls import StartsCalls
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +40,13 @@ class AutoRuntime:
     """What ``model(...)`` runs: the first choice, and once that cannot capture the model, the other one."""
 
     def __init__(
-        self, model: nn.Module, options: Options, *, plan: Plan | None, replan: bool, prepare: Prepare | None
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        plan: Plan | None = None,
+        replan: bool = True,
+        prepare: Prepare | None = None,
     ) -> None:
         self._model, self._options, self._replan, self._prepare = model, options, replan, prepare
         self._note = next((w for w in plan.warnings if w.rule == _RULE), None) if plan is not None else None
@@ -75,11 +82,10 @@ class AutoRuntime:
         return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=completed)
 
 
-class _Auto:
+class _Auto(StartsCalls):
+    calls = AutoRuntime
     name = "auto"
     summary = "graph; modules where the model cannot be captured; regional with several ranks"
-    tolerance = 0.0
-    exact_peak = True
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
@@ -100,17 +106,6 @@ class _Auto:
             except (CaptureError, RuntimeUnsupportedError):
                 raise refusal from None  # it is the model that fails, not its capture
             return _with(plan, _said(refusal, options))
-
-    def start(
-        self,
-        model: nn.Module,
-        options: Options,
-        *,
-        plan: Plan | None = None,
-        replan: bool = True,
-        prepare: Prepare | None = None,
-    ) -> Running:
-        return AutoRuntime(model, options, plan=plan, replan=replan, prepare=prepare)
 
 
 def _for(name: str, options: Options) -> Options:

@@ -9,8 +9,8 @@ graph is planned anew for less. Sums come out in another order where a fusion di
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -53,7 +53,7 @@ class InductorRuntime(GraphRuntime):
         if options.target.cost_model == AutoCosts.name:
             # Operations are fused: what each takes alone says little.
             options = replace(options, target=replace(options.target, cost_model=RooflineCosts.name))
-        super().__init__(model, options, compiler=self._compiler, **settings)
+        super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
         self._step: PlannedStep | None = None
         self._fits = False
         self._limit_bytes: int | None = None
@@ -62,16 +62,13 @@ class InductorRuntime(GraphRuntime):
     def plan_only(self, inputs: Inputs) -> Plan:
         """Plan one step by its draft: nothing is compiled, and nothing is run."""
 
-        def compiler(partition: PartitionFunction) -> Callable[..., Any]:
-            def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-                self._draft_that_fits(partition, graph_module, example_inputs)
-                if self._fits:
-                    raise Stopped(self.plan)
-                return graph_module.forward
+        def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+            self._draft_that_fits(partition, graph_module, example_inputs)
+            if self._fits:
+                raise Stopped(self.plan)
+            return graph_module.forward
 
-            return backend
-
-        plan: Plan = until_stopped(self.model, inputs, self.partition, compiler=compiler)
+        plan: Plan = until_stopped(self.model, inputs, self.partition, compiler=lambda p: partial(drafted, p))
         return plan
 
     def planned(self, joint: JointGraph) -> PlannedStep:
@@ -90,15 +87,12 @@ class InductorRuntime(GraphRuntime):
             return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self._step.schedule)
         return super().partition(joint)
 
-    def _compiler(self, partition: PartitionFunction) -> Callable[..., Any]:
-        def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
-            drafts = self._draft_that_fits(partition, graph_module, example_inputs)
-            try:
-                return compile_with_inductor(partition, graph_module, example_inputs, drafts)
-            finally:
-                self._fits = False
-
-        return backend
+    def _compiled(self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        drafts = self._draft_that_fits(partition, graph_module, example_inputs)
+        try:
+            return compile_with_inductor(partition, graph_module, example_inputs, drafts)
+        finally:
+            self._fits = False
 
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any

@@ -23,8 +23,7 @@ from planner.capture.torch_internals import call_implementation, calling
 from planner.errors import PlanMismatchError
 from planner.plans.module_choices import modules_of
 from planner.plans.offload import OffloadedModule
-from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, StartsCalls
+from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.session.step import plan_eager
 
@@ -36,13 +35,12 @@ Kept = Mapping[str, Sequence[int]]
 class _Chosen:
     """What a plan does with calls of some modules: which are checkpointed and keep what, and which send what."""
 
-    plan: Plan
     checkpointed: Mapping[str, Kept]
     offloaded: tuple[OffloadedModule, ...]
     modules: Mapping[str, nn.Module]
 
 
-class ModulesRuntime(CallsInSituations[_Chosen]):
+class ModulesRuntime(CallsInSituations):
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients records a step and plans it; calls of other sizes or settings are
@@ -51,7 +49,7 @@ class ModulesRuntime(CallsInSituations[_Chosen]):
 
     needs_graphs = False
 
-    def decide(self, inputs: Inputs) -> _Chosen:
+    def decide(self, inputs: Inputs) -> Decided:
         """Record a step, and choose modules."""
         self.complete_options(inputs)
         plan = plan_eager(self.model, inputs, self.options, reuse=self.plan, must_match=self.must_match)
@@ -63,17 +61,19 @@ class ModulesRuntime(CallsInSituations[_Chosen]):
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
         self.is_confirmed = True
         checkpointed = {name: plan.kept.get(name, {}) for name in modules_of(plan)}
-        return _Chosen(plan, checkpointed, offloaded, {name: by_name[name] for name in names})
+        chosen = _Chosen(checkpointed, offloaded, {name: by_name[name] for name in names})
+        return plan, partial(_installed, chosen)
 
-    @contextmanager
-    def installed(self, decided: _Chosen) -> Iterator[None]:
-        """Let calls of the chosen modules be checkpointed, and send what they save."""
-        waiting = Waiting(decided.offloaded)
-        with ExitStack() as stack:
-            for name, module in decided.modules.items():
-                stack.enter_context(calling(module, partial(_run, name, module, decided, waiting)))
-            stack.callback(waiting.end)
-            yield
+
+@contextmanager
+def _installed(chosen: _Chosen) -> Iterator[None]:
+    """Let calls of the chosen modules be checkpointed, and send what they save."""
+    waiting = Waiting(chosen.offloaded)
+    with ExitStack() as stack:
+        for name, module in chosen.modules.items():
+            stack.enter_context(calling(module, partial(_run, name, module, chosen, waiting)))
+        stack.callback(waiting.end)
+        yield
 
 
 def _run(name: str, module: nn.Module, chosen: _Chosen, waiting: Waiting, *args: Any, **kwargs: Any) -> Any:

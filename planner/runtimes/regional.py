@@ -7,9 +7,10 @@ training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -35,7 +36,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import CallsInSituations, StartsCalls
+from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
 from planner.runtimes._gradients import Reach, reach_of, watch_backward
 from planner.session.agreement import plan_together
 from planner.session.step import LoweredStep, Options, attention_for, context_of, described, static_memory_of
@@ -44,19 +45,15 @@ BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
 
 
-class RegionalRuntime(CallsInSituations["_Planned"]):
+class RegionalRuntime(CallsInSituations):
     """What ``model(...)`` runs while a plan is in force."""
 
-    @contextmanager
-    def installed(self, decided: _Planned) -> Iterator[None]:
-        """Run planned blocks in place of the model's own."""
-        with explain_failures(self.model), forwards(decided.forwards):
-            yield
-
-    def decide(self, inputs: Inputs) -> _Planned:
+    def decide(self, inputs: Inputs) -> Decided:
         """Plan the blocks."""
-        if is_sharded(self.model):
-            return _Planned(self.model, self._planned_before(inputs))
+        plan = self._planned_before(inputs) if is_sharded(self.model) else self._planned(inputs)
+        return plan, partial(_installed, self.model, _Planned(self.model, plan).forwards)
+
+    def _planned(self, inputs: Inputs) -> Plan:
         check_plannable(self.model, inputs)
         self.complete_options(inputs)
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
@@ -64,7 +61,7 @@ class RegionalRuntime(CallsInSituations["_Planned"]):
         plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
         self.is_confirmed = True
         self.put_in_force(plan)
-        return _Planned(self.model, plan)
+        return plan
 
     def _planned_before(self, inputs: Inputs) -> Plan:
         """Return the plan that was made before the model was sharded: afterwards there is no whole model to plan."""
@@ -80,6 +77,13 @@ class RegionalRuntime(CallsInSituations["_Planned"]):
                 f"{shapes}: a sharded model cannot be planned anew; keep to one set of sizes"
             )
         return self.plan
+
+
+@contextmanager
+def _installed(model: nn.Module, planned: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Run planned blocks in place of the model's own."""
+    with explain_failures(model), forwards(planned):
+        yield
 
 
 class _Planned:

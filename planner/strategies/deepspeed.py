@@ -18,13 +18,7 @@ from itertools import chain
 
 from planner.strategies._divided import DEVICES, divided, every_block_gathered
 from planner.strategies._offloads import inputs_offloaded
-from planner.strategies._step import Strategy, StrategyStep
-
-
-def _partitioned(step: StrategyStep, number: int) -> StrategyStep:
-    entering = step.entering(step.regions(step.blocks, whole=True))
-    return divided(step, [*chain.from_iterable(entering)], number)
-
+from planner.strategies._step import Strategy
 
 STRATEGIES = (
     Strategy(
@@ -37,7 +31,9 @@ STRATEGIES = (
         summary="DeepSpeed: every block runs again, its inputs divided over N devices (partition_activations)",
         schedule=every_block_gathered,
         number=lambda blocks: DEVICES,
-        step=_partitioned,
+        step=lambda step, number: divided(
+            step, [*chain(*step.entering(step.regions(step.blocks, whole=True)))], number
+        ),
         note="gathering what N devices share takes time, which is not counted",
     ),
 )

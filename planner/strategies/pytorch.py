@@ -33,8 +33,7 @@ def _sequential(step: StrategyStep, number: int) -> Schedule:
 
 
 def _save_on_cpu(step: StrategyStep, _: int) -> Schedule:
-    values = filter(step.is_saved_freely, range(len(step.graph.values)))
-    return offloaded(step, Schedule.keep_all(step.graph), values)
+    return offloaded(step, Schedule.keep_all(step.graph), filter(step.is_saved_freely, range(len(step.graph.values))))
 
 
 def in_groups(blocks: tuple[tuple[int, ...], ...], size: int) -> list[tuple[int, ...]]:

@@ -70,27 +70,13 @@ def build(
     device: str = "cpu",
     fake_mode: FakeTensorMode | None = None,
 ) -> ZooModel:
-    """Build a model of the zoo with random weights and random inputs.
+    """Build a model of the zoo, one of :func:`names` in any case, with random weights and inputs of a seed.
 
-    Parameters
-    ----------
-    name : str
-        One of :func:`names`, in any case.
-    batch_size, seq_len, image_size, layers : int, optional
-        Sizes; by default those of :func:`describe`. Widths stay what they are.
-    dtype : str or torch.dtype, optional
-        Element type of parameters and inputs, for example ``"bfloat16"``.
-    seed : int
-        Seed of weights and inputs; the global random state is left as it was.
-    device : str
-        Where weights and inputs are made.
-    fake_mode : FakeTensorMode, optional
-        Build parameters, buffers and inputs as fake tensors of this mode. An ambient mode does as well.
+    Sizes are by default those of :func:`describe`; widths stay what they are. ``dtype`` is the element type of
+    parameters and inputs. Under ``fake_mode``, or an ambient one, these and buffers are fake tensors. The global
+    random state is left as it was.
 
-    Raises
-    ------
-    UsageError
-        If there is no such model, it has no such size, or ``transformers`` is not installed.
+    A UsageError says that there is no such model, that it has no such size, or that ``transformers`` is not installed.
     """
     import torch
 
@@ -116,23 +102,14 @@ def check_sizes(specification: str, sizes: Iterable[str]) -> None:
 def load_user_model(
     specification: str, *, sizes: Mapping[str, int] | None = None, fake_mode: FakeTensorMode | None = None
 ) -> ZooModel:
-    """Call a factory of the user's.
+    """Call a factory of the user's, ``path/to/file.py:factory`` or ``package.module:factory``.
 
-    Parameters
-    ----------
-    specification : str
-        ``path/to/file.py:factory`` or ``package.module:factory``. The factory needs no argument and
-        returns ``(model, example_inputs)`` or ``(model, example_inputs, loss_fn)``; the example
-        inputs are a tensor, a tuple of arguments, or a dict of keyword arguments.
-    sizes : mapping of str to int, optional
-        What to call it with: it must take keywords of these names.
-    fake_mode : FakeTensorMode, optional
-        Call the factory under this mode.
+    It takes keywords of the names of ``sizes``, needs none, and returns ``(model, example_inputs)`` or
+    ``(model, example_inputs, loss_fn)``; the example inputs are a tensor, a tuple of arguments, or a dict of keyword
+    arguments.
 
-    Raises
-    ------
-    UsageError
-        If there is no such file, module or factory, if it takes no such size, raises, or returns something else.
+    A UsageError says that there is no such file, module or factory, that it takes no such size, raises, or returns
+    something else.
     """
     with _factory(specification) as factory, fake_mode or nullcontext():
         _check_takes(specification, factory, sizes or {})

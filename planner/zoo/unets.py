@@ -17,14 +17,11 @@ from torch import Tensor, nn
 
 def double_convolution(incoming: int, outgoing: int) -> nn.Sequential:
     """Return two 3x3 convolutions, each normalised over the batch and rectified."""
-    return nn.Sequential(
-        nn.Conv2d(incoming, outgoing, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outgoing),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(outgoing, outgoing, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outgoing),
-        nn.ReLU(inplace=True),
-    )
+    layers: list[nn.Module] = []
+    for width in (incoming, outgoing):
+        convolution = nn.Conv2d(width, outgoing, 3, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outgoing), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planner.common.units import format_seconds
+from planner.common.units import format_seconds, in_unit_of
 from planner.plans.plan import LayerPlacement, Plan, StepDetails, Timeline
 from planner.report.alternatives import gap_to_bound
-from planner.report.style import in_unit_of, signed_percent
+from planner.report.style import signed_percent
 
 WIDTH, HEIGHT = 1000, 300
 """Of a drawing's own coordinates; it is stretched to the room there is."""
