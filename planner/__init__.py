@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planner.analysis.explain import explain
     from planner.analysis.study import Study
     from planner.analysis.trade_off.types import TradeOffCurve
-    from planner.api import auto_wrap, plan, profile, verify
+    from planner.api import auto_wrap, plan, plan_of, profile, unwrap, verify
     from planner.diagnose.check import check
     from planner.exporters import export
     from planner.exporters._export import Export
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from planner.session.pipelining import plan_pipeline
     from planner.session.studying import audit, study, what_if
     from planner.solvers import solve
-    from planner.wrapped import plan_of, unwrap
 
 __version__ = "0.1.0"
 
@@ -42,7 +41,7 @@ _HOME = {
     "planner.analysis.explain": ("explain",),
     "planner.analysis.study": ("Study",),
     "planner.analysis.trade_off.types": ("TradeOffCurve",),
-    "planner.api": ("auto_wrap", "plan", "profile", "verify"),
+    "planner.api": ("auto_wrap", "plan", "plan_of", "profile", "unwrap", "verify"),
     "planner.diagnose.check": ("check",),
     "planner.exporters": ("export",),
     "planner.exporters._export": ("Export",),
@@ -53,7 +52,6 @@ _HOME = {
     "planner.session.pipelining": ("plan_pipeline",),
     "planner.session.studying": ("audit", "study", "what_if"),
     "planner.solvers": ("solve",),
-    "planner.wrapped": ("plan_of", "unwrap"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

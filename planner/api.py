@@ -1,4 +1,4 @@
-"""What people call: :func:`plan`, :func:`profile`, :func:`auto_wrap`, :func:`verify`."""
+"""What people call: plan, profile, auto_wrap and verify; and of a wrapped model its plan, and to be plain again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from planner.analysis.compatibility import (
 from planner.capture.inputs import Inputs, LossFunction, check_model
 from planner.capture.joint_capture import is_fake
 from planner.capture.parallel import has_several_ranks
-from planner.capture.torch_internals import install_untraced_call, installed_call
+from planner.capture.torch_internals import install_call, install_untraced_call, installed_call, untraced_call
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
 from planner.common.units import Size
@@ -34,8 +34,8 @@ from planner.errors import UsageError
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.plan import Plan, Verification
+from planner.runtimes import Running
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
-from planner.wrapped import running_on, unwrap
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -390,3 +390,53 @@ def verify(
     inputs = Inputs.of(example_inputs, example_kwargs)
     needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
     return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
+
+
+def running_on(model: nn.Module) -> Running | None:
+    """Return what runs in place of a model's call, if that is ours."""
+    running = untraced_call(model)
+    return running if isinstance(running, Running) else None
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """Return the plan in force: the one of the input sizes that ran last.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        One that :func:`planner.auto_wrap` has wrapped.
+
+    Returns
+    -------
+    Plan
+
+    Raises
+    ------
+    UsageError
+        If the model is not wrapped, or has not been planned yet.
+    """
+    running = running_on(model)
+    if running is None:
+        raise UsageError(f"{type(model).__name__} is not wrapped: call planner.auto_wrap(model, budget=...) first")
+    if running.plan is None:
+        raise UsageError(f"{type(model).__name__} is not planned yet: that happens at its first training call")
+    return running.plan
+
+
+def unwrap(model: ModelT) -> ModelT:
+    """Undo :func:`planner.auto_wrap`; a model that is not wrapped is left as it is.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+
+    Returns
+    -------
+    torch.nn.Module
+        The same object.
+    """
+    running = running_on(model)
+    if running is not None:
+        running.stop()
+        install_call(model, None)
+    return model

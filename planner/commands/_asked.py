@@ -12,7 +12,7 @@ from planner.commands._options import DTYPES
 from planner.commands._terminal import quiet, reporting
 from planner.common.limits import Progress
 from planner.common.options import Training, picked
-from planner.errors import UsageError
+from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
     from planner.zoo import ZooModel
@@ -100,6 +100,19 @@ def ask(function: Callable[..., Answer], loaded: ZooModel, progress: Progress | 
         progress=progress,
         **asked,
     )
+
+
+def ask_or_build(
+    function: Callable[..., Answer], args: argparse.Namespace, loaded: ZooModel, progress: Progress, **asked: Any
+) -> Answer:
+    """Ask about a model without memory; where a model of the user's own cannot be captured so, about one for real."""
+    try:
+        return ask(function, loaded, progress, **asked)
+    except CaptureError:
+        if ":" not in (args.model or args.name):
+            raise
+    progress("building the model for real: what it runs may depend on data")
+    return ask(function, load(args, real=True), progress, **asked)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from planner.commands import _asked
 from planner.commands._terminal import hand_out, show
 from planner.common import timings
 from planner.common.options import OFF, Budget, Offload, Search, Target, Training
-from planner.errors import CaptureError, PlannerError, UsageError
+from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
     from planner.ir.problem import Progress
@@ -64,18 +64,13 @@ def _make(args: argparse.Namespace, progress: Progress, loaded: ZooModel, saved:
     from planner import api
 
     asked = _asked.keywords(args, Budget, Search, Offload, Target, Training)
-    told = {"strategy": args.strategy, "runtime": args.runtime, "chunk": args.chunk}
-
-    def planned(loaded: ZooModel) -> Plan:
-        return _asked.ask(api.plan, loaded, progress, **told, **asked)
-
-    try:
-        plan = saved or planned(loaded)
-    except CaptureError:
-        if args.verify or args.runtime == "graph" or ":" not in (args.model or args.name):
-            raise
-        progress("building the model for real: what it runs may depend on data")
-        plan = planned(_asked.load(args, real=True))
+    asked |= {"strategy": args.strategy, "runtime": args.runtime, "chunk": args.chunk}
+    if saved is not None:
+        plan = saved
+    elif args.verify or args.runtime == "graph":
+        plan = _asked.ask(api.plan, loaded, progress, **asked)
+    else:
+        plan = _asked.ask_or_build(api.plan, args, loaded, progress, **asked)
     if not args.verify:
         return plan
     progress("running real steps")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from planner.commands import _asked
 from planner.commands._options import AboutModel, add, json_option
 from planner.commands._terminal import write_json
 from planner.common.options import Target, Training
-from planner.errors import CaptureError, UsageError
-
-if TYPE_CHECKING:
-    from planner.analysis.study import Study
+from planner.errors import UsageError
 
 
 class _Export(AboutModel):
@@ -34,6 +30,7 @@ class _Export(AboutModel):
         json_option(parser)
 
     def run(self, args: argparse.Namespace) -> int:
+        import planner
         from planner import exporters
         from planner.exporters._export import Label
         from planner.plans.plan import Plan
@@ -49,7 +46,9 @@ class _Export(AboutModel):
                 args.name = plan.model  # of the zoo, unless the check below refuses it
             _asked.check_model(args)
             _asked.check_target(args)
-            study = _study(args, exporters.runtime_for(args.to))
+            runtime, asked = exporters.runtime_for(args.to), _asked.keywords(args, Target, Training)
+            with _asked.working(args) as (progress, loaded):
+                study = _asked.ask_or_build(planner.study, args, loaded, progress, runtime=runtime, **asked)
         made = exporters.export(plan, to=args.to, study=study)
         write_json(made.report(), args.json)
         if made.label is Label.UNSUPPORTED:
@@ -60,21 +59,6 @@ class _Export(AboutModel):
             sys.stdout.write(made.text)
         print(made.verdict, file=sys.stdout if args.output and args.json != "-" else sys.stderr)
         return 0
-
-
-def _study(args: argparse.Namespace, runtime: str) -> Study:
-    """Study the step of the model that is named."""
-    import planner
-
-    asked = _asked.keywords(args, Target, Training)
-    with _asked.working(args) as (progress, loaded):
-        try:
-            return _asked.ask(planner.study, loaded, progress, runtime=runtime, **asked)
-        except CaptureError:
-            if ":" not in (args.model or args.name):
-                raise
-            progress("building the model for real: what it runs may depend on data")
-            return _asked.ask(planner.study, _asked.load(args, real=True), progress, runtime=runtime, **asked)
 
 
 COMMAND = _Export()

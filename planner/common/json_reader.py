@@ -98,9 +98,8 @@ def to_data(value: Any) -> Any:
         for name in outer:
             inner = inner.setdefault(name, {})
         if "columns" in field.metadata:
-            inner[key] = {
-                f.name: [to_data(getattr(row, f.name)) for row in content] for f, _ in _fields(_row(declared))
-            }
+            columns = _fields(get_args(declared)[0])
+            inner[key] = {f.name: [to_data(getattr(row, f.name)) for row in content] for f, _ in columns}
         else:
             inner[key] = to_data(content)
     return data
@@ -183,27 +182,28 @@ def shown(value: object) -> str:
     return json.dumps(value, default=str)[:40]
 
 
-def _object(value: Any, where: Where) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        _fail(value, where, "an object")
-    return value
+def _is(kind: type[T], wanted: str) -> Callable[[Any, Where], T]:
+    def read(value: Any, where: Where) -> T:
+        if not isinstance(value, kind):
+            _fail(value, where, wanted)
+        return value
+
+    return read
 
 
-def _boolean(value: Any, where: Where) -> bool:
-    if not isinstance(value, bool):
-        _fail(value, where, "true or false")
-    return value
+_object: Callable[[Any, Where], dict[str, Any]] = _is(dict, "an object")
+_list: Callable[[Any, Where], list[Any]] = _is(list, "a list")
+_string = _is(str, "text")
 
 
 def _text(value: Any, where: Where) -> str:
     """Return a text of sensible length without control characters, which could play with a terminal."""
-    if not isinstance(value, str):
-        _fail(value, where, "text")
-    if len(value) > _LONGEST_TEXT:
+    text = _string(value, where)
+    if len(text) > _LONGEST_TEXT:
         raise PlanFileError(f"{_path(where)} is longer than {_LONGEST_TEXT} characters")
-    if not value.isprintable():
+    if not text.isprintable():
         raise PlanFileError(f"{_path(where)} holds characters that cannot be printed")
-    return value
+    return text
 
 
 def _integer(value: Any, where: Where, signed: bool = False) -> int:
@@ -227,7 +227,7 @@ def _number(value: Any, where: Where, signed: bool = False) -> float:
 
 
 _SIMPLE: dict[Any, Read] = {
-    bool: _boolean,
+    bool: _is(bool, "true or false"),
     str: _text,
     int: _integer,
     float: _number,
@@ -271,20 +271,13 @@ def _one_of(allowed: tuple[str, ...]) -> Read:
 
 
 def _list_of(item: Read) -> Read:
-    def read(value: Any, where: Where) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            _fail(value, where, "a list")
-        return tuple([item(one, (where, index)) for index, one in enumerate(value)])
-
-    return read
+    return lambda value, where: tuple([item(one, (where, index)) for index, one in enumerate(_list(value, where))])
 
 
 def _mapping_to(item: Read) -> Read:
-    def read(value: Any, where: Where) -> dict[str, Any]:
-        content = _object(value, where).items()
-        return {_text(key, (where, None)): item(one, (where, key)) for key, one in content}
-
-    return read
+    return lambda value, where: {
+        _text(key, (where, None)): item(one, (where, key)) for key, one in _object(value, where).items()
+    }
 
 
 def _columns_of(row: Any) -> Read:
@@ -314,7 +307,7 @@ def _parts(kind: Any, wrap: Callable[[Read], Read] = lambda read: read) -> list[
 
 def _field_reader(field: Field[Any], kind: Any) -> Read:
     if "columns" in field.metadata:
-        return _columns_of(_row(kind))
+        return _columns_of(get_args(kind)[0])
     if "signed" in field.metadata:
         return _SIMPLE[kind, "signed"]
     if renamed := field.metadata.get("renamed"):
@@ -329,14 +322,12 @@ def _read_parts(parts: Iterable[_Part], value: Any, where: Where) -> dict[str, A
     for name, keys, read, optional in parts:
         inner, place = value, where
         for key in keys:
-            if not isinstance(inner, dict):
-                _fail(inner, place, "an object")
-            place = (place, key)
-            if key not in inner:
+            container, place = _object(inner, place), (place, key)
+            if key not in container:
                 if optional and key == keys[-1]:
                     break
                 raise PlanFileError(f"{_path(place)} is missing")
-            inner = inner[key]
+            inner = container[key]
         else:
             found[name] = read(inner, place)
     return found
@@ -350,7 +341,3 @@ def _fields(kind: Any) -> list[tuple[Field[Any], Any]]:
 
 def _keys(field: Field[Any]) -> list[str]:
     return str(field.metadata.get("at", field.name)).split(".")
-
-
-def _row(kind: Any) -> Any:
-    return get_args(kind)[0]
