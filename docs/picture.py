@@ -11,7 +11,7 @@ from rich.console import Console
 
 from planner import Plan
 from planner.report import alternatives, anatomy, placement, timeline, verdict
-from planner.report.style import print_parts, print_verdict
+from planner.report.style import print_report
 
 WIDTH = 104
 
@@ -20,9 +20,8 @@ def main(path: str) -> None:
     """Draw the parts that say most."""
     plan = Plan.load(path)
     console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_terminal=True)
-    print_verdict(verdict.verdict(plan), console, style="bold green")
     parts = (anatomy.render, alternatives.render_baselines, placement.render, timeline.render)
-    print_parts(console, *(part(plan) for part in parts))
+    print_report(console, verdict.verdict(plan), *(part(plan) for part in parts), style="bold green")
     drawn = console.export_svg(title="python cli.py plan gpt2 --budget 60%")
     drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # whose address is in a network
     Path(__file__).with_name("report.svg").write_text(drawn, encoding="utf-8")

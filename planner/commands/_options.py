@@ -249,10 +249,7 @@ def pipeline_of(args: argparse.Namespace) -> dict[str, Any]:
     if given := [option for option, value in refused.items() if value]:
         raise UsageError(f"{given[0]} does not go with --pipeline-stages: stages are planned for --budget, not run")
     schedule = args.schedule or "1f1b"
-    made = PipelineSchedule(
-        stages=args.pipeline_stages,
-        micro_batches=args.micro_batches,
-        name=schedule,
-        chunks=args.chunks or (2 if schedule == "interleaved" else 1),
-    )
-    return {"stages": made.stages, "micro_batches": made.micro_batches, "schedule": made.name, "chunks": made.chunks}
+    chunks = args.chunks or (2 if schedule == "interleaved" else 1)
+    asked = {"stages": args.pipeline_stages, "micro_batches": args.micro_batches, "chunks": chunks}
+    PipelineSchedule(name=schedule, **asked)  # refuses what does not go together
+    return {**asked, "schedule": schedule}

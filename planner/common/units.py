@@ -15,7 +15,7 @@ _FACTORS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
-_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1), ("B", 1, 0))
+_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
 _HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of the unplanned peak"
@@ -84,10 +84,10 @@ def in_unit_of(size_bytes: int | float, largest_bytes: int | float, *, digits: i
     >>> in_unit_of(1536 * 2**10, 3 * 2**30), in_unit_of(0, 2**20)
     ('0.00 GiB', '0.0 MiB')
     """
-    unit, factor, usual_digits = next((u for u in _UNITS if largest_bytes >= u[1]), _UNITS[-1])
-    if digits is None or unit == "B":
-        digits = usual_digits
-    return f"{size_bytes / factor:,.{digits}f} {unit}"
+    if largest_bytes < 1024:
+        return f"{size_bytes:.0f} B"
+    unit, factor, usual_digits = next(u for u in _UNITS if largest_bytes >= u[1])
+    return f"{size_bytes / factor:,.{usual_digits if digits is None else digits}f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

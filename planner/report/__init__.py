@@ -19,7 +19,7 @@ from planner.report.findings import render_diagnosis
 from planner.report.measured import render_device, render_profile
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
-from planner.report.style import print_parts, print_verdict, table
+from planner.report.style import print_parts, print_report, table
 from planner.report.what_if import render as render_what_if
 
 __all__ = [
@@ -31,9 +31,9 @@ __all__ = [
 
 def render(plan: Plan, console: Console, *, show_operations: bool = False, show_tree: bool = False) -> None:
     """Print the report of a plan; if asked for with the table of all operations and the tree of all modules."""
-    print_verdict(verdict.verdict(plan), console, style="bold green")
-    print_parts(
+    print_report(
         console,
+        verdict.verdict(plan),
         anatomy.render(plan),
         alternatives.render_baselines(plan),
         placement.render(plan),
@@ -46,13 +46,13 @@ def render(plan: Plan, console: Console, *, show_operations: bool = False, show_
         trust.render_measured(plan),
         trust.render(plan),
         whole.render_operations(plan) if show_operations else None,
+        style="bold green",
     )
 
 
 def render_infeasible(report: dict[str, Any], console: Console) -> None:
     """Print that no plan fits, from the report that the error carries."""
-    print_verdict(verdict.infeasible_verdict(report), console, style="bold red")
-    print_parts(console, anatomy.render_infeasible(report))
+    print_report(console, verdict.infeasible_verdict(report), anatomy.render_infeasible(report), style="bold red")
 
 
 def render_timings(seconds: Mapping[str, float], console: Console) -> None:

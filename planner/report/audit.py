@@ -12,13 +12,13 @@ from rich.text import Text
 from planner.analysis.audit import Audit
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import Plan
-from planner.report.style import at_least_percent, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table
 
 
 def render(audit: Audit, console: Console) -> None:
     """Print an audit."""
-    print_verdict(answer(audit), console, style="bold green" if _is_best(audit) else "bold yellow")
-    print_parts(console, Group(_plans(audit), *map(Text, _lines(audit))))
+    style = "bold green" if _is_best(audit) else "bold yellow"
+    print_report(console, answer(audit), Group(_plans(audit), *map(Text, _lines(audit))), style=style)
 
 
 def answer(audit: Audit) -> str:

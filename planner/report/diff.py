@@ -15,15 +15,15 @@ from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
 from planner.report.alike import alike
 from planner.report.placement import fitting
-from planner.report.style import Write, counted, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.style import Write, counted, print_report, signed_percent, sizes, table
 
 _MOST_ROWS, _LABEL_AT_MOST = 30, 25
 
 
 def render(difference: Difference, console: Console) -> None:
     """Print a difference."""
-    print_verdict(answer(difference), console, style="bold")
-    print_parts(console, _header(difference), _layers(difference), _moves(difference), *map(Text, _notes(difference)))
+    parts = _header(difference), _layers(difference), _moves(difference), *map(Text, _notes(difference))
+    print_report(console, answer(difference), *parts)
 
 
 def answer(difference: Difference) -> str:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from planner.analysis.strategy_comparison import NEAR, Established, StrategyRow
 from planner.common.units import format_bytes, format_seconds
-from planner.report.style import at_least_percent, counted, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.style import at_least_percent, counted, print_report, signed_percent, sizes, table
 
 
 def render(established: Established, console: Console) -> None:
     """Print the comparison."""
-    print_verdict(answer(established), console, style="bold")
     strategies = [_strategies(established)] if established.rows else []
-    print_parts(console, Group(*strategies, *map(Text, _lines(established))))
+    print_report(console, answer(established), Group(*strategies, *map(Text, _lines(established))))
 
 
 def answer(established: Established) -> str:
@@ -60,14 +61,10 @@ def _strategies(established: Established) -> Table:
 
 
 def _lines(established: Established) -> list[str]:
-    reasons: dict[str, list[str]] = {}
-    for name, reason in established.absent.items():
-        reasons.setdefault(reason, []).append(name)
-    notes: dict[str, list[str]] = {}
-    for row in established.rows:
-        if row.note:
-            notes.setdefault(row.note, []).append(row.name)
-    lines = [f"{', '.join(names)}: {reason}" for reason, names in (*reasons.items(), *notes.items())]
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, said in (*established.absent.items(), *((row.name, row.note) for row in established.rows if row.note)):
+        names_of[said].append(name)
+    lines = [f"{', '.join(names)}: {said}" for said, names in names_of.items()]
     if any(row.best_overhead is None for row in established.rows):
         lines.append("Where values are divided over devices no plan is set beside it: plans are of one device.")
     if any(row.host_bytes for row in established.rows):

@@ -12,12 +12,12 @@ from planner.analysis.explain import ExplainedValue, Explanation, per_ms
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import is_within
 from planner.report.alike import alike, result_name
-from planner.report.style import counted, print_parts, print_verdict
+from planner.report.style import counted, print_parts, print_report
 
 
 def render(explanation: Explanation, console: Console, *, largest: int | None = None) -> None:
     """Print an explanation; with ``largest`` only so many of the values, those with the most bytes."""
-    print_verdict(answer(explanation), console, style="bold")
+    print_report(console, answer(explanation))
     console.print(Text(_peaks(explanation)))
     shown = groups = list(
         alike(

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from planner.findings.finding import Diagnosis, Finding, Severity
-from planner.report.style import counted, print_parts, print_verdict
+from planner.report.style import counted, print_report
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
 
@@ -29,8 +29,8 @@ def _lines(finding: Finding) -> tuple[Text, Padding, Padding]:
 
 def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what a check found, the answer first."""
-    print_verdict(answer(diagnosis), console, style="bold red" if diagnosis.problems else "bold green")
-    print_parts(console, render(diagnosis.findings) if diagnosis.findings else None)
+    style = "bold red" if diagnosis.problems else "bold green"
+    print_report(console, answer(diagnosis), render(diagnosis.findings) if diagnosis.findings else None, style=style)
 
 
 def answer(diagnosis: Diagnosis) -> str:

@@ -8,14 +8,13 @@ import cost_models
 from cost_models.devices import DeviceSpec
 from cost_models.measured import Profile
 from planner.common.units import format_percent, format_seconds
-from planner.report.style import compact_count, print_parts, print_verdict, table
+from planner.report.style import compact_count, print_report, table
 
 _ROWS = 15
 
 
 def render_device(spec: DeviceSpec, path: str, console: Console) -> None:
     """Print a calibrated device beside what the table says of it, and the file that it was written to."""
-    print_verdict(f"CALIBRATED {spec.name} · plan for it with --device {path}", console, style="bold green")
     try:
         assumed = _rates(cost_models.device(spec.name))
     except cost_models.UnknownNameError:
@@ -27,7 +26,8 @@ def render_device(spec: DeviceSpec, path: str, console: Console) -> None:
         ("measured", lambda row: row[1], str),
         ("table", lambda row: assumed.get(row[0]), str),
     )
-    print_parts(console, shown)
+    line = f"CALIBRATED {spec.name} · plan for it with --device {path}"
+    print_report(console, line, shown, style="bold green")
 
 
 def _rates(spec: DeviceSpec) -> dict[str, str]:
@@ -61,11 +61,9 @@ def render_profile(profile: Profile, path: str, console: Console) -> None:
         totals[operation.target] = (count + 1, seconds + found.seconds, estimated + estimate)
     step_seconds = sum(seconds for _, seconds, _ in totals.values())
     left = f", {unmeasured} operations left to the roofline" if unmeasured else ""
-    print_verdict(
+    line = (
         f"MEASURED {len(profile.measurements)} different operations of {profile.model or 'the model'} on "
-        f"{profile.device} · {format_seconds(step_seconds)} a step{left} · {path}",
-        console,
-        style="bold green",
+        f"{profile.device} · {format_seconds(step_seconds)} a step{left} · {path}"
     )
     shown = table(
         "Where the time goes",
@@ -76,4 +74,4 @@ def render_profile(profile: Profile, path: str, console: Console) -> None:
         ("share", lambda row: row[1][1] / step_seconds if step_seconds else None, format_percent),
         ("roofline", lambda row: row[1][2] / row[1][1] if rates and row[1][1] else None, "{:.2f}x".format),
     )
-    print_parts(console, shown)
+    print_report(console, line, shown, style="bold green")

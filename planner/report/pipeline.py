@@ -10,13 +10,12 @@ from rich.text import Text
 
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.pipeline_types import PipelinePlan
-from planner.report.style import at_least_percent, print_parts, print_verdict, signed_percent, sizes, table
+from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table
 from planner.report.verdict import fits
 
 
 def render(plan: PipelinePlan, console: Console) -> None:
     """Print the report of a pipeline's plan."""
-    print_verdict(_verdict(plan), console, style="bold green")
     size = sizes(stage.baseline_peak_bytes for stage in plan.stages)
     shown = table(
         f"Stages of the {plan.schedule.name} schedule, {plan.schedule.micro_batches} micro-batches",
@@ -31,7 +30,7 @@ def render(plan: PipelinePlan, console: Console) -> None:
         text_columns=2,
         bold=lambda row: row[0].index == plan.binding_stage,
     )
-    print_parts(console, shown, _explained(plan))
+    print_report(console, _verdict(plan), shown, _explained(plan), style="bold green")
     warnings = {warning for stage in plan.stages for part in stage.plans for warning in part.warnings}
     for warning in sorted(warnings, key=lambda warning: (warning.rule, warning.cause)):
         console.print(Text.assemble((f"warning [{warning.rule}] ", "yellow"), f"{warning.cause}; {warning.fix}"))
@@ -45,7 +44,7 @@ def render_infeasible(report: dict[str, Any], console: Console) -> None:
         f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes) · bound by stage {report['binding_stage']} of "
         f"{report['pipeline']['stages']}"
     )
-    print_verdict(line, console, style="bold red")
+    print_report(console, line, style="bold red")
 
 
 def _verdict(plan: PipelinePlan) -> str:

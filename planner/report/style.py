@@ -96,9 +96,10 @@ def _cell(content: Any, write: Write, style: str) -> Text:
     return Text(text, style=style)
 
 
-def print_verdict(line: str, console: Console, *, style: str) -> None:
-    """Print a verdict: on a terminal wrapped between words, elsewhere always one line for other programs."""
+def print_report(console: Console, line: str, *parts: RenderableType | None, style: str = "bold") -> None:
+    """Print parts beneath a verdict: wrapped on a terminal, elsewhere always one line for other programs."""
     console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
+    print_parts(console, *parts)
 
 
 def print_parts(console: Console, *parts: RenderableType | None) -> None:

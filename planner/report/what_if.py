@@ -15,23 +15,14 @@ from planner.analysis.trade_off.sizes import SizeAxis, SizeRow
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
 from planner.report.curve_chart import draw
-from planner.report.style import (
-    at_least_percent,
-    print_parts,
-    print_verdict,
-    signed_percent,
-    sizes,
-    table,
-    yes_or_no,
-)
+from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
 
 
 def render(answers: Answers, console: Console) -> None:
     """Print the answers."""
     curve = answers.curve
-    print_verdict(verdict(curve), console, style="bold green")
     drawn = draw(curve, answers.methods, width=console.width)
-    print_parts(console, _points(curve), drawn, *further(answers))
+    print_report(console, verdict(curve), _points(curve), drawn, *further(answers), style="bold green")
 
 
 def further(answers: Answers) -> Iterator[RenderableType]:
