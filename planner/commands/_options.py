@@ -142,8 +142,10 @@ class AboutModel:
     """A command that is about a step of a model."""
 
     def parents(self) -> Sequence[Parser]:
-        """Return the options on the model, and on what surrounds the step."""
-        return model_options(), training_options()
+        """Return the options on the model, and on what surrounds the step; names are checked where they are known."""
+        training = Parser(add_help=False)
+        add(training.add_argument_group("training"), Training)
+        return model_options(), training
 
 
 class Alone:
@@ -170,13 +172,6 @@ def model_options() -> Parser:
     for option in ("--batch-size", "--seq-len", "--image-size", "--layers"):
         group.add_argument(option, type=count, metavar="N")
     group.add_argument("--dtype", choices=DTYPES, metavar="TYPE", help="fp32, bf16 or fp16")
-    return parser
-
-
-def training_options() -> Parser:
-    """Return the options on what surrounds the step; names are checked where they are known."""
-    parser = Parser(add_help=False)
-    add(parser.add_argument_group("training"), Training)
     return parser
 
 

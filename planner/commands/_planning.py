@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from planner.commands import _asked
 from planner.commands._terminal import hand_out, show
 from planner.common import timings
+from planner.common.limits import Progress
 from planner.common.options import OFF, Budget, Offload, Search, Target, Training
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
-    from planner.ir.problem import Progress
     from planner.plans.plan import Plan
     from planner.zoo import ZooModel
 

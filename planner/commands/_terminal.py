@@ -10,13 +10,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from planner.ir.problem import Progress
-
+from planner.common.limits import Progress
 
 _IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░─│└├·…", "   #####.-|++-~")
 """What stands for what a report draws with; half a block and more are a whole one."""

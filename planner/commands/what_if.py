@@ -174,7 +174,7 @@ class _Asking:
             by_sample = unit == "samples"
             self.sizes[option] = SizeSearch(
                 sizes=sizes,
-                study_at=partial(self.study_at, option),
+                study_at=partial(self.study, option),
                 axis_so_far=SizeAxis(name=name, unit=unit, budget_bytes=sweep.asked_bytes),
                 search=row_search,
                 offload=self.offload,
@@ -183,24 +183,20 @@ class _Asking:
             )
             yield self.sizes[option].run
         if args.devices:
-            self.devices = DeviceSearch(args.devices, partial(self.study_at, "device"), row_search, self.offload)
+            self.devices = DeviceSearch(args.devices, partial(self.study, "device"), row_search, self.offload)
             yield self.devices.run
         if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
             self.methods = MethodSweep(solvers, sweep, self.partitioned)
             yield partial(self.methods.run, self.bar.count)
 
-    def study_at(self, option: str, value: Any) -> Study:
-        """Capture the step with another value of an option."""
-        return self.study(**{option: value})
-
-    def study(self, **changes: Any) -> Study:
-        """Capture the step, at other sizes or for another device where these are given."""
+    def study(self, option: str | None = None, value: Any = None) -> Study:
+        """Capture the step, with another value of one option if it is named."""
         import planner
         from planner.capture.inputs import Inputs
 
-        args = argparse.Namespace(**{**vars(self.args), **changes})
+        args = argparse.Namespace(**vars(self.args) | ({option: value} if option else {}))
         loaded = _asked.load(args, real=False)
-        if not changes:
+        if option is None:
             self.bar("capturing forward and backward")
             first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
             self.samples = first.shape[0] if first.dim() else 1

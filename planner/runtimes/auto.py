@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 from planner import runtimes
+from planner.capture.inputs import Inputs
 from planner.capture.parallel import has_several_ranks
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings.finding import Finding
+from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.runtimes._calls import StartsCalls
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from planner.capture.inputs import Inputs
-    from planner.plans.plan import Plan
-    from planner.session.step import Options
+from planner.session.step import Options
 
 FIRST, INSTEAD = "graph", "modules"
 _RULE = "runtime"

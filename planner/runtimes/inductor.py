@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from cost_models.auto import AutoCosts
 from cost_models.roofline import RooflineCosts
@@ -31,16 +31,11 @@ from planner.measure import devices
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
+from planner.runtimes import Running
 from planner.runtimes._calls import StartsCalls
 from planner.runtimes.graph import GraphRuntime
-from planner.session.step import PlannedStep, attention_for, lower_step
+from planner.session.step import Options, PlannedStep, attention_for, lower_step
 from planner.session.step_planning import plan_step
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from planner.runtimes import Running
-    from planner.session.step import Options
 
 ATTEMPTS = 6
 """How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.errors import UsageError
 from planner.zoo import transformers as hf
 from planner.zoo.inputs import Sizes, noise_inputs, pixel_inputs, sound_inputs, text_and_noise_inputs
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +22,7 @@ class Entry:
     """What ``sizes.layers`` counts."""
     length_name: str = "tokens"
     """What ``sizes.seq_len`` counts."""
-    inputs: Callable[[Sizes, int], dict[str, torch.Tensor]] | None = None
+    inputs: Callable[[Sizes, int], dict[str, Any]] | None = None
     """Gives what a step is called with, if not token ids or images with a class each."""
 
 
