@@ -84,7 +84,7 @@ def build(
     wanted = {"batch_size": batch_size, "seq_len": seq_len, "image_size": image_size, "layers": layers}
     sizes = _chosen(name, {size: value for size, value in wanted.items() if value is not None}, dtype)
     with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
-        model, classes = entry.make(sizes)
+        model, classes = entry.make(sizes=sizes)
         usual = token_inputs if sizes.seq_len else image_inputs
         inputs = (entry.inputs or usual)(sizes, classes)
     return ZooModel(name=name.lower(), model=model.train(), example_kwargs=inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from planner.errors import UsageError
@@ -17,7 +18,8 @@ class Entry:
 
     description: str
     sizes: Sizes
-    make: hf.Maker
+    make: Callable[..., hf.Made]
+    """Is told the ``sizes``."""
     layer_name: str = "layers"
     """What ``sizes.layers`` counts."""
     length_name: str = "tokens"
@@ -26,20 +28,12 @@ class Entry:
     """Gives what a step is called with, if not token ids or images with a class each."""
 
 
-def _decoder(name: str, tokens: int, positions: int, **options: int) -> hf.Maker:
-    def make(sizes: Sizes) -> hf.Made:
-        from planner.zoo import modules
+def _decoder(name: str, tokens: int, positions: int | None = None, *, sizes: Sizes, **options: int) -> hf.Made:
+    from planner.zoo import modules
 
-        model = getattr(modules, name)
-        return model(layers=sizes.layers, positions=max(positions, sizes.seq_len or 0), **options), tokens
-
-    return make
-
-
-def _lstm(sizes: Sizes) -> hf.Made:
-    from planner.zoo.modules import LSTMLanguageModel
-
-    return LSTMLanguageModel(layers=sizes.layers), 10_000
+    if positions is not None:
+        options["positions"] = max(positions, sizes.seq_len or 0)
+    return getattr(modules, name)(layers=sizes.layers, **options), tokens
 
 
 def _unet(sizes: Sizes) -> hf.Made:
@@ -49,14 +43,11 @@ def _unet(sizes: Sizes) -> hf.Made:
     return UNet(levels=sizes.layers), 21
 
 
-def _diffusion_unet(name: str, **options: Any) -> hf.Maker:
-    def make(sizes: Sizes) -> hf.Made:
-        from planner.zoo.unets import DiffusionUNet
+def _diffusion_unet(name: str, *, sizes: Sizes, **options: Any) -> hf.Made:
+    from planner.zoo.unets import DiffusionUNet
 
-        _halves(name, sizes, 3)
-        return DiffusionUNet(blocks=sizes.layers, **options), 1000
-
-    return make
+    _halves(name, sizes, 3)
+    return DiffusionUNet(blocks=sizes.layers, **options), 1000
 
 
 def _halves(name: str, sizes: Sizes, times: int) -> None:
@@ -70,43 +61,49 @@ ZOO = {
     "minigpt": Entry(
         description="GPT-2 small with 10,000 tokens and dropout, 94M parameters",
         sizes=Sizes(batch_size=2, layers=12, seq_len=1024),
-        make=_decoder("MiniGPT", 10_000, 1024),
+        make=partial(_decoder, "MiniGPT", 10_000, 1024),
     ),
     "minimind-26m": Entry(
         description="MiniMind2-Small, a small Llama with grouped queries, 26M parameters",
         sizes=Sizes(batch_size=8, layers=8, seq_len=512),
-        make=_decoder("MiniMind", 6400, 512, width=512),
+        make=partial(_decoder, "MiniMind", 6400, 512, width=512),
     ),
     "minimind-104m": Entry(
         description="MiniMind2, a small Llama with grouped queries, 104M parameters",
         sizes=Sizes(batch_size=8, layers=16, seq_len=512),
-        make=_decoder("MiniMind", 6400, 512, width=768),
+        make=partial(_decoder, "MiniMind", 6400, 512, width=768),
     ),
     "minimind-moe": Entry(
         description="MiniMind2-MoE, two of four experts and a shared one, all computed, 145M parameters",
         sizes=Sizes(batch_size=8, layers=8, seq_len=512),
-        make=_decoder("MiniMind", 6400, 512, width=640, experts=4),
+        make=partial(_decoder, "MiniMind", 6400, 512, width=640, experts=4),
     ),
     "gpt2": Entry(
         description="GPT-2 small (transformers), 124M parameters",
         sizes=Sizes(batch_size=8, layers=12, seq_len=1024),
-        make=hf.gpt2(768, 12),
+        make=partial(hf.gpt2, hidden_size=768, num_attention_heads=12),
     ),
     "gpt2-774m": Entry(
         description="GPT-2 large (transformers), 774M parameters",
         sizes=Sizes(batch_size=4, layers=36, seq_len=1024),
-        make=hf.gpt2(1280, 20),
+        make=partial(hf.gpt2, hidden_size=1280, num_attention_heads=20),
     ),
     "llama-7b": Entry(
         description="LLaMA 7B (transformers), 6.7B parameters",
         sizes=Sizes(batch_size=4, layers=32, seq_len=2048, dtype="bfloat16"),
-        make=hf.language_model("Llama", positions=2048),
+        make=partial(hf.language_model, "Llama", positions=2048),
     ),
     "bert-large": Entry(
         description="BERT large, masked language model (transformers), 335M parameters",
         sizes=Sizes(batch_size=16, layers=24, seq_len=512),
-        make=hf.language_model(
-            "Bert", "ForMaskedLM", positions=512, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
+        make=partial(
+            hf.language_model,
+            "Bert",
+            "ForMaskedLM",
+            positions=512,
+            hidden_size=1024,
+            num_attention_heads=16,
+            intermediate_size=4096,
         ),
     ),
     "vit-b16": Entry(
@@ -117,13 +114,13 @@ ZOO = {
     "resnet50": Entry(
         description="ResNet-50 (transformers), 26M parameters",
         sizes=Sizes(batch_size=32, layers=6, image_size=224),
-        make=hf.resnet(3, 4, 6, 3),
+        make=partial(hf.resnet, 3, 4, 6, 3),
         layer_name="blocks per stage at most",
     ),
     "resnet152": Entry(
         description="ResNet-152 (transformers), 60M parameters",
         sizes=Sizes(batch_size=32, layers=36, image_size=224),
-        make=hf.resnet(3, 8, 36, 3),
+        make=partial(hf.resnet, 3, 8, 36, 3),
         layer_name="blocks per stage at most",
     ),
     "t5-base": Entry(
@@ -142,14 +139,15 @@ ZOO = {
     "diffusion-unet": Entry(
         description="Denoising diffusion U-Net with attention and dropout, 36M parameters",
         sizes=Sizes(batch_size=32, layers=2, image_size=32),
-        make=_diffusion_unet("diffusion-unet"),
+        make=partial(_diffusion_unet, "diffusion-unet"),
         layer_name="residual blocks a level",
         inputs=noise_inputs,
     ),
     "latent-diffusion-unet": Entry(
         description="Latent diffusion U-Net of Stable Diffusion 1, with cross attention to a text, 860M parameters",
         sizes=Sizes(batch_size=4, layers=2, image_size=64),
-        make=_diffusion_unet(
+        make=partial(
+            _diffusion_unet,
             "latent-diffusion-unet",
             width=320,
             multiples=(1, 2, 4, 4),
@@ -164,13 +162,13 @@ ZOO = {
     "convnext-tiny": Entry(
         description="ConvNeXt tiny with stochastic depth (transformers), 28.6M parameters",
         sizes=Sizes(batch_size=32, layers=9, image_size=224),
-        make=hf.convnext(3, 3, 9, 3, widths=(96, 192, 384, 768), drop_path=0.1),
+        make=partial(hf.convnext, 3, 3, 9, 3, widths=(96, 192, 384, 768), drop_path=0.1),
         layer_name="blocks per stage at most",
     ),
     "convnext-base": Entry(
         description="ConvNeXt base with stochastic depth (transformers), 88.6M parameters",
         sizes=Sizes(batch_size=32, layers=27, image_size=224),
-        make=hf.convnext(3, 3, 27, 3, widths=(128, 256, 512, 1024), drop_path=0.5),
+        make=partial(hf.convnext, 3, 3, 27, 3, widths=(128, 256, 512, 1024), drop_path=0.5),
         layer_name="blocks per stage at most",
     ),
     "whisper-small-encoder": Entry(
@@ -183,7 +181,7 @@ ZOO = {
     "lstm": Entry(
         description="LSTM language model with dropout between layers, 44M parameters",
         sizes=Sizes(batch_size=32, layers=4, seq_len=64),
-        make=_lstm,
+        make=partial(_decoder, "LSTMLanguageModel", 10_000),
     ),
     "mixtral-1b": Entry(
         description="Mixtral of a quarter of its width, two of eight experts (transformers), 1.15B parameters",
@@ -193,7 +191,8 @@ ZOO = {
     "qwen3-0.6b": Entry(
         description="Qwen3 0.6B (transformers), 596M parameters",
         sizes=Sizes(batch_size=4, layers=28, seq_len=1024),
-        make=hf.language_model(
+        make=partial(
+            hf.language_model,
             "Qwen3",
             positions=40_960,
             hidden_size=1024,
@@ -207,7 +206,8 @@ ZOO = {
     "gemma3-1b": Entry(
         description="Gemma 3 1B, sliding windows and full attention (transformers), 1.0B parameters",
         sizes=Sizes(batch_size=4, layers=26, seq_len=1024),
-        make=hf.language_model(
+        make=partial(
+            hf.language_model,
             "Gemma3",
             config="TextConfig",
             positions=32_768,

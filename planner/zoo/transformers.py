@@ -6,7 +6,7 @@ the first call, no warning on the way, experts that see what they were chosen fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
@@ -20,48 +20,38 @@ from planner.zoo.inputs import Sizes
 Made = tuple[Any, int]
 """A torch.nn.Module, and its number of token ids or classes."""
 
-Maker = Callable[[Sizes], Made]
-
 
 def language_model(
-    family: str, head: str = "ForCausalLM", *, positions: int, config: str = "Config", **options: Any
-) -> Maker:
-    """Return a maker of transformers of one family, for so many tokens at least; ``options`` are of its configuration.
+    family: str, head: str = "ForCausalLM", *, sizes: Sizes, positions: int, config: str = "Config", **options: Any
+) -> Made:
+    """Make a transformer of one family, for so many tokens at least; ``options`` are of its configuration.
 
     Without options it has the widths of the family's first published model.
     """
-
-    def make(sizes: Sizes) -> Made:
-        hf = _transformers()
-        made = getattr(hf, family + config)(
-            num_hidden_layers=sizes.layers,
-            max_position_embeddings=max(positions, sizes.seq_len or 0),
-            use_cache=False,
-            attn_implementation="sdpa",
-            **options,
-        )
-        return getattr(hf, family + head)(made), made.vocab_size
-
-    return make
+    hf = _transformers()
+    made = getattr(hf, family + config)(
+        num_hidden_layers=sizes.layers,
+        max_position_embeddings=max(positions, sizes.seq_len or 0),
+        use_cache=False,
+        attn_implementation="sdpa",
+        **options,
+    )
+    return getattr(hf, family + head)(made), made.vocab_size
 
 
-def gpt2(width: int, heads: int) -> Maker:
-    """Return a maker of GPT-2 models of one width."""
-
-    def make(sizes: Sizes) -> Made:
-        decoder = language_model("GPT2", "LMHeadModel", positions=1024, hidden_size=width, num_attention_heads=heads)
-        model, tokens = decoder(sizes)
-        # Its class name matches no loss, so that every call would warn, which a graph cannot do.
-        model.loss_type = "ForCausalLM"
-        return model, tokens
-
-    return make
+def gpt2(sizes: Sizes, **options: Any) -> Made:
+    """Make a GPT-2; ``options`` are of its configuration."""
+    model, tokens = language_model("GPT2", "LMHeadModel", sizes=sizes, positions=1024, **options)
+    # Its class name matches no loss, so that every call would warn, which a graph cannot do.
+    model.loss_type = "ForCausalLM"
+    return model, tokens
 
 
 def mixtral(sizes: Sizes) -> Made:
     """Make a Mixtral a quarter as wide as the published one."""
-    decoder = language_model(
+    model, tokens = language_model(
         "Mixtral",
+        sizes=sizes,
         positions=4096,
         hidden_size=1024,
         intermediate_size=3584,
@@ -70,7 +60,6 @@ def mixtral(sizes: Sizes) -> Made:
         output_router_logits=True,  # the loss that keeps experts equally busy is part of training one
         experts_implementation="grouped_mm",
     )
-    model, tokens = decoder(sizes)
     # The first call would hang hooks for the router's logits under a lock, which a graph cannot do.
     import_module("transformers.utils.output_capturing").maybe_install_capturing_hooks(model.model)
     return model, tokens
@@ -113,31 +102,26 @@ def vit(sizes: Sizes) -> Made:
     )
 
 
-def resnet(*depths: int) -> Maker:
-    """Return a maker of ResNets with so many blocks in each stage."""
-    return lambda sizes: _image_classifier(
-        "ResNet", depths=[min(depth, sizes.layers) for depth in depths], layer_type="bottleneck"
-    )
+def resnet(*depths: int, sizes: Sizes) -> Made:
+    """Make a ResNet with so many blocks in each stage."""
+    blocks = [min(depth, sizes.layers) for depth in depths]
+    return _image_classifier("ResNet", depths=blocks, layer_type="bottleneck")
 
 
-def convnext(*depths: int, widths: tuple[int, ...], drop_path: float) -> Maker:
-    """Return a maker of ConvNeXts with so many blocks in each stage; each block is skipped at random."""
-
-    def make(sizes: Sizes) -> Made:
-        if not sizes.image_size or sizes.image_size < 32:
-            raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
-        blocks = [min(depth, sizes.layers) for depth in depths]
-        # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
-        rates = _Numbers([0.0] * sum(blocks))
-        with patch("torch.linspace", lambda *_, **__: rates):
-            model, classes = _image_classifier("ConvNext", depths=blocks, hidden_sizes=widths)
-        skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
-        layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
-        for index, layer in enumerate(layers):
-            layer.drop_path = skip(drop_path * index / max(1, len(layers) - 1))
-        return model, classes
-
-    return make
+def convnext(*depths: int, sizes: Sizes, widths: tuple[int, ...], drop_path: float) -> Made:
+    """Make a ConvNeXt with so many blocks in each stage; each block is skipped at random."""
+    if not sizes.image_size or sizes.image_size < 32:
+        raise UsageError(f"ConvNeXt makes images 32 times smaller: image size {sizes.image_size} is too small")
+    blocks = [min(depth, sizes.layers) for depth in depths]
+    # The constructor asks a tensor for the rates, which a fake one cannot tell: they are set below.
+    rates = _Numbers([0.0] * sum(blocks))
+    with patch("torch.linspace", lambda *_, **__: rates):
+        model, classes = _image_classifier("ConvNext", depths=blocks, hidden_sizes=widths)
+    skip = import_module("transformers.models.convnext.modeling_convnext").ConvNextDropPath
+    layers = [layer for stage in model.convnext.encoder.stages for layer in stage.layers]
+    for index, layer in enumerate(layers):
+        layer.drop_path = skip(drop_path * index / max(1, len(layers) - 1))
+    return model, classes
 
 
 class _Numbers(list[float]):
