@@ -280,14 +280,12 @@ def auto_wrap(
         Whether a plan that does not match may be replaced.
     example_kwargs, loss_fn, runtime, chunk, solver, time_limit_seconds, deterministic, seed
         See :func:`plan`.
-    cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve
+    cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
         See :func:`plan`.
     offload, host_budget, offload_at_least, offload_lossy
         See :func:`plan`. With ``plan`` they are the plan's.
     maximum_shapes : int
         How many sets of input sizes may have graphs; the next one is refused with an error.
-    progress : callable, optional
-        Told in short lines how it stands.
 
     Returns
     -------

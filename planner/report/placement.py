@@ -70,9 +70,13 @@ def rows(plan: Plan) -> list[Row]:
     """Return the rows of the placement in forward order, and last all of them together."""
     layers = plan.placement
     largest_bytes = max((abs(size) for layer in layers for size in (layer.saved_bytes, layer.freed_bytes)), default=0)
+    signatures = [
+        (layer.saved_bytes, layer.freed_bytes, tuple(layer.targets.items())) if layer.block else position
+        for position, layer in enumerate(layers)
+    ]
     found = [
         _row(label, positions, [layers[i] for i in positions], largest_bytes)
-        for label, positions in collapse([layer.module for layer in layers], _signatures(layers))
+        for label, positions in collapse([layer.module for layer in layers], signatures)
     ]
     return [*found, replace(_row("all", range(len(layers)), layers, largest_bytes), why="")]
 
@@ -89,13 +93,6 @@ def fitting(label: str, length: int) -> str:
     if len(label) <= length:
         return label
     return f"…{cut[-(length - 1) :]}"
-
-
-def _signatures(layers: Sequence[LayerPlacement]) -> list[object]:
-    return [
-        (layer.saved_bytes, layer.freed_bytes, tuple(layer.targets.items())) if layer.block else position
-        for position, layer in enumerate(layers)
-    ]
 
 
 def _row(label: str, positions: Sequence[int], layers: Sequence[LayerPlacement], largest_bytes: int) -> Row:

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
-from planner.zoo.catalogue import ZOO, Entry
-from planner.zoo.inputs import Sizes, image_inputs, token_inputs
+from planner.zoo.catalogue import ZOO, Entry, Sizes
 
 if TYPE_CHECKING:
     import torch
@@ -80,14 +79,16 @@ def build(
     """
     import torch
 
+    from planner.zoo import inputs
+
     entry = _entry(name)
     wanted = {"batch_size": batch_size, "seq_len": seq_len, "image_size": image_size, "layers": layers}
     sizes = _chosen(name, {size: value for size, value in wanted.items() if value is not None}, dtype)
     with _building(getattr(torch, sizes.dtype), seed, device, fake_mode):
         model, classes = entry.make(sizes=sizes)
-        usual = token_inputs if sizes.seq_len else image_inputs
-        inputs = (entry.inputs or usual)(sizes, classes)
-    return ZooModel(name=name.lower(), model=model.train(), example_kwargs=inputs)
+        usual = "token_inputs" if sizes.seq_len else "image_inputs"
+        example = getattr(inputs, entry.inputs or usual)(sizes, classes)
+    return ZooModel(name=name.lower(), model=model.train(), example_kwargs=example)
 
 
 def check_sizes(specification: str, sizes: Iterable[str]) -> None:

@@ -9,7 +9,17 @@ from typing import Any
 
 from planner.errors import UsageError
 from planner.zoo import transformers as hf
-from planner.zoo.inputs import Sizes, noise_inputs, pixel_inputs, sound_inputs, text_and_noise_inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What can be chosen about a model; None for what it does not have."""
+
+    batch_size: int
+    layers: int
+    seq_len: int | None = None
+    image_size: int | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +34,8 @@ class Entry:
     """What ``sizes.layers`` counts."""
     length_name: str = "tokens"
     """What ``sizes.seq_len`` counts."""
-    inputs: Callable[[Sizes, int], dict[str, Any]] | None = None
-    """Gives what a step is called with, if not token ids or images with a class each."""
+    inputs: str = ""
+    """What of :mod:`planner.zoo.inputs` gives what a step is called with, if not tokens, or images of one class each."""
 
 
 def _decoder(name: str, tokens: int, positions: int | None = None, *, sizes: Sizes, **options: int) -> hf.Made:
@@ -134,14 +144,14 @@ ZOO = {
         sizes=Sizes(batch_size=8, layers=4, image_size=256),
         make=_unet,
         layer_name="levels",
-        inputs=pixel_inputs,
+        inputs="pixel_inputs",
     ),
     "diffusion-unet": Entry(
         description="Denoising diffusion U-Net with attention and dropout, 36M parameters",
         sizes=Sizes(batch_size=32, layers=2, image_size=32),
         make=partial(_diffusion_unet, "diffusion-unet"),
         layer_name="residual blocks a level",
-        inputs=noise_inputs,
+        inputs="noise_inputs",
     ),
     "latent-diffusion-unet": Entry(
         description="Latent diffusion U-Net of Stable Diffusion 1, with cross attention to a text, 860M parameters",
@@ -157,7 +167,7 @@ ZOO = {
             context_width=768,
         ),
         layer_name="residual blocks a level",
-        inputs=text_and_noise_inputs,
+        inputs="text_and_noise_inputs",
     ),
     "convnext-tiny": Entry(
         description="ConvNeXt tiny with stochastic depth (transformers), 28.6M parameters",
@@ -176,7 +186,7 @@ ZOO = {
         sizes=Sizes(batch_size=8, layers=12, seq_len=3000),
         make=hf.whisper_encoder,
         length_name="mel frames",
-        inputs=sound_inputs,
+        inputs="sound_inputs",
     ),
     "lstm": Entry(
         description="LSTM language model with dropout between layers, 44M parameters",

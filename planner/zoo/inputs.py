@@ -1,72 +1,48 @@
-"""Sizes that can be chosen about a model of the zoo, and what a step of these sizes is called with."""
+"""What a step of a model of the zoo is called with, for the sizes that were chosen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What can be chosen about a model; None for what it does not have."""
-
-    batch_size: int
-    layers: int
-    seq_len: int | None = None
-    image_size: int | None = None
-    dtype: str = "float32"
+from planner.zoo.catalogue import Sizes
 
 
-def token_inputs(sizes: Sizes, tokens: int) -> dict[str, torch.Tensor]:
+def token_inputs(sizes: Sizes, tokens: int) -> dict[str, Tensor]:
     """Return token ids and the ids to predict."""
-    import torch
-
     shape = (sizes.batch_size, sizes.seq_len or 1)
     return {"input_ids": torch.randint(tokens, shape), "labels": torch.randint(tokens, shape)}
 
 
-def image_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
+def image_inputs(sizes: Sizes, classes: int) -> dict[str, Tensor]:
     """Return images and a class for each."""
-    import torch
-
     return {"pixel_values": torch.randn(_image_shape(sizes)), "labels": torch.randint(classes, (sizes.batch_size,))}
 
 
-def pixel_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
+def pixel_inputs(sizes: Sizes, classes: int) -> dict[str, Tensor]:
     """Return images and a class for each pixel."""
-    import torch
-
     batch, _, *extent = _image_shape(sizes)
     return {"pixel_values": torch.randn(_image_shape(sizes)), "labels": torch.randint(classes, (batch, *extent))}
 
 
-def noise_inputs(sizes: Sizes, steps: int) -> dict[str, torch.Tensor]:
+def noise_inputs(sizes: Sizes, steps: int) -> dict[str, Tensor]:
     """Return noisy images, how noisy they are, and the noise."""
     return _noise(_image_shape(sizes), steps)
 
 
-def text_and_noise_inputs(sizes: Sizes, steps: int) -> dict[str, torch.Tensor]:
+def text_and_noise_inputs(sizes: Sizes, steps: int) -> dict[str, Tensor]:
     """Return noisy latent images, how noisy they are, the noise, and a text of 77 tokens to go by."""
-    import torch
-
     text = torch.randn(sizes.batch_size, 77, 768)
     return _noise((sizes.batch_size, 4, *_image_shape(sizes)[2:]), steps) | {"context": text}
 
 
-def sound_inputs(sizes: Sizes, classes: int) -> dict[str, torch.Tensor]:
+def sound_inputs(sizes: Sizes, classes: int) -> dict[str, Tensor]:
     """Return mel spectrograms and a class for each."""
-    import torch
-
     shape = (sizes.batch_size, 80, sizes.seq_len or 2)
     return {"input_features": torch.randn(shape), "labels": torch.randint(classes, shape[:1])}
 
 
-def _noise(shape: tuple[int, ...], steps: int) -> dict[str, torch.Tensor]:
-    import torch
-
+def _noise(shape: tuple[int, ...], steps: int) -> dict[str, Tensor]:
     return {
         "pixel_values": torch.randn(shape),
         "timesteps": torch.randint(steps, shape[:1]),

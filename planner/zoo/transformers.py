@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from itertools import accumulate
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from planner.errors import UsageError
-from planner.zoo.inputs import Sizes
+
+if TYPE_CHECKING:
+    from planner.zoo.catalogue import Sizes
 
 Made = tuple[Any, int]
 """A torch.nn.Module, and its number of token ids or classes."""

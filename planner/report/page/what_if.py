@@ -42,13 +42,10 @@ def _chart(answers: Answers) -> dict[str, Any]:
     drawn = list(lines(curve, answers.methods))
     most_bytes = 1.05 * max([curve.baseline_peak_bytes, *(2**30 * x for line in drawn for x in line.gibibytes)])
     highest = 1.15 * max([1.0, *(y for line in drawn for y in line.percents)]) / 100
-
-    def place(gibibytes: float, percent: float) -> tuple[float, float]:
-        return gibibytes * 2**30 / most_bytes, percent / 100 / highest
-
     joined, points = [], []
     for line in drawn:
-        places = [place(x, y) for x, y in zip(line.gibibytes, line.percents, strict=True)]
+        at = zip(line.gibibytes, line.percents, strict=True)
+        places = [(2**30 * gibibytes / most_bytes, percent / 100 / highest) for gibibytes, percent in at]
         if line.is_curve and places:
             steps = " L".join(f"{1000 * x:.1f} {300 * (1 - y):.1f}" for x, y in places)
             joined.append({"name": line.name, "path": f"M{steps}"})
