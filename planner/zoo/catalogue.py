@@ -35,7 +35,7 @@ class Entry:
     length_name: str = "tokens"
     """What ``sizes.seq_len`` counts."""
     inputs: str = ""
-    """What of :mod:`planner.zoo.inputs` gives what a step is called with, if not tokens, or images of one class each."""
+    """What of :mod:`planner.zoo.inputs` gives what a step is called with, if not tokens or images of a class each."""
 
 
 def _decoder(name: str, tokens: int, positions: int | None = None, *, sizes: Sizes, **options: int) -> hf.Made:
