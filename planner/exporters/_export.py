@@ -115,13 +115,7 @@ class Export:
         return asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the text to a file, whole or not at all.
-
-        Raises
-        ------
-        UsageError
-            If there is no text, or the file cannot be written.
-        """
+        """Write the text to a file, whole or not at all; a UsageError if there is none, or it cannot be written."""
         if self.label is Label.UNSUPPORTED:
             raise UsageError(self.verdict)
         write_text(path, self.text)

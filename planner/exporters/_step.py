@@ -105,10 +105,7 @@ class ExportStep:
         return self.best_of([Placement(groups=tuple((module,) for module in sound if module in names))])
 
     def best_of(self, placements: Iterable[Placement]) -> Placement:
-        """Return the cheapest of some placements, and of no recompute, that keeps the budget.
-
-        Raises CannotExpressError if none does.
-        """
+        """Return the cheapest within the budget of some placements and no recompute; else CannotExpressError."""
         sound = [placement for placement in placements if all(map(self._is_sound, placement.modules))]
         simulated = [(self.figures(placement), placement) for placement in (*sound, Placement())]
         fitting = [pair for pair in simulated if pair[0].peak_bytes <= self.plan.budget_bytes]
