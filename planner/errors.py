@@ -70,12 +70,8 @@ class HostBudgetError(InfeasibleBudgetError):
     def __init__(
         self, message: str, *, host_budget_bytes: int, minimum_feasible_peak_bytes: int, operation: str, is_proven: bool
     ) -> None:
-        super().__init__(
-            message,
-            minimum_feasible_peak_bytes=minimum_feasible_peak_bytes,
-            operation=operation,
-            is_proven=is_proven,
-        )
+        peak_bytes = minimum_feasible_peak_bytes
+        super().__init__(message, minimum_feasible_peak_bytes=peak_bytes, operation=operation, is_proven=is_proven)
         self.host_budget_bytes = host_budget_bytes
         """Smallest budget of the host for which a plan is known."""
 

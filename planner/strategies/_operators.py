@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from planner.ir.graph import Operation, operator_name
 
-_ACTIVATION = {
-    "elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh",
-}  # fmt: skip
 _NORM_MODULE = re.compile(r"norm(_?\d+)?$|(^|_)ln(_?\w)?$", re.IGNORECASE)
 
 
@@ -17,14 +15,23 @@ def operator(operation: Operation) -> str:
     return operator_name(operation.target)
 
 
-def is_linear(operation: Operation) -> bool:
-    """Whether it is a matrix product without batch dimensions, as of a linear layer."""
-    return operator(operation) in {"mm", "addmm", "_scaled_mm", "linear"}
+def _is_one_of(*names: str) -> Callable[[Operation], bool]:
+    return lambda operation: operator(operation) in names
 
 
-def is_batched_product(operation: Operation) -> bool:
-    """Whether it is a matrix product for each entry of a batch, as in attention that is not fused."""
-    return operator(operation) in {"bmm", "baddbmm"}
+is_linear = _is_one_of("mm", "addmm", "_scaled_mm", "linear")
+"""Whether it is a matrix product without batch dimensions, as of a linear layer."""
+
+is_batched_product = _is_one_of("bmm", "baddbmm")
+"""Whether it is a matrix product for each entry of a batch, as in attention that is not fused."""
+
+is_softmax = _is_one_of("_softmax", "_safe_softmax", "softmax")
+"""Whether it is a softmax, not its logarithm."""
+
+is_activation = _is_one_of(
+    "elu", "gelu", "hardswish", "hardtanh", "leaky_relu", "mish", "relu", "sigmoid", "silu", "softplus", "tanh"
+)
+"""Whether it is an activation function."""
 
 
 def is_product(operation: Operation) -> bool:
@@ -42,11 +49,6 @@ def is_product_or_attention(operation: Operation) -> bool:
     return is_product(operation) or is_fused_attention(operation)
 
 
-def is_softmax(operation: Operation) -> bool:
-    """Whether it is a softmax, not its logarithm."""
-    return operator(operation) in {"_softmax", "_safe_softmax", "softmax"}
-
-
 def is_batch_norm(operation: Operation) -> bool:
     """Whether it is a batch norm."""
     return "batch_norm" in operator(operation)
@@ -59,8 +61,3 @@ def is_layer_norm(operation: Operation) -> bool:
         return True
     module = operation.module.rpartition(".")[2]
     return _NORM_MODULE.search(module) is not None and not is_product(operation) and not is_batch_norm(operation)
-
-
-def is_activation(operation: Operation) -> bool:
-    """Whether it is an activation function."""
-    return operator(operation) in _ACTIVATION

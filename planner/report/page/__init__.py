@@ -6,6 +6,7 @@ which layer was chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -49,6 +50,7 @@ def resource(name: str) -> str:
 
 def _context(plan: Plan) -> dict[str, Any]:
     details = plan.details
+    rows = placement.rows(plan) if plan.placement else []
     return {
         "plan": plan,
         "css": resource("page.css"),
@@ -60,19 +62,18 @@ def _context(plan: Plan) -> dict[str, Any]:
         "timeline": charts.timeline(plan, details) if details and details.after.points else None,
         "tensors": details.alive[:_MOST_TENSORS] if details else (),
         "strip": charts.strip(plan.placement),
-        "rows": placement.rows(plan) if plan.placement else [],
+        "rows": rows,
         "row_numbers": placement.NUMBERS,
         "trade_off": charts.trade_off(plan) if plan.baselines else None,
         "budgets": list(alternatives.budgets(plan)),
         "notes": list(alternatives.notes(plan)),
         "statements": list(trust.statements(plan)),
-        "data": _data(plan),
+        "data": _data(plan, rows),
     }
 
 
-def _data(plan: Plan) -> dict[str, Any]:
+def _data(plan: Plan, rows: Sequence[placement.Row]) -> dict[str, Any]:
     """Return what the script shows on demand."""
-    rows = placement.rows(plan) if plan.placement else []
     row_of = {position: number for number, row in enumerate(rows[:-1]) for position in row.positions}
     layers = [
         {"name": layer.module or "(model)", "row": row_of[position], "text": _layer_text(layer)}
