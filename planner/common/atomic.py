@@ -21,11 +21,11 @@ def write_bytes(path: str | Path, content: bytes) -> None:
     A UsageError says that it cannot be written there. What was there before is untouched then.
     """
     target = Path(path)
+    if os.path.isdir(target):
+        raise UsageError(f"cannot write {target}: it is a directory; name a file")
     temporary = None
     try:
         if target.exists() and not target.is_file():
-            if target.is_dir():
-                raise UsageError(f"cannot write {target}: it is a directory; name a file")
             target.write_bytes(content)  # a pipe or a device cannot be replaced
             return
         target = target.resolve()  # a link stays a link, what it points at is replaced
@@ -37,8 +37,6 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
         os.replace(temporary, target)
         temporary = None
-    except UsageError:
-        raise
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot write {path}: {reason}; name a file in a directory that can be written") from error
