@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,15 +28,6 @@ from planner.session.step import plan_eager
 
 Kept = Mapping[str, Sequence[int]]
 """For an operator, those of its calls within a module whose results are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What a plan does with calls of some modules: which are checkpointed and keep what, and which send what."""
-
-    checkpointed: Mapping[str, Kept]
-    offloaded: tuple[OffloadedModule, ...]
-    modules: Mapping[str, nn.Module]
 
 
 class ModulesRuntime(CallsInSituations):
@@ -61,31 +51,31 @@ class ModulesRuntime(CallsInSituations):
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
         self.is_confirmed = True
         checkpointed = {name: plan.kept.get(name, {}) for name in modules_of(plan)}
-        chosen = _Chosen(checkpointed, offloaded, {name: by_name[name] for name in names})
-        return plan, partial(_installed, chosen)
+        return plan, partial(_installed, {name: by_name[name] for name in names}, checkpointed, offloaded)
 
 
 @contextmanager
-def _installed(chosen: _Chosen) -> Iterator[None]:
-    """Let calls of the chosen modules be checkpointed, and send what they save."""
-    waiting = Waiting(chosen.offloaded)
+def _installed(
+    modules: Mapping[str, nn.Module], checkpointed: Mapping[str, Kept], offloaded: Sequence[OffloadedModule]
+) -> Iterator[None]:
+    """Let calls of modules be checkpointed, and send what they save."""
+    waiting = Waiting(offloaded)
     with ExitStack() as stack:
-        for name, module in chosen.modules.items():
-            stack.enter_context(calling(module, partial(_run, name, module, chosen, waiting)))
+        for name, module in modules.items():
+            stack.enter_context(calling(module, partial(_run, name, module, checkpointed.get(name), waiting)))
         stack.callback(waiting.end)
         yield
 
 
-def _run(name: str, module: nn.Module, chosen: _Chosen, waiting: Waiting, *args: Any, **kwargs: Any) -> Any:
+def _run(name: str, module: nn.Module, kept: Kept | None, waiting: Waiting, *args: Any, **kwargs: Any) -> Any:
     # What a second run goes through is the module's own call: it is not checkpointed again.
     call = call_implementation(module)
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
-    kept, sends = chosen.checkpointed.get(name), name in waiting.of
     if kept is None:
         with waiting.saving(name):
             result = call(*args, **kwargs)
-    elif sends:
+    elif name in waiting.of:
         run, tensors = split_arguments(call, args, kwargs)
         with waiting.given(name, tensors):
             result = _checkpointed(run, module, kept, *tensors)
