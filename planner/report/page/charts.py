@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from planner.common.units import format_seconds, in_unit_of
@@ -15,14 +14,6 @@ WIDTH, HEIGHT = 1000, 300
 """Of a drawing's own coordinates; it is stretched to the room there is."""
 
 _ROUND = [digit * 10**zeros for zeros in range(13) for digit in (1, 2, 5)]
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """A labelled place on an axis, as a share of it."""
-
-    share: float
-    label: str
 
 
 def timeline(plan: Plan, details: StepDetails) -> dict[str, Any]:
@@ -52,16 +43,16 @@ def _outline(line: Timeline, end_seconds: float, top_bytes: float) -> str:
     return "".join((*parts, f"V{HEIGHT}Z"))
 
 
-def size_ticks(top_bytes: float) -> list[Tick]:
-    """Return a few round sizes from zero up."""
+def size_ticks(top_bytes: float) -> list[dict[str, Any]]:
+    """Return a few round sizes from zero up: labels, and where they stand, as shares of the axis."""
     unit = next((factor for factor in (2**30, 2**20, 2**10) if top_bytes >= 2 * factor), 1)
     sizes = [step * unit for step in _steps(top_bytes / unit)]
-    return [Tick(size / top_bytes, in_unit_of(size, int(top_bytes), digits=0)) for size in sizes]
+    return [{"share": size / top_bytes, "label": in_unit_of(size, int(top_bytes), digits=0)} for size in sizes]
 
 
-def percent_ticks(top: float) -> list[Tick]:
-    """Return a few round percentages from zero up."""
-    return [Tick(promille / 1000 / top, signed_percent(promille / 1000)) for promille in _steps(1000 * top)]
+def percent_ticks(top: float) -> list[dict[str, Any]]:
+    """Return a few round percentages from zero up, alike."""
+    return [{"share": one / 1000 / top, "label": signed_percent(one / 1000)} for one in _steps(1000 * top)]
 
 
 def _steps(top: float) -> range:
