@@ -69,10 +69,9 @@ def targets() -> tuple[str, ...]:
 
 def get(name: str) -> Exporter:
     """Return an exporter by its name, or raise UsageError."""
-    exporters = _exporters()
-    if name in exporters:
-        return exporters[name]
-    raise unknown("exporter to", name, exporters)
+    if exporter := _exporters().get(name):
+        return exporter
+    raise unknown("exporter to", name, _exporters())
 
 
 def carries_exactly(plan: Plan, to: str) -> bool:

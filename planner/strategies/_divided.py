@@ -60,8 +60,6 @@ def every_block_gathered(step: StrategyStep, _: int) -> Schedule:
     }
     found = []
     for region in step.regions(step.blocks, whole=True):
-        made = {value for index in region.recompute for value in step.graph.operations[index].outputs}
-        read = {value for index in region.recompute for value in step.graph.operations[index].inputs} - made
-        first = tuple(gathers[value] for value in sorted(read & gathers.keys()))
+        first = tuple(gathers[value] for value in sorted(step.read_by(region) & gathers.keys()))
         found.append(replace(region, recompute=(*first, *region.recompute)))
     return schedule_of(step.graph, found)

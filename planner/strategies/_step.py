@@ -64,14 +64,15 @@ class StrategyStep:
 
     def entering(self, regions: Sequence[Region]) -> list[list[int]]:
         """Return the values of the forward that each region is made again from, and no other region is."""
-        operations = self.graph.operations
-        reads = []
-        for region in regions:
-            made = {value for index in region.recompute for value in operations[index].outputs}
-            read = {value for index in region.recompute for value in operations[index].inputs} - made
-            reads.append(sorted(value for value in read if self.is_saved_freely(value)))
+        reads = [sorted(filter(self.is_saved_freely, self.read_by(region))) for region in regions]
         count = Counter(value for read in reads for value in read)
         return [[value for value in read if count[value] == 1] for read in reads]
+
+    def read_by(self, region: Region) -> set[int]:
+        """Return the values that a region is made again from."""
+        again = [self.graph.operations[index] for index in region.recompute]
+        made = {value for operation in again for value in operation.outputs}
+        return {value for operation in again for value in operation.inputs} - made
 
     def is_saved_freely(self, value: int) -> bool:
         """Whether a value is of the forward, takes memory, and nobody outside of the step holds it."""
