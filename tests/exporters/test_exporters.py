@@ -12,6 +12,7 @@ import shlex
 import sys
 import types
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -595,7 +596,8 @@ def test_the_command_refuses_what_cannot_be_expressed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     STUDY.plan(budget="52%", solver="sqrt", compare=False).save(tmp_path / "a.plan")
-    monkeypatch.setattr("planner.commands.export._study", lambda args, runtime: STUDIES[runtime])
+    monkeypatch.setattr("planner.commands._asked.working", lambda args: nullcontext((None, None)))
+    monkeypatch.setattr("planner.commands._asked.ask_or_build", lambda *_, runtime, **__: STUDIES[runtime])
     monkeypatch.setattr("planner.commands._asked.check_model", lambda args: None)
     code = cli.main(["export", str(tmp_path / "a.plan"), "--to", "megatron", "--json", str(tmp_path / "a.json")])
     output = capsys.readouterr()
