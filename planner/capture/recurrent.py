@@ -21,7 +21,6 @@ from planner.capture.torch_internals import has_onednn, outside_tracing
 _STACKS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _LSTM_MODE = 2
 """What oneDNN calls an LSTM; in torch's aten/src/ATen/native/mkldnn/RNN.cpp."""
-_ONEDNN_DTYPES = (torch.float32, torch.bfloat16)
 _PARAMETERS_OF_A_CELL = 4
 """Two weights and two biases; a projection would be a fifth."""
 
@@ -65,9 +64,9 @@ def _run_stack(stack: Callable[..., tuple[Tensor, ...]], x: Tensor, *arguments: 
 def _is_for_onednn(x: Tensor, state: Any, parameters: Sequence[Tensor], has_biases: bool) -> bool:
     """Whether eager gives an LSTM layer to oneDNN, as aten/src/ATen/native/RNN.cpp decides it."""
     tensors = [x, *state, *parameters]
-    usable = all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors) and x.dtype in _ONEDNN_DTYPES
+    alike = all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
     plain = has_biases and state[0].shape[2] == state[1].shape[2] and x.numel() != 0
-    return usable and plain and has_onednn()
+    return alike and plain and has_onednn(x.dtype)
 
 
 def _onednn_layer(

@@ -191,9 +191,10 @@ def depends_on_data(error: TorchDynamoException) -> bool:
     return isinstance(error, UserError) and "data-dependent" in str(error)
 
 
-def has_onednn() -> bool:
-    """Whether CPU operators may use oneDNN."""
-    return bool(torch._C._get_mkldnn_enabled()) and bool(torch.backends.mkldnn.is_available())
+def has_onednn(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether CPU operators may use oneDNN for an element type: for bfloat16 not every processor can."""
+    able = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return bool(able and torch._C._get_mkldnn_enabled() and torch.backends.mkldnn.is_available())
 
 
 @contextmanager

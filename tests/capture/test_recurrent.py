@@ -117,7 +117,7 @@ def test_a_planned_stack_keeps_bits_and_budget(training: bool, dtype: torch.dtyp
     model = Stack("LSTM", num_layers=3, dropout=0.3, batch_first=True).train(training)
     model(x())
     model.to(dtype)
-    wide = torch.randn(64, 32, FEATURES, dtype=dtype)
+    wide = torch.randn(256, 4, FEATURES, dtype=dtype)
     plan = planner.plan(model, wide, activation_budget="85%", time_limit_seconds=1.0)
     proof = planner.verify(model, wide, plan, timed_steps=1)
     assert plan.recomputations
