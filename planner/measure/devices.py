@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 import cost_models
 from cost_models.devices import DeviceSpec, unknown_gpu
+from planner.capture.torch_internals import has_onednn
 from planner.plans import device_file
 
 
@@ -19,7 +22,12 @@ def of_model(model: nn.Module) -> torch.device:
 def here(device: torch.device) -> DeviceSpec:
     """Describe a device of this machine: by the table, or as far as its driver does."""
     if device.type != "cuda":
-        return cost_models.device("cpu")
+        spec = cost_models.device("cpu")
+        if has_onednn(torch.bfloat16):
+            return spec
+        # Neither type of 16 bits has a fast kernel then.
+        rates = spec.flops_per_second
+        return replace(spec, flops_per_second={**rates, "bfloat16": rates["float16"]})
     name = torch.cuda.get_device_name(device)
     try:
         return cost_models.device(name)

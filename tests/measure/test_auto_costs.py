@@ -16,7 +16,7 @@ from cost_models.measured import Measurement
 from planner.capture import fake_mode
 from planner.commands.cache import COMMAND as CACHE
 from planner.common import cache_folder
-from planner.measure import costing, kept, profiling, workspace
+from planner.measure import costing, devices, kept, profiling, workspace
 from tests.models import WIDTH, Stack
 
 CPU = torch.device("cpu")
@@ -147,3 +147,10 @@ def test_fused_code_is_not_costed_operation_by_operation() -> None:
     from planner.session.step import Options
 
     assert InductorRuntime(nn.Linear(2, 2), Options()).options.target.cost_model == "roofline"
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "has_onednn", lambda dtype: able)
+    rates = devices.here(CPU).flops_per_second
+    assert (rates["bfloat16"] == rates["float16"]) is not able
