@@ -1,6 +1,6 @@
-"""Do predictions hold? Peak and overhead of planned steps with measured costs, and the time of every operation.
+"""Do predictions hold? Peak and overhead of planned steps, and the time of every operation, by default costs.
 
-For each model, its operations are measured one by one, then plans at several budgets are run:
+For each model plans at several budgets are run:
 predicted against measured peak, and predicted against measured overhead in points. The times of
 single operations are compared with those inside a real step by rank correlation. Exit code 1 if a
 peak is more than 0.1% from its prediction or above its budget, an overhead more than 3 points
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
+import planner
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
-from cost_models.measured import Profile
 from planner import api, zoo
 from planner.capture import operands
 from planner.capture.inputs import Inputs
@@ -32,6 +32,7 @@ from planner.capture.joint import is_tangent, tensors_of
 from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import keep_freed_memory
+from planner.common import cache_folder
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
 from planner.plans.plan import NoPlanFitsError, Plan
@@ -68,11 +69,13 @@ def main(arguments: Sequence[str]) -> int:
         "--seconds", metavar="S", type=float, default=10.0, help="for timing each plan's steps (default: 10)"
     )
     parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="for each solve (default: 5)")
+    parser.add_argument("--cost-model", metavar="NAME", default="auto", help="what predicts times (default: auto)")
     parser.add_argument("--layers", metavar="N", type=int, help="in place of each model's own")
     parser.add_argument("--keep", action="store_true", help="keep what the result file has of models not named now")
     args = parser.parse_args(arguments)
     if not keep_freed_memory():
         common.progress("this system's allocator cannot be told to keep memory: times include page faults")
+    cache_folder.turn_off()  # nothing is known but what this process finds
     names = common.chosen(args.models, list(MODELS))
     common.check_destination(args.json)
     earlier = common.earlier("prediction", args.json) if args.keep else {}
@@ -94,9 +97,14 @@ def _model(name: str, args: argparse.Namespace) -> Result:
     sizes = {**MODELS[name], **({"layers": args.layers} if args.layers else {})}
     common.progress(f"{name}: {common.sizes_text(sizes)}")
     loaded = zoo.build(name, **sizes)
-    profile = api.profile(
-        loaded.model, loaded.example_args, example_kwargs=loaded.example_kwargs, time_limit_seconds=120, name=name
+    study = planner.study(
+        loaded.model,
+        loaded.example_args,
+        example_kwargs=loaded.example_kwargs,
+        cost_model=args.cost_model,
+        name=name,
     )
+    predicted = {o.signature: c.seconds for o, c in zip(study.graph.operations, study.costs, strict=True)}
     joint = capture(loaded.model, Inputs.of(loaded.example_args, loaded.example_kwargs))
     lowered = lower_step(loaded.model, joint, Options()).lowered
     keep_all = Schedule.keep_all(lowered.graph)
@@ -104,21 +112,21 @@ def _model(name: str, args: argparse.Namespace) -> Result:
     for one in _time_inside(lowered, [keep_all], _LEAST_ROUNDS)[0]:
         for signature, seconds in one:
             inside[signature].append(seconds)
-    pairs = _pairs(inside, profile)
+    pairs = [(median(inside[signature]), predicted[signature]) for signature in inside if predicted.get(signature)]
     entry: Result = {
         "model": name,
         "sizes": sizes,
-        "measured_operations": len(profile.measurements),
+        "cost_model": study.origin.cost_model,
         "rank_correlation": rank_correlation(pairs),
         "compared_operations": len(pairs),
         "rows": [],
     }
     common.progress(f"  {len(pairs)} different operations, rank correlation {entry['rank_correlation']:.3f}")
-    free = _plan(loaded, profile, sys.maxsize, args.time_limit, compare=True)
+    free = _plan(loaded, args, sys.maxsize, compare=True)
     room_bytes = free.baseline_peak_bytes - free.minimum_feasible_peak_bytes
     for ratio in args.budgets:
         budget_bytes = free.minimum_feasible_peak_bytes + int(ratio * room_bytes)
-        entry["rows"].append(_row(loaded, profile, lowered, ratio, budget_bytes, args))
+        entry["rows"].append(_row(loaded, lowered, ratio, budget_bytes, args))
         common.progress("  " + " | ".join(map(str, _cells(name, entry["rows"][-1]))))
     del loaded
     gc.collect()
@@ -127,7 +135,6 @@ def _model(name: str, args: argparse.Namespace) -> Result:
 
 def _row(
     loaded: ZooModel,
-    profile: Profile,
     lowered: LoweredGraph,
     ratio: float,
     budget_bytes: int,
@@ -136,7 +143,7 @@ def _row(
     """Plan for a budget, run the plan, and hold both against each other."""
     row: Result = {"budget_ratio": ratio, "status": "infeasible"}
     try:
-        plan = _plan(loaded, profile, budget_bytes, args.time_limit)
+        plan = _plan(loaded, args, budget_bytes)
     except NoPlanFitsError as error:
         return {**row, "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
     try:
@@ -167,26 +174,18 @@ def _row(
     }
 
 
-def _plan(
-    loaded: ZooModel, profile: Profile, budget_bytes: int, limit_seconds: float, *, compare: bool = False
-) -> Plan:
+def _plan(loaded: ZooModel, args: argparse.Namespace, budget_bytes: int, *, compare: bool = False) -> Plan:
     return api.plan(
         loaded.model,
         loaded.example_args,
         example_kwargs=loaded.example_kwargs,
         loss_fn=loaded.loss_fn,
         budget=budget_bytes,
-        profile=profile,
-        time_limit_seconds=limit_seconds,
+        cost_model=args.cost_model,
+        time_limit_seconds=args.time_limit,
         name=loaded.name,
         compare=compare,
     )
-
-
-def _pairs(inside: dict[str, list[float]], profile: Profile) -> list[tuple[float, float]]:
-    """Pair the median time of each different operation inside whole steps with its time when it was run alone."""
-    known = profile.measurements
-    return [(median(inside[signature]), known[signature].seconds) for signature in inside if signature in known]
 
 
 def _time_inside(lowered: LoweredGraph, ways: Sequence[Schedule], rounds: int) -> list[list[list[tuple[str, float]]]]:
@@ -324,7 +323,7 @@ def _markdown(result: Result) -> str:
         "time over that of the step without recompute, less one. *Measured* adds up what each different operation "
         "takes inside whole steps run node by node, the median over both ways in turn; *by the clock* is the median "
         "ratio of five pairs of whole steps, which on a machine that is shared varies by several points from one try "
-        "to the next, also for a step against itself. Predicted costs were measured operation by operation, alone.",
+        "to the next, also for a step against itself. Predicted costs are those that a plan has by default.",
         common.table(
             [*headings, "measured overhead", "points", "by the clock", "bits"],
             [_cells(entry["model"], row) for entry in entries for row in entry["rows"]],
