@@ -35,13 +35,8 @@ def offloading_runtime(runtime: str, asked: Offload) -> str:
 def check_solver(runtime: str, name: str) -> None:
     """Refuse a solver that is not known, and one of whole graphs where modules are chosen."""
     solvers.get(name)
-    check_methods(runtime, name)
-
-
-def check_methods(runtime: str, *names: str) -> None:
-    """Refuse solvers, and other methods of whole graphs, where modules are chosen."""
     if runtime == "modules":
-        solvers.check_for_regions(*names)
+        solvers.check_for_regions(name)
 
 
 def check_strategy(name: str | None, runtime: str, *, offload: bool, in_chunks: bool = False) -> None:

@@ -81,6 +81,4 @@ def _named(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: value for name, value in bound.items() if isinstance(value, torch.Tensor)}
 
 
-@lru_cache(maxsize=16)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = lru_cache(maxsize=16)(inspect.signature)

@@ -47,7 +47,8 @@ def find_layers(graph: TrainingGraph) -> Layers:
     numbered = _Numbered(forward, graph.kinds)
     block_of = {name: block for name in names if (block := numbered.block(name))}
     spine = _spine(names, block_of.values())
-    layer_of = {name: block_of.get(name) or _beside(name, spine) for name in names}
+    beside = {name: next((prefix for prefix in path_prefixes(name) if prefix not in spine), name) for name in names}
+    layer_of = beside | block_of
     blocks = dict.fromkeys(block_of[name] for name in forward if name in block_of)
     return Layers(tuple(layer_of[op.module] for op in graph.operations), tuple(blocks))
 
@@ -141,11 +142,6 @@ def _spine(names: Iterable[str], blocks: Iterable[str]) -> set[str]:
         common = takewhile(lambda column: len(set(column)) == 1, zip(*split, strict=False))
         ends = [".".join(column[0] for column in common)] if len(split) > 1 else []
     return {prefix for end in ends for prefix in path_prefixes(end)}
-
-
-def _beside(module: str, spine: set[str]) -> str:
-    """Return the part of a path that leaves the spine."""
-    return next((prefix for prefix in path_prefixes(module) if prefix not in spine), module)
 
 
 def collapse(names: Sequence[str], signatures: Sequence[object]) -> list[tuple[str, list[int]]]:

@@ -6,9 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.common.json_reader import attributes
-from planner.errors import InfeasibleBudgetError
 from planner.plans.pipeline_schedules import PipelineSchedule
-from planner.plans.plan import Plan
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.plans.plan_file import SCHEMA
 
 
@@ -120,9 +119,5 @@ class PipelinePlan:
         }
 
 
-class NoPipelineFitsError(InfeasibleBudgetError):
+class NoPipelineFitsError(NoPlanFitsError):
     """Some stage has no plan within the budget; ``report`` says so as plain data."""
-
-    def __init__(self, message: str, *, report: dict[str, Any], **facts: Any) -> None:
-        super().__init__(message, **facts)
-        self.report = report

@@ -53,17 +53,13 @@ def _verdict(plan: PipelinePlan) -> str:
         cost += f" (no plan can pay less than {at_least_percent(plan.lower_bound_overhead)})"
     binding = plan.stages[plan.binding_stage]
     count = binding.micro_batches_in_flight
+    one, several = ("micro-batch", "micro-batches") if plan.schedule.chunks == 1 else ("chunk", "chunks")
     layers = [layer for stage in plan.stages for part in stage.plans for layer in part.placement if layer.block]
     recomputed = sum(layer.recomputed > 0 for layer in layers)
     return (
         f"{fits(plan.peak_bytes, plan.budget_bytes)} · {cost} · stage {binding.index} of {plan.schedule.stages} binds, "
-        f"{_in_flight(plan, count)} in flight · {recomputed} of {len(layers)} layers recomputed"
+        f"{count} {one if count == 1 else several} in flight · {recomputed} of {len(layers)} layers recomputed"
     )
-
-
-def _in_flight(plan: PipelinePlan, count: int) -> str:
-    one, several = ("micro-batch", "micro-batches") if plan.schedule.chunks == 1 else ("chunk", "chunks")
-    return f"{count} {one if count == 1 else several}"
 
 
 def _ends(layers: Sequence[str]) -> str:

@@ -44,7 +44,8 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
     boundary = schedule.order.index(lowered.graph.loss_index)
     forward_outputs, backward_outputs = lowered.joint.outputs
     forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
-    replayed = _replayed(lowered, schedule)
+    again = (index for index, runs in Counter(schedule.order).items() if runs > 1)
+    replayed = {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
     skipped = dead_recomputes(lowered, schedule)
 
     forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
@@ -118,12 +119,6 @@ def _read(lowered: LoweredGraph, index: int, *, but_statistics: bool) -> set[int
     statistics = node.args[3:5]
     others = [argument for argument in node.all_input_nodes if argument not in statistics]
     return {value for argument in others for value in lowered.storage_of.get(argument, ())}
-
-
-def _replayed(lowered: LoweredGraph, schedule: Schedule) -> set[int]:
-    """Return the random operations that run more than once."""
-    again = {index for index, runs in Counter(schedule.order).items() if runs > 1}
-    return {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
 
 
 class _Emitter:

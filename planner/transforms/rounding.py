@@ -41,7 +41,8 @@ def marked(lowered: LoweredGraph) -> LoweredGraph:
     for index, node in enumerate(lowered.operation_nodes):
         if node is None or derived.isdisjoint(node.all_input_nodes):
             continue
-        if makes_indices := _makes_indices(node):
+        makes_indices = not is_attention(node) and any(tensor.dtype in _INDICES for tensor in tensors_of(node))
+        if makes_indices:
             deciding.add(index)
         if _compares(node) or (makes_indices and graph.operations[index].phase is Phase.BACKWARD):
             exact.update(_read(lowered, node))
@@ -98,10 +99,6 @@ def _is_main(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return bool(node.args[1] == 0) and all(_is_main(source) for source in node.all_input_nodes)
     return not (isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags)
-
-
-def _makes_indices(node: fx.Node) -> bool:
-    return any(tensor.dtype in _INDICES for tensor in tensors_of(node)) and not is_attention(node)
 
 
 def _compares(node: fx.Node) -> bool:

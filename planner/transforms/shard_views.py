@@ -60,10 +60,18 @@ def _transposed(call: Call) -> State:
     return state.at(dims_before(call.node).index(state.dim))
 
 
-def _unsqueeze(call: Call) -> State:
-    state = call.shard()
-    dim = call.argument(1) % (len(call.shape(0)) + 1)
-    return state.at(state.dim + (dim <= state.dim))
+def _added(position: int) -> Rule:
+    """Make the rule of an operator that adds a dimension, which an argument names."""
+
+    def rule(call: Call) -> State:
+        state = call.shard()
+        dim = call.argument(position) % len(shape_of(call.node))
+        return state.at(state.dim + (dim <= state.dim))
+
+    return rule
+
+
+_unsqueeze = _added(1)
 
 
 def _squeeze(call: Call) -> State:
@@ -117,12 +125,6 @@ def _without(call: Call) -> Any:
     return call.each(state.at(state.dim - (dim < state.dim)))
 
 
-def _select_backward(call: Call) -> State:
-    state = call.shard()
-    dim = call.argument(2) % len(call.argument(1))
-    return state.at(state.dim + (dim <= state.dim))
-
-
 def _slice_backward(call: Call) -> State:
     state = call.shard()
     sizes, dim = call.argument(1), call.argument(2) % len(call.argument(1))
@@ -137,18 +139,13 @@ def _slice_backward(call: Call) -> State:
     return Shard(dim, blocks, state.origins)
 
 
-def _listed(call: Call) -> list[Shard]:
-    """Return how the tensors that a call is given in a list are divided; raises NeedsRedistribute if one is not."""
+def _joined(call: Call) -> State:
+    """``cat`` and ``stack``."""
     states = [call.states.get(node) for node in call.argument(0)]
     shards = [state for state in states if isinstance(state, Shard)]
     if len(shards) != len(states):
         raise call.mixes()
-    return shards
-
-
-def _joined(call: Call) -> State:
-    """``cat`` and ``stack``."""
-    shards, dim = _listed(call), call.argument(1, 0) % len(shape_of(call.node))
+    dim = call.argument(1, 0) % len(shape_of(call.node))
     first, stacks = shards[0], call.node.target is aten.stack.default
     if not stacks and all(shard.dim == dim for shard in shards):
         return Shard(dim, tuple(block for shard in shards for block in shard.blocks), origins_of(shards))
@@ -167,7 +164,7 @@ VIEW_RULES: dict[Any, Rule] = {
     aten.slice.Tensor: _slice,
     **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
     **dict.fromkeys((aten.select.int, aten.unbind.int), _without),
-    aten.select_backward.default: _select_backward,
+    aten.select_backward.default: _added(2),
     aten.slice_backward.default: _slice_backward,
     **dict.fromkeys((aten.cat.default, aten.stack.default), _joined),
 }

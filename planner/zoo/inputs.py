@@ -25,15 +25,20 @@ def pixel_inputs(sizes: Sizes, classes: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(_image_shape(sizes)), "labels": torch.randint(classes, (batch, *extent))}
 
 
-def noise_inputs(sizes: Sizes, steps: int) -> dict[str, Tensor]:
+def noise_inputs(sizes: Sizes, steps: int, channels: int = 3) -> dict[str, Tensor]:
     """Return noisy images, how noisy they are, and the noise."""
-    return _noise(_image_shape(sizes), steps)
+    shape = _image_shape(sizes, channels)
+    return {
+        "pixel_values": torch.randn(shape),
+        "timesteps": torch.randint(steps, shape[:1]),
+        "labels": torch.randn(shape),
+    }
 
 
 def text_and_noise_inputs(sizes: Sizes, steps: int) -> dict[str, Tensor]:
     """Return noisy latent images, how noisy they are, the noise, and a text of 77 tokens to go by."""
     text = torch.randn(sizes.batch_size, 77, 768)
-    return _noise((sizes.batch_size, 4, *_image_shape(sizes)[2:]), steps) | {"context": text}
+    return noise_inputs(sizes, steps, channels=4) | {"context": text}
 
 
 def sound_inputs(sizes: Sizes, classes: int) -> dict[str, Tensor]:
@@ -42,14 +47,6 @@ def sound_inputs(sizes: Sizes, classes: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(shape), "labels": torch.randint(classes, shape[:1])}
 
 
-def _noise(shape: tuple[int, ...], steps: int) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.randn(shape),
-        "timesteps": torch.randint(steps, shape[:1]),
-        "labels": torch.randn(shape),
-    }
-
-
-def _image_shape(sizes: Sizes) -> tuple[int, ...]:
+def _image_shape(sizes: Sizes, channels: int = 3) -> tuple[int, ...]:
     extent = sizes.image_size or 1
-    return sizes.batch_size, 3, extent, extent
+    return sizes.batch_size, channels, extent, extent

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner import solvers, strategies
-from planner.analysis.compatibility import check_methods
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import Count, CurveSweep
 from planner.analysis.trade_off.types import TradeOffPoint
@@ -48,7 +47,8 @@ def check(names: Sequence[str], runtime: str = "graph") -> None:
         if name not in known and not is_strategy(name):
             hint = did_you_mean(name, known, write=str)
             raise UsageError(f"there is no solver or way {name!r}; {hint}there are {', '.join(known)}")
-    check_methods(runtime, *(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
+    if runtime == "modules":
+        solvers.check_for_regions(*(name for name in names if not is_strategy(name) and name != RECOMPUTE_ALONE))
 
 
 def is_strategy(name: str) -> bool:
@@ -76,21 +76,17 @@ class MethodSweep:
         """Find every method's points."""
         for name in self.names:
             before = self.methods
-            for method in self._growing(name, count):
+            for method in self._pytorch() if name == PYTORCH else [self._at_once(name, count)]:
                 self.methods = (*before, method)
 
-    def _growing(self, name: str, count: Count) -> Iterator[Method]:
-        """Return a method, and again each time that it has another point."""
-        if is_strategy(name):
-            yield self._strategy(name)
-        elif name == PYTORCH:
-            yield from self._pytorch()
-        else:
-            yield self._solver(name, count)
-
-    def _solver(self, name: str, count: Count) -> Method:
-        """Return a solver's points; with offload if the curve is, and the solver can."""
+    def _at_once(self, name: str, count: Count) -> Method:
+        """Return a strategy's point, or a solver's points; these with offload if the curve is, and the solver can."""
         curve = self.curve
+        if is_strategy(name):
+            try:
+                return Method(name=name, points=(point_of(curve.study, curve.study.strategy(name), name),))
+            except UsageError as error:
+                return Method(name=name, points=(), reason=str(error))
         if name == curve.search.solver:
             return Method(name=name, points=curve.curve().points)
         alone = name == RECOMPUTE_ALONE
@@ -100,15 +96,8 @@ class MethodSweep:
         sweep.run(count)
         return Method(name=name, points=sweep.curve().points)
 
-    def _strategy(self, name: str) -> Method:
-        study = self.curve.study
-        try:
-            schedule = study.strategy(name)
-        except UsageError as error:
-            return Method(name=name, points=(), reason=str(error))
-        return Method(name=name, points=(point_of(study, schedule, name),))
-
     def _pytorch(self) -> Iterator[Method]:
+        """Return the method, and again each time that it has another point."""
         tell = self.curve.search.under(PYTORCH).tell
         method = Method(name=PYTORCH, points=(), reason="" if self.pytorch else "there is no model to partition")
         yield method

@@ -304,10 +304,11 @@ class _Lowering(GraphBuilder[fx.Node]):
         runs = self.trace.runs[call.begin : call.end]
         made = {value for run in runs for value in run.makes}
         for run in runs:
-            if is_collective(run.node) or str(run.node.target).startswith("c10d") or not made.issuperset(run.writes):
+            target = str(run.node.target)
+            if is_collective(run.node) or target.startswith("c10d") or not made.issuperset(run.writes):
                 return False
-            updates = run.writes_resident or _updates_statistics(run)
-            if updates and not keeps_statistics(self.modules.get(run.module)):
+            in_training = "batch_norm" in target and "backward" not in target and any(a is True for a in run.node.args)
+            if (run.writes_resident or in_training) and not keeps_statistics(self.modules.get(run.module)):
                 return False
         return True
 
@@ -322,8 +323,3 @@ class _Lowering(GraphBuilder[fx.Node]):
 def keeps_statistics(module: nn.Module | None) -> bool:
     """Whether a module is a BatchNorm whose running statistics a recompute can leave alone."""
     return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-
-
-def _updates_statistics(run: Run) -> bool:
-    target = str(run.node.target)
-    return "batch_norm" in target and "backward" not in target and any(a is True for a in run.node.args)

@@ -70,11 +70,13 @@ class _SendSearch:
                 self.makers[value].append(candidate)
             for value in candidate.finds:
                 self.users[value].append(candidate)
-        self.movable = {value for value in movable if self._is_movable(value)}
-
-    def _is_movable(self, value: int) -> bool:
-        storage = self.trace.storages[value]
-        return storage.maker < self.trace.backward and storage.died is not None and not storage.is_number
+        self.movable = {
+            value
+            for value in movable
+            if (storage := trace.storages[value]).maker < trace.backward
+            and storage.died is not None
+            and not storage.is_number
+        }
 
     def saved(self, candidate: Candidate) -> Iterator[Sent]:
         numbers = _numbers([save.storage for save in candidate.call.saves])
