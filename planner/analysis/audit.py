@@ -106,9 +106,13 @@ def audit_study(study: Study, current: str | Path | Plan, search: Search, budget
         name = "the plan given" if isinstance(current, Plan) else f"the plan in {current}"
         if known.offloading is not None:
             study = study.for_host(study.host(at_least=known.offloading.least_bytes or LEAST_BYTES))
+        schedule, notes = _schedule_of_plan(study, known)
     else:
-        name = known
-    schedule, notes = _schedule(study, known)
+        name, notes = known, ()
+        try:
+            schedule = Schedule.keep_all(study.graph) if known == _NONE else study.strategy(known)
+        except UsageError as error:
+            raise UsageError(f"{error}, so nothing is {known!r} of it") from error
     setup = evaluate(
         replace(study.problem(), host=study.unlimited_host()),
         schedule,
@@ -157,19 +161,8 @@ def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search)
     return found
 
 
-def _schedule(study: Study, current: str | Plan) -> tuple[Schedule, tuple[str, ...]]:
-    """Return the schedule of a set-up, and what is assumed with it."""
-    if isinstance(current, Plan):
-        return _schedule_of_plan(study, current)
-    if current == _NONE:
-        return Schedule.keep_all(study.graph), ()
-    try:
-        return study.strategy(current), ()
-    except UsageError as error:
-        raise UsageError(f"{error}, so nothing is {current!r} of it") from error
-
-
 def _schedule_of_plan(study: Study, plan: Plan) -> tuple[Schedule, tuple[str, ...]]:
+    """Return the schedule of a plan on a step, and what is assumed with it."""
     theirs, ours = plan.fingerprint, study.origin.fingerprint
     differs = [key for key in _SAME_MODEL if key in theirs and key in ours and theirs[key] != ours[key]]
     if differs:

@@ -120,7 +120,12 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
     """
     table = table_of(plan)
     if module is not None:
-        _check_known(plan, table, module)
+        paths = {row.module for row in table.rows} | {layer.module for layer in plan.placement}
+        known = {prefix for path in paths for prefix in path_prefixes(path)}
+        if module not in known:
+            name = plan.model or "this model"
+            hint = did_you_mean(module, sorted(known)).rstrip() or "leave the module out to see the largest values"
+            raise UsageError(f"the plan for {name} keeps and recomputes nothing of {module!r}; {hint}")
     reasons = _Reasons(plan, table)
     blocks = {layer.module for layer in plan.placement if layer.block}
     return Explanation(
@@ -156,15 +161,6 @@ def table_of(plan: Plan) -> ValueTable:
     )
 
 
-def _check_known(plan: Plan, table: ValueTable, module: str) -> None:
-    paths = {row.module for row in table.rows} | {layer.module for layer in plan.placement}
-    known = {prefix for path in paths for prefix in path_prefixes(path)}
-    if module in known:
-        return
-    hint = did_you_mean(module, sorted(known)).rstrip() or "leave the module out to see the largest values"
-    raise UsageError(f"the plan for {plan.model or 'this model'} keeps and recomputes nothing of {module!r}; {hint}")
-
-
 class _Reasons:
     """Puts in words why a plan does with a value what it does."""
 
@@ -189,7 +185,6 @@ class _Reasons:
         """Bytes that the worst bargain of the plan frees, for a second."""
 
     def of(self, number: int) -> str:
-        """Return the reason for a row."""
         row = self.rows[number]
         if row.offloaded:
             return f"offloaded: {self._offloaded(row)}"

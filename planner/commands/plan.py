@@ -48,7 +48,6 @@ class _Plan(AboutModel):
 
 
 def _write(args: argparse.Namespace, plan: Plan) -> None:
-    """Write the files that are asked for."""
     from planner.common.atomic import write_text
     from planner.plans import memory_viz
 

@@ -215,7 +215,6 @@ class _Asking:
         return min_cut.schedules(loaded.model, inputs, Options(target=target, training=training))
 
     def answers(self, *, interrupted: bool) -> Answers:
-        """Return what is done."""
         from planner.analysis.trade_off.answers import Answers
 
         assert self.sweep is not None
@@ -231,7 +230,6 @@ class _Asking:
 
 
 def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
-    """Write the files and show the report."""
     from planner.analysis.trade_off.answers import csv_text
     from planner.common.atomic import write_text
     from planner.report import curve_chart, render_what_if

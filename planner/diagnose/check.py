@@ -16,7 +16,7 @@ from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings import checkpoint_rules, model_rules, step_rules
 from planner.findings.finding import Diagnosis
 from planner.findings.rules import examine
-from planner.findings.subject import CapturedStep, Subject
+from planner.findings.subject import CapturedStep
 from planner.ir.problem import Problem, Progress
 from planner.ir.schedule import Schedule
 from planner.session.step import Options, captured, cost, lower_step, with_loss
@@ -81,12 +81,9 @@ def check(
         step = _step(model, inputs, options, loss_fn)
     except (CaptureError, RuntimeUnsupportedError) as error:
         not_captured = str(error)
-    subject = Subject(
+    subject = replace(
+        seen,
         modules=module_facts(model),
-        calls=seen.calls,
-        cast_while_tied=seen.cast_while_tied,
-        returned_cache=seen.returned_cache,
-        unseen=seen.unseen,
         not_captured=not_captured,
         outside_bytes=outside_bytes(step.problem.graph) if step else 0,
         counts_loss=loss_fn is not None,

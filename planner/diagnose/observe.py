@@ -26,7 +26,7 @@ from planner.capture.joint import draws
 from planner.capture.module_facts import tied_parameters, updates_statistics
 from planner.capture.storages import StorageRecorder
 from planner.capture.torch_internals import CHECKPOINT, FakeTensor, call_implementation, is_mutable, storage_id
-from planner.findings.subject import CheckpointCall
+from planner.findings.subject import CheckpointCall, Subject
 
 aten = torch.ops.aten
 
@@ -34,18 +34,8 @@ _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)
 _CHOOSING = (aten.topk, aten.sort, aten.argmax)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
-    """What was seen of one forward; see :class:`~planner.findings.subject.Subject`."""
-
-    calls: tuple[CheckpointCall, ...]
-    cast_while_tied: tuple[str, ...]
-    returned_cache: bool | None
-    unseen: str
-
-
-def observe(model: nn.Module, inputs: Inputs) -> Observation:
-    """Run the forward of a model without data, and leave the model as it was."""
+def observe(model: nn.Module, inputs: Inputs) -> Subject:
+    """Run the forward of a model without data, and give what rules may look at of it; the model is left as it was."""
     calls: list[_Call] = []
     cast: list[str] = []
     returned_cache, unseen = None, ""
@@ -55,7 +45,7 @@ def observe(model: nn.Module, inputs: Inputs) -> Observation:
             returned_cache = getattr(output, "past_key_values", None) is not None
     except Exception as error:  # whatever a forward may raise: what was seen before that still counts
         unseen = f"{in_one_line(error)}{raised_at(error)}"
-    return Observation(
+    return Subject(
         calls=tuple(call.told() for call in calls),
         cast_while_tied=tuple(dict.fromkeys(cast)),
         returned_cache=returned_cache,
@@ -97,7 +87,6 @@ class _Watcher(StorageRecorder):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look on for as long as the context lasts."""
         before = sys.getprofile()
         with self.modules(), self:
             sys.setprofile(self._profile)
@@ -124,7 +113,6 @@ class _Watcher(StorageRecorder):
             self.open.pop()
 
     def follow(self, function: Any, given: Any, result: Any) -> list[int]:
-        """Note what an operation does."""
         made = super().follow(function, given, result)
         args, kwargs = given
         if function is aten._to_copy.default and id(args[0]) in self.tied and result.dtype != args[0].dtype:

@@ -135,7 +135,6 @@ class _Step:
         return peak_bytes, result
 
     def seconds(self, running: Running) -> float:
-        """Return the time of one step."""
         with calling(self.model, running):
             self.model.zero_grad(set_to_none=True)
             begun = time.perf_counter()
@@ -225,7 +224,6 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _random_states() -> tuple[torch.Tensor, ...]:
-    """Return the state of the CPU's generator, and of each GPU's."""
     return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()))
 
 

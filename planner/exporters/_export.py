@@ -59,45 +59,29 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A plan in the words of another framework.
-
-    Parameters
-    ----------
-    target : str
-        Name of the framework.
-    model : str
-        Name of the model.
-    label : Label
-        ``"exact"`` (what runs there is the plan), ``"approximate"`` or ``"unsupported"``.
-    reason : str
-        Why it has that label.
-    lost : tuple of str
-        What else differs there, one line each.
-    language : str
-        Of the text: ``"python"``, ``"shell"`` or ``"yaml"``.
-    text : str
-        The configuration or code; empty if unsupported.
-    modules : tuple of str
-        What runs again there; a path stands for all of a module.
-    budget_bytes : int
-        The plan's budget.
-    plan : Figures
-        The plan itself.
-    predicted : Figures, optional
-        The export, simulated; None if unsupported.
-    """
+    """A plan in the words of another framework."""
 
     target: str
+    """Name of the framework."""
     model: str
+    """Name of the model."""
     label: Label
+    """``"exact"`` (what runs there is the plan), ``"approximate"`` or ``"unsupported"``."""
     reason: str
+    """Why it has that label."""
     lost: tuple[str, ...] = ()
+    """What else differs there, one line each."""
     language: str = "python"
+    """Of the text: ``"python"``, ``"shell"`` or ``"yaml"``."""
     text: str = ""
+    """The configuration or code; empty if unsupported."""
     modules: tuple[str, ...] = ()
+    """What runs again there; a path stands for all of a module."""
     budget_bytes: int
     plan: Figures
+    """The plan's budget, and the plan itself."""
     predicted: Figures | None = None
+    """The export, simulated; None if unsupported."""
 
     @property
     def verdict(self) -> str:

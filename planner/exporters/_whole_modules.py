@@ -12,6 +12,7 @@ class OwnLayers:
     """The framework has layers of its own, or counts them: none of the model's modules can be named."""
 
     language = "python"
+    eager = False
     to_the_end = True
 
     def takes(self, modules: tuple[str, ...]) -> bool:

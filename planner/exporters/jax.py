@@ -26,7 +26,6 @@ _TRIED = 8
 class _JAX(OwnLayers):
     name = "jax"
     summary = "whole blocks run again but what is named, where the plan chooses single operations of the PyTorch model"
-    eager = False
     to_the_end = False
     lost = (
         "the model there is another, in another framework: the choice carries over by the numbers of blocks and the "

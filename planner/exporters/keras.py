@@ -17,7 +17,6 @@ from planner.plans.plan import Plan
 class _Keras(OwnLayers):
     name = "keras"
     summary = "whole layers run again, where the plan chooses single operations of the PyTorch model"
-    eager = False
     lost = (
         "the model there is another, in another framework: the choice carries over by the names of layers, and its "
         "memory is that framework's",

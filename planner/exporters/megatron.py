@@ -26,7 +26,6 @@ class _Megatron(OwnLayers):
     name = "megatron"
     summary = "it recomputes the first N layers, all in groups, or the MLP of each; the plan chooses single operations"
     language = "shell"
-    eager = False
     lost = (
         "the layers there are Megatron's own, with kernels of its own: the choice carries over by number",
         "the figures are of one pipeline stage; block counts layers of each virtual stage",

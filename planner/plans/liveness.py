@@ -111,8 +111,6 @@ def _allocation(graph: TrainingGraph, index: int, kind: str, size_bytes: int, bo
 def _joined(modules: list[str]) -> str:
     """Write paths that differ only in numbers as one.
 
-    Examples
-    --------
     >>> _joined(["h.0.attn", "h.2.attn", "h.1.attn", "h.1.attn"])
     'h.0-2.attn'
     """

@@ -142,7 +142,6 @@ class _Device:
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """What the device holds while the optimizer steps."""
         resident_bytes = self.static_bytes + self.around.optimizer_step_bytes
         graphs = (replace(stage.graph, static_bytes=dict(self.around.static_bytes)) for stage in self.chunks)
         return resident_bytes + sum(optimizer_peak_bytes(graph, self.around) - resident_bytes for graph in graphs)
@@ -340,7 +339,6 @@ class _SplitSearch:
         return [size_bytes * size // self.whole_bytes for size in self.full]
 
     def solve(self, problem: Problem) -> Solution:
-        """Solve, and hold the claim against the simulator."""
         solution = self.solver.solve(problem, effort=self.effort)
         confirm(problem, solution)
         return solution

@@ -81,8 +81,6 @@ class Load:
 def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
     """Return what one device runs in a training step, in order.
 
-    Examples
-    --------
     >>> order = passes(PipelineSchedule(stages=2, micro_batches=3), stage=0)
     >>> " ".join(f"{'B' if done.is_backward else 'F'}{done.micro_batch}" for done in order)
     'F0 F1 B0 F2 B1 B2'

@@ -121,8 +121,6 @@ def _assign(
 def balanced(seconds: Sequence[float], count: int) -> list[int]:
     """Cut a row into groups so that the largest is as small as can be, then all as equal as can be.
 
-    Examples
-    --------
     >>> balanced([1, 1, 1, 1, 3], 3)
     [0, 2, 4]
     """

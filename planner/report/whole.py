@@ -24,7 +24,6 @@ class _Module:
     parts: dict[str, _Module] = field(default_factory=dict)
 
     def all(self) -> list[LayerPlacement]:
-        """Return what it and its parts do."""
         inside = [layer for part in self.parts.values() for layer in part.all()]
         return inside if self.own is None else [self.own, *inside]
 

@@ -137,7 +137,6 @@ class _Record:
     """Keeps the memory that is being copied into from others, should a step break off."""
 
     def settle(self) -> None:
-        """Wait until nothing is under way."""
         for event in (self.sent, self.fetched):
             if event is not None:
                 event.synchronize()

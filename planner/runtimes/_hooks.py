@@ -133,7 +133,6 @@ class _Sent:
         self._held = None
 
     def fetch(self) -> None:
-        """Begin to fetch it, if it is not there."""
         if self._copy is None:
             self._copy = host_copies.reload(self.place)
             self.unread = set(self.saved)
@@ -161,7 +160,6 @@ class _Saved:
         self.layout = (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor as it was saved."""
         storage = self.sent.read(self.number)
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.layout)
 
@@ -175,7 +173,6 @@ class _Stays:
     module: str
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor, if it was not written into since."""
         if version_of(self.alias) != self.version:
             raise _changed(self.module, self.version, version_of(self.alias))
         return self.alias

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,8 +48,7 @@ class GraphRuntime(PlannedCalls):
         self._completed_for: list[torch.Size] | None = None
         self._joint: JointGraph | None = None
         self._expected: list[int] | None = None
-        self._call = self._new_call()
-        self._call_without_assumption = self._new_call(assume=False)
+        self._new_calls()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
@@ -98,16 +98,17 @@ class GraphRuntime(PlannedCalls):
         self._remember(self.planned(joint), joint)
         self._planned_ahead.add(sizes)
 
-    def _new_call(self, *, assume: bool = True) -> IsolatedCall:
-        return IsolatedCall(
+    def _new_calls(self) -> None:
+        new = partial(
+            IsolatedCall,
             self.model,
             call_implementation(self.model),
             self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,
             compiler=self.compiler,
-            assume=assume,
         )
+        self._call, self._call_without_assumption = new(), new(assume=False)
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph, and write its forward and backward."""
@@ -149,8 +150,7 @@ class GraphRuntime(PlannedCalls):
             """Plan for these outputs from the next call on."""
             self._expected = sorted(positions)
             self._graphs = 0
-            self._call = self._new_call()
-            self._call_without_assumption = self._new_call(assume=False)
+            self._new_calls()
 
         self._graphs += 1
         joint, self._joint = self._joint, None

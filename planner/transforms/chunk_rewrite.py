@@ -194,7 +194,6 @@ class _Rewrite:
         return new
 
     def _concatenation(self, node: fx.Node) -> fx.Node:
-        """Put the chunks of a value together."""
         value = node.meta["val"]
         lead = self._lead(value.shape)
         new = self._call(node, aten.cat.default, [part[node] for part in self.parts], lead.dims - 1)

@@ -120,7 +120,6 @@ class _ShardSearch:
         return at
 
     def _forget(self, at: int) -> None:
-        """Forget what was found from a place on."""
         self.here = at
         for found in (self.columns, self.rows, self.summed, self.decided):
             for key in [key for key, place in found.items() if place >= at]:

@@ -201,8 +201,6 @@ class CurveSweep:
 def coarse_to_fine(budgets: Sequence[int]) -> Iterator[int]:
     """Return the ends, then the middle, then the middles of what is left.
 
-    Examples
-    --------
     >>> list(coarse_to_fine(range(7)))
     [6, 0, 3, 1, 4, 2, 5]
     """

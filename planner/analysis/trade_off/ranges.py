@@ -31,8 +31,6 @@ class SizeRange:
 def parse_sizes(text: str, *, what: str) -> SizeRange:
     """Read sizes as people write them: ``"1..64"``, ``"1,2,4"`` or ``"8"``; ``what`` they are of is for the message.
 
-    Examples
-    --------
     >>> parse_sizes("3..20", what="batch sizes")
     SizeRange(values=(3, 4, 8, 16, 20), is_dense=True)
     >>> parse_sizes("1,2,6", what="batch sizes").values
@@ -74,8 +72,6 @@ def check_budgets(text: str) -> None:
 def parse_budgets(text: str, *, whole_bytes: int, points: int) -> tuple[int, ...]:
     """Read budgets: a list, ``"4GiB,8GiB,16GiB"``, or a range, ``"30%..100%"``, of which so many points are taken.
 
-    Examples
-    --------
     >>> parse_budgets("25%..100%", whole_bytes=400, points=4)
     (100, 200, 300, 400)
     """
@@ -94,8 +90,6 @@ def _parts(text: str) -> list[str]:
 def spread(low: int, high: int, points: int) -> tuple[int, ...]:
     """Return numbers at equal distances from one to another, both included; one where they are the same.
 
-    Examples
-    --------
     >>> spread(10, 20, 3), spread(7, 7, 3)
     ((10, 15, 20), (7,))
     """

@@ -98,11 +98,8 @@ class SizeSearch:
         self.axis_so_far = replace(self.axis_so_far, is_complete=True)
 
     def _close_in(self, lower: int, upper: int) -> None:
-        """Find the largest size that fits between one that does and one that does not.
-
-        From where a line puts it in growing strides until the answer turns, since solvers often go beyond the line;
-        then by halving.
-        """
+        """Find the largest size that fits between one that does and one that does not."""
+        # From where a line puts it in growing strides, since solvers often go beyond the line; then by halving.
         guess, stride = self._guess(lower, upper) // self.step, 1
         first: bool | None = None
         while places := range(lower // self.step + 1, (upper - 1) // self.step + 1):

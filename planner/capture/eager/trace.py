@@ -108,7 +108,6 @@ class _Saved:
         self.tensor = tensor if save.storage is None else self._copied(tensor)
 
     def restored(self) -> torch.Tensor:
-        """Return the tensor as it was saved."""
         if self.save.storage is None:
             return self.tensor
         return self.tensor.to(self.device).as_strided(*self.layout)

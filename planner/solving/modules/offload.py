@@ -180,7 +180,6 @@ class _SendingSearch:
         )
 
     def is_over(self) -> bool:
-        """Whether there is no time left, or nothing to better."""
         if self.best is None:
             return False
         return self.clock.left() <= 0 or self.best.added_seconds <= self.bound + self.near_seconds
