@@ -238,8 +238,7 @@ class _ModelState:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad(set_to_none=True)
         torch.set_rng_state(self.random_states[0])
         if self.random_states[1:]:
             torch.cuda.set_rng_state_all(self.random_states[1:])
@@ -250,8 +249,7 @@ def _restored(model: nn.Module) -> Iterator[_ModelState]:
     """Let steps begin without gradients, and leave the model as it was; give what every step begins with."""
     state = _ModelState(model)
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = None
+    model.zero_grad(set_to_none=True)
     try:
         yield state
     finally:

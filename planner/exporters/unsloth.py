@@ -21,7 +21,12 @@ class _Unsloth(OwnLayers):
     lost = ("Unsloth replaces parts of the layers by kernels of its own, and checkpoints with reentrance",)
 
     def place(self, step: ExportStep) -> Placement:
-        return step.best_of(_skipping(step.row, count) for count in range(len(step.row)))
+        placements, row = [], step.row
+        for count in range(len(row)):
+            kept = {(share + 1) * len(row) // count - 1 for share in range(count)}
+            groups = tuple((layer,) for index, layer in enumerate(row) if index not in kept)
+            placements.append(Placement(groups=groups, settings={"checkpoint_skip_layers": count}))
+        return step.best_of(placements)
 
     def write(self, placement: Placement, plan: Plan) -> str:
         skipped = placement.settings.get("checkpoint_skip_layers", 0)
@@ -32,15 +37,6 @@ CHECKPOINTING = {{
     "checkpoint_skip_layers": {skipped},
 }}
 """
-
-
-def _skipping(row: tuple[str, ...], count: int) -> Placement:
-    """Return the placement that keeps so many layers as they are."""
-    kept = {(share + 1) * len(row) // count - 1 for share in range(count)}
-    return Placement(
-        groups=tuple((layer,) for index, layer in enumerate(row) if index not in kept),
-        settings={"checkpoint_skip_layers": count},
-    )
 
 
 EXPORTER = _Unsloth()

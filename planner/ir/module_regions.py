@@ -57,20 +57,15 @@ def region_of(
                 needs[value] = late
     if not needs:
         return None
-    again = _makers(graph, inside, held, list(needs))
+    again: set[int] = set()
+    needed = list(needs)
+    while needed:  # from the boundary on
+        maker = graph.producer[needed.pop()]
+        if maker not in again:
+            again.add(maker)
+            inputs = operations[maker].inputs
+            needed += (value for value in inputs if value not in held and graph.producer[value] in inside)
     if to_the_end:
         again |= {i for i in inside if operations[i].recomputable and not held.issuperset(operations[i].outputs)}
     before = min(needs.values())
     return Region(module=module, hold=None, recompute=tuple(sorted(again)), recompute_before=before, release_at=before)
-
-
-def _makers(graph: TrainingGraph, inside: Collection[int], held: Collection[int], needed: list[int]) -> set[int]:
-    """Return the operations that make what is needed, from the boundary on."""
-    again: set[int] = set()
-    while needed:
-        maker = graph.producer[needed.pop()]
-        if maker not in again:
-            again.add(maker)
-            inputs = graph.operations[maker].inputs
-            needed += (value for value in inputs if value not in held and graph.producer[value] in inside)
-    return again

@@ -79,28 +79,21 @@ class _Space:
 
     def __init__(self) -> None:
         self.highest = _BASE
-        self._gaps: list[tuple[int, int]] = []
-        """Address and size of what is free below the highest, by address; no two touch."""
+        self._taken: list[tuple[int, int]] = []
+        """Begin and end of what is taken, by address."""
 
     def take(self, size_bytes: int) -> int:
-        for number, (address, gap_bytes) in enumerate(self._gaps):
-            if gap_bytes >= size_bytes:
-                rest = [(address + size_bytes, gap_bytes - size_bytes)] if gap_bytes > size_bytes else []
-                self._gaps[number : number + 1] = rest
-                return address
-        address = self.highest
-        self.highest += size_bytes
+        address = _BASE
+        for begin, end in (*self._taken, (self.highest, self.highest)):
+            if begin - address >= size_bytes:
+                break
+            address = end
+        insort(self._taken, (address, address + size_bytes))
+        self.highest = max(self.highest, address + size_bytes)
         return address
 
     def give_back(self, address: int, size_bytes: int) -> None:
-        insort(self._gaps, (address, size_bytes))
-        joined: list[tuple[int, int]] = []
-        for start, gap_bytes in self._gaps:
-            if joined and sum(joined[-1]) == start:
-                joined[-1] = (joined[-1][0], joined[-1][1] + gap_bytes)
-            else:
-                joined.append((start, gap_bytes))
-        self._gaps = joined
+        self._taken.remove((address, address + size_bytes))
 
 
 def _frames(made: Allocation) -> list[dict[str, Any]]:

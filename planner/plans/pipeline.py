@@ -163,18 +163,12 @@ class _Device:
 
     def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, int, int, int]:
         """Return the most that stands beside a pass, forward and backward: what others save, and gradients."""
+
+        def held(load: Load) -> tuple[int, int]:
+            return sum(map(mul, load.others, saved_bytes)), sum(map(mul, self.gradient_bytes, load.accumulated))
+
         forward, backward = (
-            max(
-                (
-                    (
-                        sum(map(mul, load.others, saved_bytes)),
-                        sum(map(mul, self.gradient_bytes, load.accumulated)),
-                    )
-                    for load in self.loads
-                    if (load.chunk, load.is_backward) == (chunk, is_backward)
-                ),
-                key=sum,
-            )
+            max((held(load) for load in self.loads if (load.chunk, load.is_backward) == (chunk, is_backward)), key=sum)
             for is_backward in (False, True)
         )
         return *forward, *backward

@@ -87,12 +87,8 @@ def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
     """
     s, m, v = schedule.stages, schedule.micro_batches, schedule.chunks
     total = m * v
-    if schedule.name == "gpipe":
-        warm_up = total
-    elif schedule.name == "1f1b":
-        warm_up = min(s - stage - 1, total)
-    else:
-        warm_up = min(2 * (s - stage - 1) + (v - 1) * s, total)
+    warm_ups = {"gpipe": total, "1f1b": s - stage - 1, "interleaved": 2 * (s - stage - 1) + (v - 1) * s}
+    warm_up = min(warm_ups[schedule.name], total)
 
     def numbered(number: int, is_backward: bool) -> Pass:
         # With one chunk that is micro-batch after micro-batch; with several, groups of s go through all chunks.

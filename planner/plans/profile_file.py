@@ -9,7 +9,7 @@ from pathlib import Path
 from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.common import json_reader
 from planner.common.atomic import write_text
-from planner.common.json_reader import parse, to_data
+from planner.common.json_reader import attributes, parse, to_data
 from planner.errors import PlanFileError, ProfileFileError
 
 SCHEMA = 1
@@ -94,10 +94,7 @@ def from_json(text: str) -> Profile:
     file = root.read(_File)
     signatures = [row.signature for row in file.measurements]
     return Profile(
-        model=file.model,
-        device=file.device,
-        torch=file.torch,
-        date=file.date,
+        **attributes(file, "model", "device", "torch", "date"),
         inputs=file.inputs,
         measurements={
             row.signature: Measurement(seconds=row.seconds, runs=row.runs, workspace_bytes=row.workspace_bytes)

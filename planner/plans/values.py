@@ -139,21 +139,21 @@ class _Table:
 
     def table(self) -> ValueTable:
         forward = (operation for operation in self.graph.operations if operation.phase is Phase.FORWARD)
-        shown = [value for operation in forward for value in operation.outputs if self._belongs(value)]
+        shown = [
+            value
+            for operation in forward
+            for value in operation.outputs
+            if self._needed(value)
+            or self._is_kept(value)
+            or value in self.offloaded
+            or len(self.runs_of[self.graph.producer[value]]) > 1
+        ]
         row_of = {value: row for row, value in enumerate(shown)}
         return ValueTable(
             steps=len(self.graph.operations),
             baseline_peak_step=self.problem.baseline.peak_position,
             peak_step=self.step_of[self.evaluation.peak_position],
             rows=tuple(self._row(value, row_of) for value in shown),
-        )
-
-    def _belongs(self, value: int) -> bool:
-        return (
-            self._needed(value)
-            or self._is_kept(value)
-            or value in self.offloaded
-            or len(self.runs_of[self.graph.producer[value]]) > 1
         )
 
     def _needed(self, value: int) -> bool:

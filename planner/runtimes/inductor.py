@@ -93,7 +93,7 @@ class InductorRuntime(GraphRuntime):
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
         must_match = self.must_match  # planning confirms it
-        self._forget()
+        self._step, self._fits = None, False
         try:
             for attempt in range(ATTEMPTS):
                 drafts = draft_with_inductor(partition, graph_module, example_inputs)
@@ -112,9 +112,6 @@ class InductorRuntime(GraphRuntime):
             raise self._too_much(error.operation) from error
         finally:
             self._limit_bytes = None
-
-    def _forget(self) -> None:
-        self._step, self._fits = None, False
 
     def _keeps_budget(self, step: PlannedStep, drafts: list[Draft], *, slack: int) -> bool:
         plan = step.plan

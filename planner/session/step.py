@@ -39,8 +39,7 @@ from planner.common.units import Size
 from planner.errors import PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
 from planner.findings.finding import Finding, Severity
-from planner.findings.rules import examine
-from planner.findings.subject import Subject
+from planner.findings.subject import Subject, examine
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost

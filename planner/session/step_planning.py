@@ -45,7 +45,7 @@ def plan_step(
         if region is not None:
             if options.budget.is_share:
                 options = _in_bytes(options, study_lowered(model, whole, options))
-            step = _chunked(model, whole, region, chunks, options)
+            step = chunked(model, whole, chunks, options, region)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
     if options.chunk == 1:
         return plan_lowered(model, whole, options)
@@ -58,15 +58,24 @@ def plan_step(
     return plan_lowered(model, chunked(model, whole, options.chunk, options), options)
 
 
-def chunked(model: nn.Module, whole: LoweredStep, chunks: int, options: Options) -> LoweredStep:
-    """Return a lowered step in chunks, or raise UsageError if there is nothing to be chunked."""
-    region = find_region(whole.lowered)
+def chunked(
+    model: nn.Module, whole: LoweredStep, chunks: int, options: Options, region: ChunkRegion | None = None
+) -> LoweredStep:
+    """Lower a step with a region of it in chunks: the one that is given, or found; UsageError if there is none."""
+    region = region or find_region(whole.lowered)
     if region is None:
         raise UsageError(
             f"chunk={chunks}: nothing that is large at the peak can be computed in chunks. Its rows must be "
             "independent of each other, and nobody may need it whole; leave chunk out"
         )
-    return _chunked(model, whole, region, chunks, options)
+    joint = whole.lowered.joint
+    step = lower_step(model, in_chunks(joint, region, chunks), options)
+    return replace(
+        step,
+        facts={**step.facts, CHUNKS: chunks},
+        warnings=(*step.warnings, _note(joint, region, chunks)),
+        capture_seconds=whole.capture_seconds,
+    )
 
 
 def cheapest(
@@ -108,7 +117,7 @@ def candidates(model: nn.Module, whole: LoweredStep, study: Study, options: Opti
     for chunks in COUNTS:
         if region is not None and chunks <= region.rows:
             options.search.tell(f"planning in {chunks} chunks")
-            step = _chunked(model, whole, region, chunks, options)
+            step = chunked(model, whole, chunks, options, region)
             yield step, study_lowered(model, step, options)
 
 
@@ -134,18 +143,6 @@ def _in_bytes(options: Options, study: Study) -> Options:
 
 def _seconds(plan: Plan) -> float:
     return plan.baseline_step_seconds + plan.added_seconds
-
-
-def _chunked(model: nn.Module, whole: LoweredStep, region: ChunkRegion, chunks: int, options: Options) -> LoweredStep:
-    """Lower a step with a region of it in chunks."""
-    joint = whole.lowered.joint
-    step = lower_step(model, in_chunks(joint, region, chunks), options)
-    return replace(
-        step,
-        facts={**step.facts, CHUNKS: chunks},
-        warnings=(*step.warnings, _note(joint, region, chunks)),
-        capture_seconds=whole.capture_seconds,
-    )
 
 
 def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:

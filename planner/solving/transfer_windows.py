@@ -83,12 +83,14 @@ class _Windows:
         free: dict[int, list[int]] = {}
         for u, offload in self.now.items():
             free.setdefault(offload.leaves, []).append(u)
+        # What is made again meanwhile cannot be kept after all.
+        may_stay = {u for u in self.now if self.order.count(self.problem.graph.producer[u]) == 1}
         sent: dict[int, float] = {}
         waiting: list[int] = []
         now = sending_until = 0.0
         for position, index in enumerate(self.order):
             waiting += free.get(position, ())
-            for u in [u for u in waiting if position == self.now[u].returns[0] and self.may_stay(u)]:
+            for u in [u for u in waiting if position == self.now[u].returns[0] and u in may_stay]:
                 waiting.remove(u)
                 self.stay(u, free)
             waiting.sort(key=lambda u: (sent[u], u))
@@ -106,10 +108,6 @@ class _Windows:
             for u in operations[index].outputs:
                 if u in self.now and u not in sent:
                     sending_until = sent[u] = max(sending_until, now) + self.seconds[u]
-
-    def may_stay(self, u: int) -> bool:
-        """Whether a value can be kept after all: not if it is made again meanwhile."""
-        return self.order.count(self.problem.graph.producer[u]) == 1
 
     def stay(self, u: int, free: dict[int, list[int]]) -> None:
         """Keep a value on the device until its first return; it may leave after the uses that follow."""
