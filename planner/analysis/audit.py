@@ -135,7 +135,6 @@ def audit_study(study: Study, current: str | Path | Plan, search: Search, budget
 
 
 def _as_plan(study: Study, setup: Evaluated, budget_bytes: int, bound_seconds: float = 0.0) -> Plan:
-    """Write a set-up out as a plan for a budget that it keeps."""
     return study.as_plan(setup.schedule, setup.name, budget=budget_bytes, lower_bound_seconds=bound_seconds)
 
 

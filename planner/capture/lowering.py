@@ -97,7 +97,12 @@ class _Lowering(GraphBuilder[fx.Node]):
         drop_unused_statistics(graph)
         self._add_given(given)
         for node in graph.nodes:
-            _check_sizes(node)
+            for tensor in tensors_of(node):
+                if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+                    raise UnsupportedModelError(
+                        f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
+                        "remove mark_dynamic from the inputs"
+                    )
         for node in [*self.joint.placeholders, *graph.find_nodes(op="get_attr")]:
             if node not in given:
                 self.value_of_storage.update((storage_id(tensor), None) for tensor in tensors_of(node))
@@ -224,12 +229,3 @@ class _Lowering(GraphBuilder[fx.Node]):
                 copies.append(self.add_value(name, shard_bytes, kind="gradient", retained=True, node=gradient))
         if copies:
             self.add(ACCUMULATE_TARGET, reads, copies, name="accumulate", recomputable=False)
-
-
-def _check_sizes(node: fx.Node) -> None:
-    for tensor in tensors_of(node):
-        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
-            raise UnsupportedModelError(
-                f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
-                "remove mark_dynamic from the inputs"
-            )

@@ -204,7 +204,6 @@ class _Asking:
         return _asked.ask(planner.study, loaded, runtime=args.runtime, **asked)
 
     def partitioned(self) -> Iterator[Schedule]:
-        """Let PyTorch's partitioner decide on the same step."""
         from planner.capture.inputs import Inputs
         from planner.session import min_cut
         from planner.session.step import Options

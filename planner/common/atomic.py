@@ -53,25 +53,19 @@ def check_writable(path: str | Path) -> None:
     """
     target = Path(path)
     try:
-        folder = target.resolve().parent
-        wrong = None
+        folder, wrong = target.resolve().parent, None
+        # A new file changes its directory, a pipe or a device does not.
+        written = (folder,) if not target.exists() else (target, folder) if target.is_file() else (target,)
         if target.is_dir():
             wrong = "it is a directory; name a file"
         elif not folder.is_dir():
             wrong = f"there is no directory {folder}; make it first"
-        elif not all(os.access(place, os.W_OK) for place in _written(target, folder)):
+        elif not all(os.access(place, os.W_OK) for place in written):
             wrong = "permission denied; name a file in a directory that can be written"
     except (OSError, ValueError, RuntimeError) as error:
         wrong = getattr(error, "strerror", None) or str(error)
     if wrong:
         raise UsageError(f"cannot write {path}: {wrong}")
-
-
-def _written(target: Path, folder: Path) -> tuple[Path, ...]:
-    """Return what must be open to writing: a new file changes its directory, a pipe or a device does not."""
-    if not target.exists():
-        return (folder,)
-    return (target, folder) if target.is_file() else (target,)
 
 
 def _umask() -> int:

@@ -85,6 +85,7 @@ def verify(
         far = compare(one_piece, in_chunks, tolerance=TOLERANCE)
         differences += [f"{line}, held against the step in one piece" for line in far]
     resident_bytes = plan.total_static_bytes
+    rounding_error = distance(expected, actual, in_roundings=False) if lossy else None
     return Verification(
         peak_bytes=peak_bytes + resident_bytes,
         baseline_peak_bytes=baseline_peak_bytes + resident_bytes,
@@ -96,7 +97,7 @@ def verify(
         steps=timed_steps,
         tolerance=tolerance,
         from_one_piece=0.0 if one_piece is None else distance(one_piece, in_chunks),
-        rounding_error=_rounding_error(expected, actual) if lossy else None,
+        rounding_error=rounding_error if rounding_error is None or math.isfinite(rounding_error) else _NOWHERE_NEAR,
     )
 
 
@@ -184,11 +185,6 @@ def distance(expected: StepResult, actual: StepResult, *, in_roundings: bool = T
             pairs.append((gradient, other, shortest))
     different = ((a, b, least) for a, b, least in pairs if not bitwise_equal(a, b))
     return max((_apart(a, b, least, in_roundings=in_roundings) for a, b, least in different), default=0.0)
-
-
-def _rounding_error(expected: StepResult, actual: StepResult) -> float:
-    error = distance(expected, actual, in_roundings=False)
-    return error if math.isfinite(error) else _NOWHERE_NEAR
 
 
 def _shortest(expected: StepResult) -> float:

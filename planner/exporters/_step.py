@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from planner.analysis.study import Study
 from planner.common.limits import SolveLimits
@@ -41,7 +41,7 @@ class ExportStep:
         self.to_the_end = to_the_end
         self._layers = find_layers(study.graph)
         self._recorded = {region.module: region for region in study.regions} if study.regions is not None else None
-        self._sound: dict[str, bool] = {}
+        self._is_sound = cache(self._can_run_again)
         self._regions: dict[tuple[tuple[str, ...], tuple[str, ...]], Region | None] = {}
 
     @cached_property
@@ -124,15 +124,13 @@ class ExportStep:
             "plan=plan)"
         )
 
-    def _is_sound(self, module: str) -> bool:
-        """Whether a module can run again: it is called once, and holds no BatchNorm in training."""
-        if module not in self._sound:
-            inside = forward_of(self.graph, [module])
-            targets = {self.graph.operations[index].target for index in inside}
-            in_one_piece = not inside or inside[-1] - inside[0] == len(inside) - 1
-            called_once = in_one_piece if self._recorded is None else module in self._recorded
-            self._sound[module] = called_once and not any("batch_norm" in target for target in targets)
-        return self._sound[module]
+    def _can_run_again(self, module: str) -> bool:
+        """Whether a module is called once, and holds no BatchNorm in training."""
+        inside = forward_of(self.graph, [module])
+        targets = {self.graph.operations[index].target for index in inside}
+        in_one_piece = not inside or inside[-1] - inside[0] == len(inside) - 1
+        called_once = in_one_piece if self._recorded is None else module in self._recorded
+        return called_once and not any("batch_norm" in target for target in targets)
 
     def _region(self, group: tuple[str, ...], placement: Placement) -> Region | None:
         if self._recorded is not None:
@@ -146,10 +144,7 @@ class ExportStep:
         return self._regions[key]
 
     def _rest_of(self, module: str) -> tuple[float, int]:
-        """Return seconds and bytes of what a framework that runs a module to its end adds to a recorded region.
-
-        All the bytes are taken to be there at once, and at the peak, so they are an upper bound.
-        """
+        """Return seconds, and bytes at most, of what a framework that runs a module to its end adds to its region."""
         if self._recorded is None or not self.to_the_end or module not in self._recorded:
             return 0.0, 0
         operations, values = self.graph.operations, self.graph.values

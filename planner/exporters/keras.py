@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._text import names
-from planner.exporters._whole_modules import OwnLayers
+from planner.exporters._whole_modules import OwnLayers, names
 from planner.plans.plan import Plan
 
 

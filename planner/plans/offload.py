@@ -80,7 +80,10 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
     host, graph = problem.host, problem.graph
     if host is None:
         return None
-    places = _places(graph, schedule)
+    places: list[Place] = []
+    for index, position in sorted(schedule.first_runs().items()):
+        key = graph.operations[index].key
+        places += [Place(before=key, runs=position - early) for early in range(len(places), position + 1)]
     values = []
     for offload in schedule.offloads:
         operation = graph.operations[graph.producer[offload.value]]
@@ -136,12 +139,3 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
                 "shapes"
             ) from error
     return Schedule(schedule.order, tuple(sorted(offloads, key=lambda offload: offload.value)))
-
-
-def _places(graph: TrainingGraph, schedule: Schedule) -> list[Place]:
-    """Return each position as a place."""
-    places: list[Place] = []
-    for index, position in sorted(schedule.first_runs().items()):
-        key = graph.operations[index].key
-        places += [Place(before=key, runs=position - early) for early in range(len(places), position + 1)]
-    return places

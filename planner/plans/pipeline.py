@@ -287,7 +287,6 @@ class _SplitSearch:
         return sum(self.best.recompute_seconds) if self.best else float("inf")
 
     def offer(self, held: _Held) -> None:
-        """Take schedules if they fit and are the cheapest so far."""
         fits = held.peak_bytes <= self.budget_bytes + self.device.static_bytes
         if fits and sum(held.recompute_seconds) < self.seconds:
             self.best = held
@@ -305,11 +304,9 @@ class _SplitSearch:
         self.offer(self.device.hold(schedules))
 
     def relaxed(self, low_bytes: int, high_bytes: int) -> tuple[float, ...] | None:
-        """Return lower bounds for plans that save between two sizes; None if it is proven that there are none.
-
-        Of several chunks nothing is asked but that each fits beside what surely is there.
-        """
+        """Return lower bounds for plans that save between two sizes; None if it is proven that there are none."""
         least = self.of_each(low_bytes)
+        # Of several chunks nothing is asked but that each fits beside what surely is there.
         most_bytes = high_bytes if len(self.full) == 1 else None
         bounds: list[float] = []
         schedules = []

@@ -255,7 +255,6 @@ class _Cut:
         return len(self.values) - 1
 
     def received(self, values: list[int]) -> list[int]:
-        """Add values of other stages."""
         return [self.new(replace(self.whole.values[v], retained=False, kind="activation"), v) for v in values]
 
     def others(self, phase: Phase) -> tuple[int, int]:

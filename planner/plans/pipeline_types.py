@@ -58,11 +58,9 @@ class StagePlan:
 
     def report(self) -> dict[str, Any]:
         """Return what stands of it in the pipeline's report."""
-        layout = attributes(self, "index", "layers", "micro_batches_in_flight", "saved_bytes")
-        costs = attributes(
-            self, "peak_bytes", "baseline_peak_bytes", "baseline_seconds", "recompute_seconds", "overhead"
-        )
-        return {**layout, **costs, "chunks": [plan.report() for plan in self.plans]}
+        layout = ("index", "layers", "micro_batches_in_flight", "saved_bytes")
+        costs = ("peak_bytes", "baseline_peak_bytes", "baseline_seconds", "recompute_seconds", "overhead")
+        return {**attributes(self, *layout, *costs), "chunks": [plan.report() for plan in self.plans]}
 
 
 @dataclass(frozen=True, kw_only=True)

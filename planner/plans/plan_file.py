@@ -14,7 +14,7 @@ from planner.common.json_reader import parse, to_data
 from planner.errors import PlanFileError
 
 if TYPE_CHECKING:
-    from planner.plans.plan import Plan, StepDetails
+    from planner.plans.plan import Plan
 
 SCHEMA = 1
 """Version of the JSON that reports and plan files share."""
@@ -84,11 +84,9 @@ def _hold_together(plan: Plan) -> None:
     for number, row in enumerate(plan.values.rows if plan.values is not None else ()):
         if any(source >= number for source in row.made_from):
             raise PlanFileError(f"values.rows.made_from[{number}] names a row that is not above it")
-    if plan.details is not None:
-        _hold_details(plan, plan.details)
-
-
-def _hold_details(plan: Plan, details: StepDetails) -> None:
+    details = plan.details
+    if details is None:
+        return
     for name, timeline, peak_bytes in (
         ("before", details.before, plan.baseline_peak_bytes),
         ("after", details.after, plan.peak_bytes),

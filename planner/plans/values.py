@@ -185,7 +185,7 @@ class _Table:
             runs=len(self.runs_of[producer]),
             seconds=self.costs[producer].seconds,
             again_runs=sum(again.values()) if again is not None else 0,
-            again_seconds=None if again is None else self._seconds(again),
+            again_seconds=None if again is None else sum(n * self.costs[i].seconds for i, n in sorted(again.items())),
             made_from=tuple(row_of[v] for v in operation.inputs if v in row_of),
             idle_from=self.step_of[start],
             idle_to=self.step_of[min(end, len(self.order) - 1)],
@@ -235,9 +235,6 @@ class _Table:
                     spent.add(source)
                     pending.append(source)
         return Counter(self.order[position] for position in spent)
-
-    def _seconds(self, runs: dict[int, int]) -> float:
-        return sum(count * self.costs[index].seconds for index, count in sorted(runs.items()))
 
     def _is_held(self, value: int, position: int) -> bool:
         if self.graph.values[value].retained:

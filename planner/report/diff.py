@@ -33,18 +33,15 @@ def answer(difference: Difference) -> str:
     if not count and not difference.layers and not difference.peak_bytes:
         return f"B does what A does: no {noun} moved"
     in_layers = f" in {counted(difference.moved_layers, 'layer')}" if count else ""
-    return f"B {_peak(difference)}{_host(difference)} and {_time(difference)}; {counted(count, noun)} moved{in_layers}"
+    change = difference.host_bytes
+    host = f", offloads {format_bytes(abs(change))} {'less' if change < 0 else 'more'}" if change else ""
+    return f"B {_peak(difference)}{host} and {_time(difference)}; {counted(count, noun)} moved{in_layers}"
 
 
 def _peak(difference: Difference) -> str:
     if not difference.peak_bytes:
         return "peaks the same"
     return f"peaks {format_bytes(abs(difference.peak_bytes))} {'lower' if difference.peak_bytes < 0 else 'higher'}"
-
-
-def _host(difference: Difference) -> str:
-    change = difference.host_bytes
-    return f", offloads {format_bytes(abs(change))} {'less' if change < 0 else 'more'}" if change else ""
 
 
 def _time(difference: Difference) -> str:

@@ -17,8 +17,14 @@ from planner.report.style import counted, print_parts, print_report
 
 def render(explanation: Explanation, console: Console, *, largest: int | None = None) -> None:
     """Print an explanation; with ``largest`` only so many of the values, those with the most bytes."""
+    plan, table = explanation.plan, explanation.table
     print_report(console, answer(explanation))
-    console.print(Text(_peaks(explanation)))
+    peaks = (
+        f"Of {table.steps} steps, the peak without recompute is step {table.baseline_peak_step + 1} "
+        f"({format_bytes(plan.baseline_peak_bytes)}), the plan's step {table.peak_step + 1} "
+        f"({format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)})"
+    )
+    console.print(Text(peaks))
     shown = groups = list(
         alike(
             explanation.values,
@@ -54,15 +60,6 @@ def answer(explanation: Explanation) -> str:
     if explanation.offloaded_bytes:
         parts.insert(1, f"offloads {format_bytes(explanation.offloaded_bytes)}")
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _peaks(explanation: Explanation) -> str:
-    plan, table = explanation.plan, explanation.table
-    return (
-        f"Of {table.steps} steps, the peak without recompute is step {table.baseline_peak_step + 1} "
-        f"({format_bytes(plan.baseline_peak_bytes)}), the plan's step {table.peak_step + 1} "
-        f"({format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)})"
-    )
 
 
 def _paragraph(label: str, members: Sequence[ExplainedValue]) -> Group:

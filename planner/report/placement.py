@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions
@@ -133,12 +133,11 @@ def render_kept(plan: Plan) -> Text | None:
     """Name the operators whose results modules that run again keep, modules that are alike in one line."""
     if not plan.kept:
         return None
-    named = [_named(operators) for operators in plan.kept.values()]
+    named = [
+        ", ".join(f"{operator_name(operator)} #{n}" for operator, numbers in operators.items() for n in numbers)
+        for operators in plan.kept.values()
+    ]
     text = Text("Kept in modules that run again", style="bold")
     for label, positions in collapse(list(plan.kept), named):
         text.append(f"\n{label}: {named[positions[0]]}", style="not bold")
     return text.append("\nOf an operator that a module calls more than once, #0 is the first call.", style="not bold")
-
-
-def _named(kept: Mapping[str, Sequence[int]]) -> str:
-    return ", ".join(f"{operator_name(operator)} #{n}" for operator, numbers in kept.items() for n in numbers)

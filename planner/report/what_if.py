@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from planner.analysis.trade_off.accelerators import DeviceRow
+from planner.analysis.trade_off.accelerators import DeviceRow, Outcome
 from planner.analysis.trade_off.answers import Answers
 from planner.analysis.trade_off.methods import Method
-from planner.analysis.trade_off.outcome import Outcome
 from planner.analysis.trade_off.sizes import SizeAxis, SizeRow
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
@@ -125,7 +124,6 @@ def _needed(outcome: Outcome) -> str:
 
 
 def _largest(axis: SizeAxis) -> str:
-    """Say which size is the largest, and which trains most."""
     budget = format_bytes(axis.budget_bytes)
     largest, best = axis.largest, axis.best
     if not axis.rows:

@@ -18,8 +18,6 @@ from planner.report.style import compact_count, table
 
 @dataclass
 class _Module:
-    """A module, its own operations and its parts."""
-
     own: LayerPlacement | None = None
     parts: dict[str, _Module] = field(default_factory=dict)
 

@@ -275,7 +275,10 @@ class _Emitter:
         again = index in self.already_run
         self.already_run.add(index)
         if again and is_batch_norm(node):
-            new = self._batch_norm_without_statistics(node)
+            # Running statistics were updated by the first run; a second update would be wrong.
+            x, weight, bias, _mean, _variance, *others = node.args
+            arguments = fx.map_arg((x, weight, bias, *others), self.resolve)
+            new = self.graph.call_function(aten._native_batch_norm_legit.no_stats, arguments)
         elif index in self.replayed:
             new = self._replay(index, node) if again else self._run_and_save_state(index, node)
         else:
@@ -299,12 +302,6 @@ class _Emitter:
                 continue
             if not looks_at or not renewed.isdisjoint(looks_at):
                 self.current[element] = self._call(element.meta, operator.getitem, new, position)
-
-    def _batch_norm_without_statistics(self, node: fx.Node) -> fx.Node:
-        # Running statistics were updated by the first run; a second update would be wrong.
-        x, weight, bias, _mean, _variance, *others = node.args
-        arguments = fx.map_arg((x, weight, bias, *others), self.resolve)
-        return self.graph.call_function(aten._native_batch_norm_legit.no_stats, arguments)
 
     def _run_and_save_state(self, index: int, node: fx.Node) -> fx.Node:
         pair = self._call_by(run_and_save_rng_state, node)

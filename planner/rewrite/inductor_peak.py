@@ -84,7 +84,11 @@ class _Allocations(PeakRecorder):
             _now = self._random_state()  # put back afterwards
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.reach(self._workspace_of(function, args))
+        if isinstance(function, OpOverload) and not function.is_view and function.overloadpacket not in _ONLY_ALLOCATE:
+            # What is called in the graph with the same sizes says it, else what is called at all, else the worst.
+            name = str(function.overloadpacket)
+            known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
+            self.reach(self._workspace.get(next(known, None), 0))
         return result
 
     def _random_state(self) -> torch.Tensor:
@@ -93,14 +97,6 @@ class _Allocations(PeakRecorder):
         options = {"dtype": torch.uint8, "device": "cpu"}
         state: torch.Tensor = super().__torch_dispatch__(torch.ops.aten.empty.memory_format, (), (size,), options)
         return state
-
-    def _workspace_of(self, function: Any, args: Any) -> int:
-        if not isinstance(function, OpOverload) or function.is_view or function.overloadpacket in _ONLY_ALLOCATE:
-            return 0
-        # What is called in the graph with the same sizes says it, else what is called at all, else the worst.
-        name = str(function.overloadpacket)
-        known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
-        return self._workspace.get(next(known, None), 0)
 
 
 def _shapes(arguments: Any) -> tuple[Any, ...]:

@@ -126,11 +126,7 @@ def plan_pipeline(
 def _surroundings(
     model: nn.Module, step: LoweredStep, devices: Sequence[Sequence[Stage]], training: Training, micro_batches: int
 ) -> list[StaticMemory]:
-    """Count for each device the parameters that its operations read, their optimizer state, and its inputs.
-
-    What no operation reads stays on the first device. The inputs of all micro-batches are there from
-    the beginning of the step.
-    """
+    """Count for each device the parameters that its operations read, their optimizer state, and its inputs."""
     reads = _storages_read(step.lowered)
     read_by = [
         set[int]().union(*(reads[index] for stage in chunks for index in stage.operations if index < len(reads)))
@@ -140,7 +136,7 @@ def _surroundings(
     unread = of_model.difference(*read_by)
     found = []
     for device, own in enumerate(read_by):
-        part = part_of(model, step.stand_ins, own if device else own | unread)
+        part = part_of(model, step.stand_ins, own if device else own | unread)  # what none reads is on the first
         inputs = [tensor for tensor in step.lowered.joint.inputs if storage_id(tensor) in own - of_model]
         around = static_memory(part, inputs, step.spec, training)
         static_bytes = {**around.static_bytes, "inputs": around.static_bytes["inputs"] * micro_batches}

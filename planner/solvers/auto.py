@@ -133,7 +133,6 @@ class _Race:
             annealing.improve(self.incumbent, effort=self.rest(), is_over=is_over)
 
     def rest(self, share: float = 1.0) -> SolveLimits:
-        """Return the effort that is left, a tenth of a second at least."""
         return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1))
 
 

@@ -136,10 +136,7 @@ class _StepCutSearch:
         return cuts
 
     def leave_spare(self, cuts: list[Cut], gap_seconds: float) -> None:
-        """Leave some of the budget free at the cuts, for what recomputing takes elsewhere.
-
-        By bisection, since each try costs a programme; what it finds proves nothing.
-        """
+        """Leave some of the budget free at the cuts, for what recomputing takes elsewhere; that proves nothing."""
         problem, incumbent = self.problem, self.incumbent
         low, high = 0.0, 0.5
         while self.clock.left() > 0 and not incumbent.is_closed(gap_seconds) and high - low > 0.005:

@@ -78,8 +78,6 @@ class MixedSolver:
 
 
 class _Mix:
-    """One solve."""
-
     def __init__(self, incumbent: Incumbent, effort: SolveLimits) -> None:
         assert incumbent.problem.host is not None
         self.incumbent, self.problem, self.effort = incumbent, incumbent.problem, effort
@@ -189,7 +187,6 @@ class _Mix:
         return True
 
     def offer(self, schedule: Schedule | None) -> None:
-        """Offer a schedule, if there is one and it keeps the host's budget."""
         if schedule is not None and self.problem.evaluate(schedule).host_bytes <= self.host.budget_bytes:
             self.incumbent.update(schedule, MixedSolver.name)
 

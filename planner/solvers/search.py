@@ -285,7 +285,6 @@ class Annealing:
 
 
 def _tables(problem: Problem, kernels: Any, unit_seconds: float) -> Any:
-    """Lay out a graph as arrays."""
     np = import_module("numpy")
     graph, costs = problem.graph, problem.costs
     operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers

@@ -96,17 +96,15 @@ class SingleFlipSearch:
         except ScheduleError:
             return None
         found = self._timed(order)
-        while found is not None and (cheaper := self._cheaper(order, found)):
-            order, found = cheaper
+        while found is not None:
+            for candidate in self._earlier(order):
+                cheaper = self._timed(candidate)
+                if cheaper is not None and cheaper[0] < found[0]:
+                    order, found = candidate, cheaper
+                    break
+            else:
+                break
         return found
-
-    def _cheaper(self, order: list[int], than: Found) -> tuple[list[int], Found] | None:
-        """Return the first order with a rerun ahead of others that is cheaper, and what it comes to."""
-        for candidate in self._earlier(order):
-            found = self._timed(candidate)
-            if found is not None and found[0] < than[0]:
-                return candidate, found
-        return None
 
     def _earlier(self, order: list[int]) -> Iterator[list[int]]:
         """Let each rerun go ahead of more and more of those before it."""

@@ -175,7 +175,6 @@ class _Growth:
         return all(tensor.stride(dim) == tensor.stride(dim + 1) * tensor.shape[dim + 1] for dim in range(lead.dims - 1))
 
     def region(self) -> ChunkRegion | None:
-        """Return what is left and worth it."""
         parts = self._parts()
         joined: Counter[int] = Counter()
         chunked: Counter[int] = Counter()

@@ -187,19 +187,14 @@ class _ShardSearch:
             if given.dim == 1:
                 self.rows[node] = self.here
             return
-        blocks = self._blocks(node)
-        if node in self.dropped or not blocks:
+        ends = sorted(self.cuts.get(node, frozenset()) | {0, shape_of(node)[1]})
+        blocks = tuple(end - begin for begin, end in itertools.pairwise(ends))  # each is divided
+        if node in self.dropped or any(block % self.devices for block in blocks):
             return
         if parameter not in self.decided:
             self._settle(parameter, Shard(dim, blocks, frozenset({node})))
         if isinstance(self.states[parameter], Shard):
             self.columns[node] = self.here
-
-    def _blocks(self, product: fx.Node) -> tuple[int, ...]:
-        """Return the parts of a product's outputs that are each divided; nothing if they cannot be."""
-        ends = sorted(self.cuts.get(product, frozenset()) | {0, shape_of(product)[1]})
-        blocks = tuple(end - begin for begin, end in itertools.pairwise(ends))
-        return blocks if not any(block % self.devices for block in blocks) else ()
 
     def _settle_factors(self, node: fx.Node, sources: list[fx.Node]) -> None:
         """Settle the other parameters that a node reads: divided if they go along with what is, else whole."""

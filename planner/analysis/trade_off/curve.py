@@ -76,7 +76,14 @@ class CurveSweep:
             proven_lowest(self._problem(0)) + self.static_bytes,
             self.optimizer_bytes if study.static_memory.optimizer_step_bytes else 0,
         )
-        self.lowest_bytes: int = known.lowest_bytes if known else self._find_lowest()
+        if known:
+            self.lowest_bytes = known.lowest_bytes
+        else:  # the smallest budget for which a plan is known, and that plan for every solver that may use it
+            problem = self._problem(self.proven_bytes)
+            lowest = evaluate(problem, study.lowest(problem, effort=search), search.solver)
+            if search.solver == AutoSolver.name:
+                self.found.append(lowest)
+            self.lowest_bytes = max(lowest.peak_bytes, self.proven_bytes)
         self.top_bytes = max(whole.budget_bytes + self.static_bytes, self.lowest_bytes)
         self.budgets: tuple[int, ...]
         if known:
@@ -121,15 +128,6 @@ class CurveSweep:
     def bound_seconds(self, budget_bytes: int) -> float:
         """Return the best bound that some point has proven for this budget or a larger one."""
         return max((bound for budget, bound in self.bounds.items() if budget >= budget_bytes), default=0.0)
-
-    def _find_lowest(self) -> int:
-        """Return the smallest budget for which a plan is known, and keep that plan for every solver that may use it."""
-        problem = self._problem(self.proven_bytes)
-        schedule = self.study.lowest(problem, effort=self.search)
-        lowest = evaluate(problem, schedule, self.search.solver)
-        if self.search.solver == AutoSolver.name:
-            self.found.append(lowest)
-        return max(lowest.peak_bytes, self.proven_bytes)
 
     def _solve(self, budget_bytes: int, share_seconds: float, clock: Clock) -> None:
         """Better what the neighbours give."""
@@ -177,7 +175,6 @@ class CurveSweep:
         self.bounds[budget_bytes] = incumbent.lower_bound_seconds
 
     def _best(self, budget_bytes: int) -> Evaluated | None:
-        """Return the cheapest plan of any point that keeps a budget."""
         return cheapest_within(budget_bytes, self.found) if budget_bytes >= self.proven_bytes else None
 
     def _point(self, budget_bytes: int) -> TradeOffPoint:

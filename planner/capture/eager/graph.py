@@ -118,7 +118,10 @@ class _Lowering(GraphBuilder[fx.Node]):
             for candidate in begins[position]:
                 self._add_hold(candidate, waits.get(candidate.module))
             if position == self.trace.backward:
-                self._add_own_loss()
+                made = self.add_loss_values()
+                self.add_loss((), made)
+                if self.trace.tangents > position:  # what it works with is there until the outputs have their gradients
+                    self.let_go[self.trace.tangents - 1] += [v for v in made if not self.values[v].retained]
             self.first_at.append(len(self.operations))
             if position in unpacked:
                 self._add_note(UNPACK, "", unpacked[position])
@@ -152,13 +155,6 @@ class _Lowering(GraphBuilder[fx.Node]):
         index = self.add(target, reads, makes, name=name, module=module, state_bytes=state_bytes)
         self.noted[target, of or module] = index
         return index
-
-    def _add_own_loss(self) -> None:
-        """Add the loss: what it works with is there until the outputs have their gradients."""
-        made = self.add_loss_values()
-        self.add_loss((), made)
-        if self.trace.tangents > self.trace.backward:
-            self.let_go[self.trace.tangents - 1] += [value for value in made if not self.values[value].retained]
 
     def _add_hold(self, candidate: Candidate, waits: Waits | None) -> None:
         state_bytes = self.random_state_bytes + candidate.statistics_bytes
@@ -273,7 +269,12 @@ class _Lowering(GraphBuilder[fx.Node]):
             until=until,
             makes=made,
             finds=frozenset(finds),
-            statistics_bytes=self._statistics_bytes(module),
+            statistics_bytes=sum(  # copies that a recompute updates in place of running statistics
+                self.aligned(buffer.numel() * buffer.element_size())
+                for name, part in self.modules.items()
+                if is_within(name, module) and keeps_statistics(part)
+                for buffer in part.buffers()
+            ),
             keepable=self._keepable(range(call.begin, stop)),
         )
 
@@ -311,13 +312,6 @@ class _Lowering(GraphBuilder[fx.Node]):
             if (run.writes_resident or in_training) and not keeps_statistics(self.modules.get(run.module)):
                 return False
         return True
-
-    def _statistics_bytes(self, module: str) -> int:
-        """Return the bytes of the copies that a recompute updates in place of running statistics."""
-        inside = [m for name, m in self.modules.items() if is_within(name, module)]
-        return sum(
-            self.aligned(b.numel() * b.element_size()) for m in inside if keeps_statistics(m) for b in m.buffers()
-        )
 
 
 def keeps_statistics(module: nn.Module | None) -> bool:

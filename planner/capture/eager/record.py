@@ -73,7 +73,10 @@ def _record(
     with nullcontext() if real else mode:
         recorder = Recorder(mode, EngineSums(known[0].device))
     masking = masking_of(model, inputs)
-    with _put_back(model), _followed(model, recorder):
+    with _put_back(model), ExitStack() as following:
+        for name, module in model.named_modules():
+            if name and installed_call(module) is None:  # one that is compiled already stays whole
+                following.enter_context(calling(module, partial(recorder.call, name, module)))
         recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
         if real:
             _step(recorder, model, list(model.parameters()), inputs, has_loss)
@@ -122,16 +125,6 @@ def _backward(recorder: Recorder, outputs: Any, has_loss: bool) -> None:
         torch.autograd.backward([value], [recorder.stand_in(torch.ones_like(value))])
     else:
         run_backward(outputs, None)
-
-
-@contextmanager
-def _followed(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Let the recorder see the calls of all modules; one that is compiled already stays whole."""
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name and installed_call(module) is None:
-                stack.enter_context(calling(module, partial(recorder.call, name, module)))
-        yield
 
 
 @contextmanager

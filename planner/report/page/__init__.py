@@ -25,7 +25,28 @@ _MOST_TENSORS = 20
 
 def to_html(plan: Plan) -> str:
     """Return the page of a plan; names in it come from the model, and are escaped."""
-    return fill("page.html.j2", _context(plan))
+    details = plan.details
+    rows = placement.rows(plan) if plan.placement else []
+    context = {
+        "plan": plan,
+        "css": resource("page.css"),
+        "js": resource("page.js"),
+        "verdict": verdict.verdict(plan),
+        "bound": verdict.bound(plan),
+        "layers_recomputed": verdict.layers(plan),
+        "anatomy": [(kind, size, size / plan.peak_bytes) for kind, size in in_order(plan.anatomy)],
+        "timeline": charts.timeline(plan, details) if details and details.after.points else None,
+        "tensors": details.alive[:_MOST_TENSORS] if details else (),
+        "strip": charts.strip(plan.placement),
+        "rows": rows,
+        "row_numbers": placement.NUMBERS,
+        "trade_off": charts.trade_off(plan) if plan.baselines else None,
+        "budgets": list(alternatives.budgets(plan)),
+        "notes": list(alternatives.notes(plan)),
+        "statements": list(trust.statements(plan)),
+        "data": _data(plan, rows),
+    }
+    return fill("page.html.j2", context)
 
 
 def fill(template: str, context: dict[str, Any]) -> str:
@@ -46,30 +67,6 @@ def fill(template: str, context: dict[str, Any]) -> str:
 def resource(name: str) -> str:
     """Read a file of this package."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _context(plan: Plan) -> dict[str, Any]:
-    details = plan.details
-    rows = placement.rows(plan) if plan.placement else []
-    return {
-        "plan": plan,
-        "css": resource("page.css"),
-        "js": resource("page.js"),
-        "verdict": verdict.verdict(plan),
-        "bound": verdict.bound(plan),
-        "layers_recomputed": verdict.layers(plan),
-        "anatomy": [(kind, size, size / plan.peak_bytes) for kind, size in in_order(plan.anatomy)],
-        "timeline": charts.timeline(plan, details) if details and details.after.points else None,
-        "tensors": details.alive[:_MOST_TENSORS] if details else (),
-        "strip": charts.strip(plan.placement),
-        "rows": rows,
-        "row_numbers": placement.NUMBERS,
-        "trade_off": charts.trade_off(plan) if plan.baselines else None,
-        "budgets": list(alternatives.budgets(plan)),
-        "notes": list(alternatives.notes(plan)),
-        "statements": list(trust.statements(plan)),
-        "data": _data(plan, rows),
-    }
 
 
 def _data(plan: Plan, rows: Sequence[placement.Row]) -> dict[str, Any]:

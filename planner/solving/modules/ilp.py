@@ -95,10 +95,7 @@ class Chooser:
         return chosen or frozenset()
 
     def _within(self, budget_bytes: int, write: Callable[[], Model]) -> tuple[frozenset[int] | None, float]:
-        """Return what a programme chooses within a budget, None if it has no solution, and a bound in seconds.
-
-        It is written anew as moments are added.
-        """
+        """Return what a programme chooses within a budget, None if it has no solution, and a bound in seconds."""
         chosen: frozenset[int] = frozenset()
         bound = 0.0
         while (evaluation := self._simulate(chosen)).peak_bytes > budget_bytes:
@@ -156,10 +153,7 @@ class Chooser:
     # Moments.
 
     def _add_moments(self, evaluation: Evaluation, chosen: frozenset[int], above_bytes: int) -> None:
-        """Add the worst moment of the base order, and that of each recompute, that lies above so many bytes.
-
-        A choice at which all of them are known already is refused as it is: it slipped through a tolerance.
-        """
+        """Add the worst moment of the base order, and that of each recompute, that lies above so many bytes."""
         worst: tuple[int, int] | None = None
         new: dict[int, Need] = {}
         again = {index: r for r in chosen for index in self.regions[r].recompute}
@@ -174,7 +168,7 @@ class Chooser:
             ran.add(index)
         if worst is not None:
             new[worst[1]] = self._needs.at(worst[1])
-        if not new:
+        if not new:  # it slipped through a tolerance
             self._refused.append(chosen)
         self._moments.update(new)
 

@@ -148,10 +148,8 @@ class Needs:
         return Need(fixed_bytes, groups, when)
 
     def _away(self, value: int, moment: int, when: int | None) -> frozenset[int]:
-        """Return the regions because of which a value is in the host's memory.
-
-        At the moment of a recompute, what comes back for that of another region may still be there.
-        """
+        """Return the regions because of which a value is in the host's memory."""
+        # At the moment of a recompute, what comes back for that of another region may still be there.
         return frozenset(
             number
             for number, since, to in self._senders[value]
