@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from planner.common.units import format_bytes
@@ -25,10 +25,15 @@ _SECONDS_EACH = 2.0
 
 def every_nth_layer(graph: TrainingGraph, n: int) -> Schedule | None:
     """Return the schedule of ``torch.utils.checkpoint`` around the first block and every n-th after it, if any."""
-    layers = find_layers(graph)
-    inside = forward_of_blocks(graph, layers)
-    regions = (region_of(graph, block, inside[block]) for block in layers.blocks[::n])
-    return schedule_of(graph, [region for region in regions if region is not None]) if layers.blocks else None
+    blocks = find_layers(graph).blocks
+    return checkpointed_blocks(graph, blocks[::n]) if blocks else None
+
+
+def checkpointed_blocks(graph: TrainingGraph, blocks: Iterable[str]) -> Schedule:
+    """Return the schedule of ``torch.utils.checkpoint`` around each of these blocks, which are paths."""
+    inside = forward_of_blocks(graph, find_layers(graph))
+    regions = (region_of(graph, block, inside[block]) for block in blocks)
+    return schedule_of(graph, [region for region in regions if region is not None])
 
 
 def regions_of_blocks(problem: Problem) -> tuple[Region, ...]:

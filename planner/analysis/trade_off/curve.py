@@ -77,7 +77,7 @@ class CurveSweep:
             self.optimizer_bytes if study.static_memory.optimizer_step_bytes else 0,
         )
         if known:
-            self.lowest_bytes = known.lowest_bytes
+            self.lowest_bytes: int = known.lowest_bytes
         else:  # the smallest budget for which a plan is known, and that plan for every solver that may use it
             problem = self._problem(self.proven_bytes)
             lowest = evaluate(problem, study.lowest(problem, effort=search), search.solver)
