@@ -212,7 +212,6 @@ class _Rewrite:
         return whole if form is None else self._piece(whole, form, number, reader)
 
     def _piece(self, whole: fx.Node, form: Form, number: int, reader: fx.Node) -> fx.Node:
-        """Look at a chunk of a whole value."""
         key = (whole, form, number)
         if key in self.pieces:
             return self.pieces[key]

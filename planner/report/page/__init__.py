@@ -70,7 +70,6 @@ def resource(name: str) -> str:
 
 
 def _data(plan: Plan, rows: Sequence[placement.Row]) -> dict[str, Any]:
-    """Return what the script shows on demand."""
     row_of = {position: number for number, row in enumerate(rows[:-1]) for position in row.positions}
     layers = [
         {"name": layer.module or "(model)", "row": row_of[position], "text": _layer_text(layer)}

@@ -186,7 +186,6 @@ class _SendingSearch:
 
     @contextmanager
     def share(self, share: float) -> Iterator[Clock]:
-        """Return a part of the time that is left."""
         left = max(share * self.clock.left(), 0.0)
         clock = Clock(left, counts_work=self.clock.counts_work)
         yield clock
