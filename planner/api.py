@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from cost_models.auto import AutoCosts
 from cost_models.measured import MeasuredCosts, Profile
-from cost_models.roofline import RooflineCosts
 from planner import runtimes
 from planner.analysis.compatibility import (
     check_can_run,
@@ -318,8 +316,6 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
-        if not replan and cost_model == AutoCosts.name:
-            asked["cost_model"] = RooflineCosts.name  # the plan has its times: nothing is measured again
     options = Options.of({**asked, "compare": False}, chunk=check_chunk(chunk), taken_over=plan, together=True)
     if plan is not None and not options.budget.is_given:
         options = replace(options, budget=Budget(budget=plan.budget_bytes))

@@ -325,10 +325,10 @@ def cost(
 ) -> Costing:
     """Find out what every operation costs; see :func:`planner.measure.costing.cost_step`.
 
-    A plan that is to be the same every time is not made from the clock.
+    A plan that is to be the same every time is not made from the clock, and one that is taken over has its times.
     """
     target = options.target
-    if target.cost_model == AutoCosts.name and options.search.deterministic:
+    if target.cost_model == AutoCosts.name and (options.search.deterministic or options.taken_over is not None):
         target = replace(target, cost_model=RooflineCosts.name)
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
