@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from cost_models.measured import Profile
+from cost_models.roofline import RooflineCosts
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
@@ -171,6 +172,8 @@ def what_if(
         check_budgets(budgets)
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
+    if deterministic:
+        options.setdefault("cost_model", RooflineCosts.name)  # the clock is not asked
     step = study(model, example_inputs, runtime=runtime, progress=progress, **options)
     host = step.host_for(allowed)
     sweep = CurveSweep(step, search, points=points, budgets=budgets, asked=budget, host=host)

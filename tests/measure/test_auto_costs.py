@@ -21,6 +21,14 @@ from tests.models import WIDTH, Stack
 
 CPU = torch.device("cpu")
 
+MEASURED = costing._measured_for_a_moment
+"""What plans have by default; tests of other things have the data sheet's figures."""
+
+
+@pytest.fixture(autouse=True)
+def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costing, "_measured_for_a_moment", MEASURED)
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -154,3 +162,9 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
     monkeypatch.setattr(devices, "has_onednn", lambda dtype: able)
     rates = devices.here(CPU).flops_per_second
     assert (rates["bfloat16"] == rates["float16"]) is not able
+
+
+def test_a_curve_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
+    ask = {"points": 2, "deterministic": True, "time_limit_seconds": 1.0}
+    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **ask).cost_model == "roofline"
+    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **ask, cost_model="auto").cost_model == "measured"
