@@ -25,13 +25,12 @@ class _Cache(Alone):
         if place is None:
             print(f"the cache is off ({cache_folder.VARIABLE}=off)")
             return 0
-        measured_bytes = kept.size_bytes()
-        if args.clear:
-            kept.clear()
-        found = solution_cache.clear() if args.clear else solution_cache.contents()
+        look = cache_folder.clear if args.clear else cache_folder.contents
+        solutions, measured = look(solution_cache.KIND), look(kept.KIND)
         print(
-            f"{found.solutions} solutions, {format_bytes(found.size_bytes)}, and {format_bytes(measured_bytes)} of "
-            f"measured times, {'removed from' if args.clear else 'kept in'} {place}"
+            f"{solutions.files} solutions, {format_bytes(solutions.size_bytes)}, and "
+            f"{format_bytes(measured.size_bytes)} of measured times, {'removed from' if args.clear else 'kept in'} "
+            f"{place}"
         )
         return 0
 

@@ -1,13 +1,37 @@
-"""Where what was found before is kept on this machine, so that nobody waits for it twice."""
+"""Files of what was found before, kept on this machine so that nobody waits for it twice.
+
+They are never trusted, and never missed: one that is damaged, a link, or cannot be read is as good as none, and where
+none can be written none is kept.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from planner.common import atomic, json_reader
+from planner.errors import PlannerError, UsageError
 
 VARIABLE = "CHECKPOINT_PLANNER_CACHE"
 """Names the folder to use in place of the usual one; ``off``: none."""
+
+_ABANDONED_SECONDS = 3600.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What is kept of a kind."""
+
+    files: int
+    size_bytes: int
 
 
 def folder(kind: str) -> Path | None:
@@ -23,6 +47,54 @@ def turn_off() -> None:
     os.environ[VARIABLE] = "off"
 
 
+def find(kind: str, key: str, read: Callable[[str], T], largest_bytes: int) -> T | None:
+    """Return what ``read`` makes of the text that is kept under a key; a file that it refuses is removed."""
+    place = folder(kind)
+    if place is None:
+        return None
+    path = place / f"{key}.json"
+    if not os.path.lexists(path):
+        return None
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise UsageError(f"{path} is no file of ours")
+        found = json_reader.load(path, kind, read, UsageError, largest_bytes)
+    except (OSError, PlannerError):
+        _remove(path)
+        return None
+    with suppress(OSError):
+        os.utime(path)  # used last
+    return found
+
+
+def keep(kind: str, key: str, text: str, limit_bytes: int) -> None:
+    """Keep a text under a key; beyond the limit of all together those go that were used longest ago."""
+    place = folder(kind)
+    if place is None:
+        return
+    path = place / f"{key}.json"
+    with suppress(OSError, UsageError):
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.is_symlink():
+            path.unlink()  # nothing elsewhere is ours to write
+        atomic.write_text(path, text)
+        _make_room(kind, limit_bytes)
+
+
+def contents(kind: str) -> Contents:
+    """Say how many files of a kind are kept, and how large they are together."""
+    sizes = [status.st_size for _, status in _files(kind)]
+    return Contents(files=len(sizes), size_bytes=sum(sizes))
+
+
+def clear(kind: str) -> Contents:
+    """Remove all files of a kind, and say what was removed; other files in the folder are left alone."""
+    before = contents(kind)
+    for path, _ in _files(kind):
+        _remove(path)
+    return before
+
+
 def _usual_folder() -> Path:
     home = Path.home()
     if sys.platform == "win32":
@@ -31,3 +103,31 @@ def _usual_folder() -> Path:
         return home / "Library" / "Caches" / "checkpoint-planner"
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (chosen if chosen.is_absolute() else home / ".cache") / "checkpoint-planner"
+
+
+def _files(kind: str) -> Iterator[tuple[Path, os.stat_result]]:
+    """Return the files of a kind, and those that a process left half-written when it was killed."""
+    place = folder(kind)
+    if place is None or not place.is_dir():
+        return
+    for entry in os.scandir(place):
+        ours = entry.name.endswith(".json") or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
+        with suppress(OSError):
+            if ours and entry.is_file(follow_symlinks=False):
+                yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def _make_room(kind: str, limit_bytes: int) -> None:
+    """Remove what was used longest ago beyond the limit, and what was never finished."""
+    by_use = sorted(_files(kind), key=lambda file: file[1].st_mtime, reverse=True)
+    kept_bytes = 0
+    for path, status in by_use:
+        abandoned = path.suffix == ".tmp" and time.time() - status.st_mtime > _ABANDONED_SECONDS
+        kept_bytes += status.st_size
+        if abandoned or (kept_bytes > limit_bytes and path.suffix == ".json"):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

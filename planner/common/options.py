@@ -107,6 +107,7 @@ class Target:
     device: str | None = None
     """Name in the table of devices, or a device file; by default the device that the model is on."""
     cost_model: str = "auto"
+    """Name of a cost model."""
     profile: Profile | None = None
     """Costs that were recorded before."""
 

@@ -15,7 +15,8 @@ from planner.diagnose.observe import observe
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings import checkpoint_rules, model_rules, step_rules
 from planner.findings.finding import Diagnosis
-from planner.findings.subject import CapturedStep, examine
+from planner.findings.rules import examine
+from planner.findings.subject import CapturedStep
 from planner.ir.problem import Problem, Progress
 from planner.ir.schedule import Schedule
 from planner.session.step import Options, captured, cost, lower_step, with_loss

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._whole_modules import OwnLayers, comment, names, numbers
+from planner.exporters._text import comment, names, numbers
+from planner.exporters._whole_modules import OwnLayers
 from planner.ir.graph import Phase
 from planner.ir.module_regions import Saved, forward_of
 from planner.plans.plan import Plan

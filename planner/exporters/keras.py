@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
-from planner.exporters._whole_modules import OwnLayers, names
+from planner.exporters._text import names
+from planner.exporters._whole_modules import OwnLayers
 from planner.plans.plan import Plan
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from planner.findings.finding import Severity, collapsed
-from planner.findings.subject import CheckpointCall, Rule, Subject
+from planner.findings.rules import Rule
+from planner.findings.subject import CheckpointCall, Subject
 
 _LEAVE_IT_TO_A_PLAN = "or turn the model's own checkpointing off and use planner.auto_wrap"
 

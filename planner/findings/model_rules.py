@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from planner.common.units import format_bytes
 from planner.findings.finding import Severity, collapsed
-from planner.findings.subject import ModuleFacts, Rule, Subject
+from planner.findings.rules import Rule
+from planner.findings.subject import ModuleFacts, Subject
 from planner.ir.layers import is_within
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from planner.common.units import format_bytes, format_percent
 from planner.findings.finding import Severity, collapsed
-from planner.findings.subject import CapturedStep, Rule, Subject
+from planner.findings.rules import Rule
+from planner.findings.subject import CapturedStep, Subject
 from planner.ir.graph import Operation, Phase, TrainingGraph
 from planner.ir.simulator import lifetimes
 

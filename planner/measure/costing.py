@@ -29,7 +29,7 @@ SECONDS_TO_MEASURE = 60.0
 """How long measuring a step may take; what is left then costs what the roofline says."""
 
 SECONDS_FOR_EACH_OPERATION = 3e-3
-"""How long measuring may take where nobody asked for it: about a fifth of what capturing an operation takes."""
+"""How long measuring may take where nobody asked for it, for each operation of the step."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def cost_step(
     ``inputs`` are the shapes of what the step is called with, and the limit is for measuring. A profile that was
     recorded before makes the cost model ``"measured"``; ProfileMismatchError if it is of another step, device or
     version. UsageError if there is no such cost model, or the device is not here to be measured. ``"auto"`` measures
-    if model and device are here, for a fraction of the time of a capture, the costliest operations first.
+    for a moment if model and device are here, the costliest operations first.
     """
     graph, cost_model, profile = lowered.graph, target.cost_model, target.profile
     here = device_here(model, spec)

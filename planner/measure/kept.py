@@ -1,30 +1,25 @@
-"""What operations took on this machine, kept on disk: planning a like model again measures nothing."""
+"""What operations took on this machine, kept on disk: planning a like model again measures little or nothing."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from cost_models.measured import Measurement
-from planner.common import atomic, cache_folder
-from planner.common.json_reader import load, parse, to_data
-from planner.errors import PlannerError, UsageError
+from planner.common import cache_folder
+from planner.common.json_reader import parse, to_data
+from planner.errors import UsageError
 
 KIND = "measurements"
 
 MOST = 50_000
-"""How many operations are kept of a device; then those go that were measured longest ago."""
+"""How many operations are kept of a place; then those go that were measured longest ago."""
 
-_LARGEST_BYTES = 64 << 20
+LIMIT_BYTES = 64 << 20
+"""How large the measurements of all places together may become."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,62 +29,22 @@ class _File:
     """By a digest of the signature."""
 
 
-def place_of(device: torch.device) -> str:
-    """Name what times hold for: machine, device, threads and version of torch."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return f"{platform.node()}, {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.__version__}"
-
-
 def find(place: str) -> dict[str, Measurement]:
-    """Return what is kept for a place, by :func:`digest`; nothing if the file is damaged."""
-    path = _path(place)
-    if path is None or not path.exists():
-        return {}
-    try:
-        return load(path, "file of measurements", partial(_read, place), UsageError, _LARGEST_BYTES)
-    except (OSError, PlannerError):
-        with suppress(OSError):
-            path.unlink()
-        return {}
+    """Return what is kept for a place, by :func:`digest`."""
+    return cache_folder.find(KIND, digest(place), partial(_read, place), LIMIT_BYTES) or {}
 
 
 def keep(place: str, found: Mapping[str, Measurement]) -> None:
-    """Add measurements, by :func:`digest`, to those of a place; where that cannot be written, nothing is kept."""
-    path = _path(place)
-    if path is None or not found:
-        return
-    both = {**find(place), **found}
-    file = _File(place=place, took=dict([*both.items()][-MOST:]))
-    with suppress(OSError, UsageError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        atomic.write_text(path, json.dumps(to_data(file), allow_nan=False))
+    """Add measurements, by :func:`digest`, to those of a place: machine, device, threads and version of torch."""
+    if found:
+        both = {**find(place), **found}
+        file = _File(place=place, took=dict([*both.items()][-MOST:]))
+        cache_folder.keep(KIND, digest(place), json.dumps(to_data(file), allow_nan=False), LIMIT_BYTES)
 
 
-def size_bytes() -> int:
-    """Say how large the files are together."""
-    return sum(path.stat().st_size for path in _files())
-
-
-def clear() -> None:
-    """Remove all measurements."""
-    for path in _files():
-        with suppress(OSError):
-            path.unlink()
-
-
-def digest(signature: str) -> str:
-    """Return a short name for a signature."""
-    return hashlib.sha256(signature.encode()).hexdigest()[:24]
-
-
-def _path(place: str) -> Path | None:
-    folder = cache_folder.folder(KIND)
-    return None if folder is None else folder / f"{digest(place)}.json"
-
-
-def _files() -> list[Path]:
-    folder = cache_folder.folder(KIND)
-    return [] if folder is None else sorted(folder.glob("*.json"))
+def digest(name: str) -> str:
+    """Return a short name for a signature, or a place."""
+    return hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
 def _read(place: str, text: str) -> dict[str, Measurement]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -32,19 +34,18 @@ class Trials:
     long_seconds: float
     """One whose first run takes longer is not run again."""
 
-    takes_first_runs: bool = False
-    """Whether a first run will do where there is no time for more."""
+    takes_what_is_known: bool = False
+    """Whether what another process measured will do, and a first run where there is no time for more."""
 
-    def will_do(self, measured: Measurement) -> bool:
-        """Whether an operation that was measured before need not be measured again."""
-        long = measured.seconds > self.long_seconds
-        return self.takes_first_runs or long or measured.runs >= self.least_runs
+    def are_satisfied_by(self, measured: Measurement) -> bool:
+        """Whether these trials would find out no more of an operation than a measurement already says."""
+        return measured.runs >= self.least_runs or measured.seconds > self.long_seconds
 
 
 THOROUGH = Trials(least_runs=3, most_runs=15, seconds=0.1, long_seconds=1.0)
 """For a profile that is kept."""
 
-QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes_first_runs=True)
+QUICK = Trials(least_runs=2, most_runs=7, seconds=0.01, long_seconds=0.02, takes_what_is_known=True)
 """For a plan that somebody waits for."""
 
 _CACHE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
@@ -82,7 +83,7 @@ def measure(
 
     ``first_runs`` are seconds by signature of runs that are over: long ones count. No operation is started after the
     time limit. Memory is that of one operation at a time; a model larger than the device can be measured. The random
-    state is left as it was. What was measured before, in this process or in another, is not measured again.
+    state is left as it was. What was measured as well before is not measured again.
     """
     begun = time.perf_counter()
     totals: defaultdict[str, float] = defaultdict(float)
@@ -94,8 +95,8 @@ def measure(
             totals[operation.signature] += estimate.seconds
             workspace_bytes[operation.signature] = estimate.workspace_bytes
     order = sorted(totals, key=lambda signature: -totals[signature])
-    place = kept.place_of(device)
-    before = kept.find(place)
+    place = _place(device)
+    before = kept.find(place) if trials.takes_what_is_known else {}
     elsewhere = _evicting(lowered, device)
     found: dict[str, Measurement] = {}
     new: dict[str, Measurement] = {}
@@ -116,7 +117,7 @@ def measure(
         for signature in order:
             key = kept.digest(signature)
             known = _known.get((place, key)) or before.get(key)
-            if known is None or not trials.will_do(known):
+            if known is None or not (trials.takes_what_is_known or trials.are_satisfied_by(known)):
                 try:
                     known = timed(signature)
                 except (RuntimeError, IndexError, ValueError, TypeError, MemoryError, NotImplementedError) as error:
@@ -126,11 +127,19 @@ def measure(
                     continue
                 if known is None:
                     continue  # there is no time, but others may be known
-                new[key] = _known[place, key] = known
+                _known[place, key] = known
+                if trials.are_satisfied_by(known):  # what a library does once is in a short first run
+                    new[key] = known
             found[signature] = replace(known, workspace_bytes=workspace_bytes[signature])
     kept.keep(place, new)
     skipped = tuple(signature for signature in order if signature not in found and signature not in failed)
     return Outcome(measurements=found, failed=failed, skipped=skipped, seconds=time.perf_counter() - begun)
+
+
+def _place(device: torch.device) -> str:
+    """Name what times hold for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{platform.node()}, {name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {torch.__version__}"
 
 
 def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:

@@ -70,6 +70,7 @@ class PipelinePlan:
     model: str
     """Name of the model."""
     schedule: PipelineSchedule
+    """In which order each device works on the micro-batches."""
     budget_bytes: int
     """What each device may hold."""
     stages: tuple[StagePlan, ...]

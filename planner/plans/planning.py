@@ -13,8 +13,9 @@ from planner.common.options import Budget, Search
 from planner.common.units import format_bytes, format_percent, parse_size
 from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.findings.finding import Finding
+from planner.findings.rules import examine
 from planner.findings.step_rules import BOTTLENECKS
-from planner.findings.subject import CapturedStep, Subject, examine
+from planner.findings.subject import CapturedStep, Subject
 from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from planner.analysis.trade_off.accelerators import DeviceRow, Outcome
+from planner.analysis.trade_off.accelerators import DeviceRow
 from planner.analysis.trade_off.answers import Answers
 from planner.analysis.trade_off.methods import Method
+from planner.analysis.trade_off.outcome import Outcome
 from planner.analysis.trade_off.sizes import SizeAxis, SizeRow
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds

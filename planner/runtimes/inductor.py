@@ -15,8 +15,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from cost_models.auto import AutoCosts
-from cost_models.roofline import RooflineCosts
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
@@ -45,9 +43,7 @@ class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
-        if options.target.cost_model == AutoCosts.name:
-            # Operations are fused: what each takes alone says little.
-            options = replace(options, target=replace(options.target, cost_model=RooflineCosts.name))
+        options = options.without_measuring()  # operations are fused: what each takes alone says little
         super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
         self._step: PlannedStep | None = None
         self._fits = False

@@ -39,7 +39,8 @@ from planner.common.units import Size
 from planner.errors import PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
 from planner.findings.finding import Finding, Severity
-from planner.findings.subject import Subject, examine
+from planner.findings.rules import examine
+from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
@@ -91,6 +92,12 @@ class Options:
             elif own.name in asked:
                 more.setdefault(own.name, asked[own.name])
         return cls(**more)
+
+    def without_measuring(self) -> Options:
+        """Return the options with the roofline where costs would be measured though nobody asked for it."""
+        if self.target.cost_model != AutoCosts.name:
+            return self
+        return replace(self, target=replace(self.target, cost_model=RooflineCosts.name))
 
     def after(self, plan: Plan) -> Options:
         """Return the options for other input sizes: what a percentage came to is not taken back for smaller ones."""
@@ -327,15 +334,14 @@ def cost(
 
     A plan that is to be the same every time is not made from the clock, and one that is taken over has its times.
     """
-    target = options.target
-    if target.cost_model == AutoCosts.name and (options.search.deterministic or options.taken_over is not None):
-        target = replace(target, cost_model=RooflineCosts.name)
+    if options.search.deterministic or options.taken_over is not None:
+        options = options.without_measuring()
     with outside_tracing():  # Inductor asks for its partition while tensors have no data
         return cost_step(
             model,
             lowered,
             spec,
-            target,
+            options.target,
             inputs=tuple(tuple(tensor.shape) for tensor in called_with(model, lowered.joint)),
             time_limit_seconds=time_limit_seconds,
             progress=options.search.progress,

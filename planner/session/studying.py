@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from cost_models.measured import Profile
-from cost_models.roofline import RooflineCosts
 from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
@@ -38,6 +37,7 @@ def study(
     profile: Profile | None = None,
     runtime: str = "graph",
     chunk: Chunk = OFF,
+    deterministic: bool = False,
     name: str = "",
     progress: Progress | None = None,
     **training: Any,
@@ -54,6 +54,8 @@ def study(
         What is to run the step: ``"graph"``, or ``"modules"`` for the eager step with checkpointed modules.
     chunk : int or str
         In how many chunks to compute what makes the peak, or ``"off"``; percentages are then of the peak in chunks.
+    deterministic : bool
+        Whether plans made of it are to be the same every time: ``cost_model="auto"`` then measures nothing.
     **training
         The fields of :class:`planner.common.options.Training`: ``optimizer``, ``master_weights``, ``reserve``, ...
 
@@ -172,9 +174,7 @@ def what_if(
         check_budgets(budgets)
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
-    if deterministic:
-        options.setdefault("cost_model", RooflineCosts.name)  # the clock is not asked
-    step = study(model, example_inputs, runtime=runtime, progress=progress, **options)
+    step = study(model, example_inputs, runtime=runtime, deterministic=deterministic, progress=progress, **options)
     host = step.host_for(allowed)
     sweep = CurveSweep(step, search, points=points, budgets=budgets, asked=budget, host=host)
     sweep.run()

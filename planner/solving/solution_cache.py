@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -19,12 +18,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from planner.common import atomic, cache_folder
-from planner.common.json_reader import attributes, load, parse, to_data
+from planner.common import cache_folder
+from planner.common.json_reader import attributes, parse, to_data
 from planner.common.limits import SolveLimits
-from planner.errors import PlannerError, UsageError
+from planner.errors import UsageError
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Offload, Schedule
+
+KIND = "solutions"
 
 LIMIT_BYTES = 256 << 20
 """How large all solutions together may become; then those go that were used longest ago."""
@@ -33,19 +34,10 @@ FROM_CACHE = " (from the cache)"
 """What the name of a solver ends with if its solution was found before."""
 
 _LARGEST_ENTRY_BYTES = 16 << 20
-_ABANDONED_SECONDS = 3600.0
 _ROOMS = ("common", "ir", "findings", "solving", "solvers")
 """Solvers import nothing of the planner beyond these; the contract on rooms holds them to it."""
 
 _LIBRARIES = ("highspy", "numba", "pulp")
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What a cache holds."""
-
-    solutions: int
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +58,6 @@ _CLAIM = ("solver", "peak_bytes", "recompute_seconds", "stall_seconds", "lower_b
 """What an entry has from its solution as it is."""
 
 
-def folder() -> Path | None:
-    """Return the folder in which solutions are kept, which need not exist; None if the cache is off."""
-    return cache_folder.folder("solutions")
-
-
 def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
     """Return a digest of everything that decides what a solver proposes."""
     graph = problem.graph
@@ -89,55 +76,19 @@ def key_of(problem: Problem, solver: str, effort: SolveLimits) -> str:
 
 def find(problem: Problem, key: str) -> Solution | None:
     """Return the solution that was kept under a key, if it is whole and keeps its claim on this problem."""
-    place = folder()
-    if place is None:
-        return None
-    path = place / f"{key}.json"
     begun = time.perf_counter()
-    if not os.path.lexists(path):
+    solution = cache_folder.find(KIND, key, partial(_solution, problem, key), _LARGEST_ENTRY_BYTES)
+    if solution is None:
         return None
-    try:
-        if path.is_symlink() or not path.is_file():
-            raise UsageError(f"{path} is no file of ours")
-        solution = load(path, "solution", partial(_solution, problem, key), UsageError, _LARGEST_ENTRY_BYTES)
-        confirm(problem, solution)
-    except (OSError, PlannerError):
-        _remove(path)
-        return None
-    with suppress(OSError):
-        os.utime(path)  # used last
     return replace(solution, solver=solution.solver + FROM_CACHE, solve_seconds=time.perf_counter() - begun)
 
 
 def keep(key: str, solution: Solution) -> None:
     """Keep a solution under a key; where that cannot be written, nothing is kept."""
-    place = folder()
-    if place is None:
-        return
     again = {str(index): again for index, again in solution.schedule.recomputations().items()}
     claim = attributes(solution, *_CLAIM)
     content = to_data(_Entry(key=key, recomputations=again, offloads=solution.schedule.offloads, **claim))
-    path = place / f"{key}.json"
-    with suppress(OSError, UsageError):
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.is_symlink():
-            path.unlink()  # nothing elsewhere is ours to write
-        atomic.write_text(path, json.dumps({"digest": _digest(content), "solution": content}))
-        _make_room(place)
-
-
-def contents() -> Contents:
-    """Say how many solutions are kept, and how large they are together."""
-    sizes = [status.st_size for _, status in _files(folder())]
-    return Contents(solutions=len(sizes), size_bytes=sum(sizes))
-
-
-def clear() -> Contents:
-    """Remove all solutions, and say what was removed; other files in the folder are left alone."""
-    before = contents()
-    for path, _ in _files(folder()):
-        _remove(path)
-    return before
+    cache_folder.keep(KIND, key, json.dumps({"digest": _digest(content), "solution": content}), LIMIT_BYTES)
 
 
 def digest_of_source(package: Path) -> str:
@@ -176,31 +127,6 @@ def _solution(problem: Problem, key: str, text: str) -> Solution:
         raise UsageError("that is no offload of this step")
     before = {index_of[name]: runs for name, runs in again.items()}
     schedule = replace(Schedule.with_recomputations(problem.graph, before), offloads=entry.offloads)
-    return Solution(schedule=schedule, **attributes(entry, *_CLAIM))
-
-
-def _files(place: Path | None) -> Iterator[tuple[Path, os.stat_result]]:
-    """Return the files of a cache, and those that a process left half-written when it was killed."""
-    if place is None or not place.is_dir():
-        return
-    for entry in os.scandir(place):
-        ours = entry.name.endswith(".json") or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
-        with suppress(OSError):
-            if ours and entry.is_file(follow_symlinks=False):
-                yield Path(entry.path), entry.stat(follow_symlinks=False)
-
-
-def _make_room(place: Path) -> None:
-    """Remove what was used longest ago beyond the limit, and what was never finished."""
-    by_use = sorted(_files(place), key=lambda file: file[1].st_mtime, reverse=True)
-    kept_bytes = 0
-    for path, status in by_use:
-        abandoned = path.suffix == ".tmp" and time.time() - status.st_mtime > _ABANDONED_SECONDS
-        kept_bytes += status.st_size
-        if abandoned or (kept_bytes > LIMIT_BYTES and path.suffix == ".json"):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink()
+    solution = Solution(schedule=schedule, **attributes(entry, *_CLAIM))
+    confirm(problem, solution)
+    return solution

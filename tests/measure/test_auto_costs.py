@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
     forget(monkeypatch)
+    monkeypatch.setattr(costing, "SECONDS_FOR_EACH_OPERATION", 10.0)  # a busy machine measures all as well
     return tmp_path / kept.KIND
 
 
@@ -76,9 +79,17 @@ def test_another_process_measures_nothing_again(folder: Path, monkeypatch: pytes
     assert seconds(study()) == first
 
 
-def test_what_there_is_no_time_for_costs_what_its_first_run_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_for_a_profile_is_told_what_operations_take_now(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study()
     forget(monkeypatch)
+    monkeypatch.setattr(profiling, "_time", lambda *_: Measurement(seconds=7.0, runs=3))
+    found = planner.profile(Stack(), torch.randn(64, WIDTH))
+    assert {one.seconds for one in found.measurements.values()} == {7.0}
+
+
+def test_what_there_is_no_time_for_costs_what_its_first_run_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costing, "SECONDS_FOR_EACH_OPERATION", 0.0)
+    monkeypatch.setattr(profiling, "QUICK", dataclasses.replace(profiling.QUICK, long_seconds=math.inf))
     monkeypatch.setattr(profiling, "_time", None)
     step = study()
     assert step.origin.cost_model == "measured"
@@ -86,6 +97,7 @@ def test_what_there_is_no_time_for_costs_what_its_first_run_took(monkeypatch: py
     for operation, cost in zip(step.graph.operations, step.costs, strict=True):
         if operation.signature:
             assert cost.seconds == tried[operation.signature]
+    assert not folder.exists(), "what a library does once is in a first run: nobody else is to be told"
 
 
 def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +128,22 @@ def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
 def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
-    place = kept.place_of(CPU)
-    kept.keep(place, {"a": Measurement(seconds=1.0)})
-    assert kept.find(place) == {"a": Measurement(seconds=1.0)}
+    kept.keep("here", {"a": Measurement(seconds=1.0)})
+    assert kept.find("here") == {"a": Measurement(seconds=1.0)}
     (path,) = folder.glob("*.json")
     path.write_text(damage)
-    assert kept.find(place) == {} and not path.exists()
+    assert kept.find("here") == {} and not path.exists()
+
+
+def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    kept.keep("here", {"a": Measurement(seconds=1.0)})
+    (path,) = folder.glob("*.json")
+    precious = path.rename(tmp_path / "precious")
+    before = precious.read_text()
+    path.symlink_to(precious)
+    kept.keep("here", {"b": Measurement(seconds=2.0)})
+    assert list(kept.find("here")) == ["b"]
+    assert precious.read_text() == before
 
 
 def test_what_is_kept_grows_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +161,6 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypat
 
 
 def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import argparse
-
     kept.keep("here", {"a": Measurement(seconds=1.0)})
     assert json.loads(next(folder.glob("*.json")).read_text())["place"] == "here"
     for clear in (False, True, False):
@@ -167,4 +187,4 @@ def test_a_processor_without_fast_kernels_for_16_bits_is_known(able: bool, monke
 def test_a_curve_that_is_to_be_the_same_every_time_is_not_made_from_the_clock() -> None:
     ask = {"points": 2, "deterministic": True, "time_limit_seconds": 1.0}
     assert planner.what_if(Stack(), torch.randn(64, WIDTH), **ask).cost_model == "roofline"
-    assert planner.what_if(Stack(), torch.randn(64, WIDTH), **ask, cost_model="auto").cost_model == "measured"
+    assert study(deterministic=True).origin.cost_model == "roofline"

@@ -87,8 +87,8 @@ def test_another_question_has_another_answer(folder: Path) -> None:
 def test_off_means_off(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setenv(cache_folder.VARIABLE, "off")
     plan(), plan()
-    assert solution_cache.folder() is None and not folder.exists()
-    assert solution_cache.contents().solutions == 0
+    assert cache_folder.folder(solution_cache.KIND) is None and not folder.exists()
+    assert cache_folder.contents(solution_cache.KIND).files == 0
 
 
 def test_a_place_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,11 +101,14 @@ def test_the_usual_folder_is_that_of_the_platform(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv(cache_folder.VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
-    assert solution_cache.folder() == tmp_path / "checkpoint-planner" / "solutions"
+    assert cache_folder.folder("solutions") == tmp_path / "checkpoint-planner" / "solutions"
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    assert solution_cache.folder() == Path.home() / ".cache" / "checkpoint-planner" / "solutions"
+    assert cache_folder.folder("solutions") == Path.home() / ".cache" / "checkpoint-planner" / "solutions"
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert solution_cache.folder() == Path.home() / "Library" / "Caches" / "checkpoint-planner" / "solutions"
+    assert (
+        cache_folder.folder(solution_cache.KIND)
+        == Path.home() / "Library" / "Caches" / "checkpoint-planner" / "solutions"
+    )
 
 
 def changed(text: str, **fields: object) -> str:
@@ -182,7 +185,7 @@ def test_what_was_used_longest_ago_makes_room(monkeypatch: pytest.MonkeyPatch, f
     monkeypatch.setattr(solution_cache, "LIMIT_BYTES", int(1.5 * oldest.stat().st_size))
     plan("70%")
     assert not oldest.exists() and not abandoned.exists()
-    assert solution_cache.contents().solutions == 1
+    assert cache_folder.contents(solution_cache.KIND).files == 1
 
 
 def test_clearing_leaves_other_files_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +205,7 @@ def _plan_often(number: int) -> list[bool]:
 def test_two_processes_share_a_cache(folder: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert all(all(found) for found in pool.map(_plan_often, range(2)))
-    assert solution_cache.contents().solutions == 3
+    assert cache_folder.contents(solution_cache.KIND).files == 3
     assert plan("60%").solver.endswith(FROM_CACHE)
 
 

@@ -1,4 +1,4 @@
-"""What one step costs at one budget, and so which devices it fits, and what recompute costs there."""
+"""Which devices a step fits, and what recompute costs there."""
 
 from __future__ import annotations
 
@@ -7,46 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from planner.analysis.study import Study
+from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.common.json_reader import attributes
-from planner.common.options import Budget, Offload, Search
+from planner.common.options import Offload, Search
 from planner.plans.device_file import find
-from planner.plans.plan import NoPlanFitsError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """A plan in numbers, or that there is none: its status is then ``"infeasible"``.
-
-    In both cases the smallest budget for which a plan is known is there; ``step_seconds`` is of the planned step.
-    """
-
-    status: str
-    minimum_feasible_peak_bytes: int
-    predicted_peak_bytes: int | None = None
-    overhead: float | None = None
-    lower_bound_overhead: float | None = None
-    step_seconds: float | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan."""
-        return self.predicted_peak_bytes is not None
-
-
-def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:
-    """Plan a step for a budget, and give what comes of it in numbers."""
-    try:
-        plan = study.planned(Budget(budget=budget_bytes), search, offload)
-    except NoPlanFitsError as error:
-        return Outcome(status="infeasible", minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes)
-    return Outcome(
-        status=plan.status,
-        minimum_feasible_peak_bytes=plan.minimum_feasible_peak_bytes,
-        predicted_peak_bytes=plan.peak_bytes,
-        overhead=plan.overhead,
-        lower_bound_overhead=plan.lower_bound_overhead,
-        step_seconds=plan.baseline_step_seconds + plan.added_seconds,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

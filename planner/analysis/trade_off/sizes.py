@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from planner.analysis.study import Study
-from planner.analysis.trade_off.accelerators import Outcome, ask
+from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import SizeRange
 from planner.common.options import Offload, Search
 
