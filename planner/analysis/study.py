@@ -16,6 +16,7 @@ from planner.errors import InfeasibleBudgetError, UsageError
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, host_of
+from planner.ir.in_place import InPlace
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -49,6 +50,8 @@ class Study:
     """Where both come from."""
     static_memory: StaticMemory
     """The optimizer's own step, and how the device hands out memory."""
+    in_place: InPlace | None = None
+    """The way from operations that write over an input, and are one with what made it, to those that run."""
     device: DeviceSpec | None = None
     """Figures of the device: its link to the host's memory is what offload needs."""
     regions: tuple[Region, ...] | None = None

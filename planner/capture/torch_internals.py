@@ -191,6 +191,31 @@ def depends_on_data(error: TorchDynamoException) -> bool:
     return isinstance(error, UserError) and "data-dependent" in str(error)
 
 
+@cache
+def form_in_place(operator: OpOverload, is_first: bool) -> tuple[OpOverload, str] | None:
+    """Return the operator that writes over an argument, and the keyword that names it; ``""`` if it is the first."""
+    expected = list(_arguments(operator))
+    packet = operator.overloadpacket
+    for form in (getattr(packet, name) for name in packet.overloads()):
+        out = [argument.name for argument in form._schema.arguments if argument.is_out]
+        # Forms that torch generates compute the result first, and copy it.
+        if len(out) == 1 and list(_arguments(form)) == expected and _has_kernel(form, "CPU"):
+            return form, out[0]
+    packet = getattr(torch.ops.aten, f"{packet.__name__}_", None) if is_first else None
+    form = getattr(packet, operator._overloadname, None)
+    if form is not None and (_has_kernel(form, "CPU") or _has_kernel(form, "CompositeExplicitAutograd")):
+        return form, ""
+    return None
+
+
+def _has_kernel(operator: OpOverload, backend: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), backend))
+
+
+def _arguments(operator: OpOverload) -> Iterator[tuple[str, str]]:
+    return ((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
+
+
 def has_onednn(dtype: torch.dtype = torch.float32) -> bool:
     """Whether CPU operators may use oneDNN for an element type: for bfloat16 not every processor can."""
     able = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -265,7 +290,6 @@ def has_full_backward_hooks(module: torch.nn.Module) -> bool:
 # Their kernels for training are torch's own only in forms that tracing makes of them.
 _DECOMPOSED = {
     "aten::native_batch_norm",
-    "aten::dropout",
     "aten::lstm",
     "aten::gru",
     "aten::rnn_tanh",
@@ -284,6 +308,11 @@ def _decomposed_by_tracing() -> list[OpOverload]:
     ]
 
 
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Drop as tracing does; where nothing is dropped give what came, as eager does, and not a copy of it."""
+    return torch.ops.aten.native_dropout(x, p, train)[0] if train and p else x
+
+
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Trace operators as the kernels that eager training calls: upsampling as one operation, not as thirty."""
@@ -294,6 +323,7 @@ def eager_kernels() -> Iterator[None]:
             for key in _COMPOSITE:
                 operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
+        torch.ops.aten.dropout.default.py_kernels.update(dict.fromkeys(_COMPOSITE, _dropout))
         yield
     finally:
         for operator, kernels in zip(operators, before, strict=True):

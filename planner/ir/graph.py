@@ -95,8 +95,20 @@ class Operation:
     signature: str = ""
     region: str = ""
     """What it is compiled with, if that is not the whole step: it runs again only while its region runs."""
+    then: tuple[tuple[str, int], ...] = ()
+    """What is one operation with it, and runs right after it: keys, and which of its outputs each writes over."""
     decides: bool = False
     """Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once."""
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Paths of the modules that it comes from: one, but for operations that are one with others."""
+        return (self.module, *(named_by(key)[0] for key, _ in self.then))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Its key, and those of what is one operation with it, in the order in which they run."""
+        return (self.key, *(key for key, _ in self.then))
 
 
 @dataclass(frozen=True, kw_only=True)

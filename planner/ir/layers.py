@@ -42,8 +42,8 @@ def find_layers(graph: TrainingGraph) -> Layers:
     the blocks are ``bert.encoder.layer.0`` and so on.
     """
     run = (op for op in graph.operations if op.phase is Phase.FORWARD and op.target not in BOOKKEEPING)
-    forward = Counter(op.module for op in run)
-    names = {op.module for op in graph.operations}
+    forward = Counter(module for op in run for module in op.modules)
+    names = {module for op in graph.operations for module in op.modules}
     numbered = _Numbered(forward, graph.kinds)
     block_of = {name: block for name in names if (block := numbered.block(name))}
     spine = _spine(names, block_of.values())

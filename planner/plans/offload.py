@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from planner.errors import PlanMismatchError
 from planner.ir.graph import LOSS_KEY, LOSS_KEY_BEFORE, TrainingGraph
@@ -13,7 +14,10 @@ from planner.ir.simulator import Evaluation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A position in a schedule: so many runs before the first run of an operation."""
+    """A position in a schedule: so many runs before the first run of an operation.
+
+    Runs are counted, and values named, as if no operations were one: which are may be otherwise elsewhere.
+    """
 
     before: str = field(metadata={"renamed": {LOSS_KEY_BEFORE: LOSS_KEY}})
     runs: int = 0
@@ -81,16 +85,20 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
     if host is None:
         return None
     places: list[Place] = []
+    starts = _starts(graph, schedule)
     for index, position in sorted(schedule.first_runs().items()):
         key = graph.operations[index].key
-        places += [Place(before=key, runs=position - early) for early in range(len(places), position + 1)]
+        until = starts[position]
+        places += [Place(before=key, runs=until - starts[early]) for early in range(len(places), position + 1)]
     values = []
     for offload in schedule.offloads:
         operation = graph.operations[graph.producer[offload.value]]
+        output = operation.outputs.index(offload.value)
+        last = next((key for key, over in reversed(operation.then) if over == output), None)
         values.append(
             OffloadedValue(
-                operation=operation.key,
-                output=operation.outputs.index(offload.value),
+                operation=last or operation.key,
+                output=0 if last else output,
                 size_bytes=graph.values[offload.value].size_bytes,
                 leaves=places[offload.leaves],
                 returns=tuple(places[position] for position in offload.returns),
@@ -112,19 +120,20 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
     """Add what a plan offloads to a schedule; a PlanMismatchError says that the graph lacks it, or a position."""
     if offloading is None or not offloading.values:
         return schedule
-    index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
+    index_of = {key: index for index, operation in enumerate(graph.operations) for key in operation.keys}
+    over = {key: output for operation in graph.operations for key, output in operation.then}
     first = schedule.first_runs()
+    starts = _starts(graph, schedule)
+    position_at = {start: position for position, start in enumerate(starts)}
 
     def position_of(place: Place) -> int:
-        position = first[index_of[place.before]] - place.runs
-        if position < 0:
-            raise IndexError(place.runs)
-        return position
+        return position_at[starts[first[index_of[place.before]]] - place.runs]
 
     offloads = []
     for value in offloading.values:
         try:
-            made = graph.operations[index_of[value.operation]].outputs[value.output]
+            output = over.get(value.operation, value.output)
+            made = graph.operations[index_of[value.operation]].outputs[output]
             if value.lossy and not graph.values[made].roundable:
                 raise PlanMismatchError(
                     f"the plan rounds output {value.output} of {value.operation}, and in {graph.name or 'this model'} "
@@ -139,3 +148,8 @@ def with_offloads(graph: TrainingGraph, schedule: Schedule, offloading: Offloadi
                 "shapes"
             ) from error
     return Schedule(schedule.order, tuple(sorted(offloads, key=lambda offload: offload.value)))
+
+
+def _starts(graph: TrainingGraph, schedule: Schedule) -> list[int]:
+    """Return how many single runs come before each run of a schedule."""
+    return [0, *accumulate(len(graph.operations[index].keys) for index in schedule.order)]

@@ -347,6 +347,8 @@ class Plan:
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
         """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them otherwise."""
         index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
+        joined = {key: index for index, operation in enumerate(graph.operations) for key in operation.keys[1:]}
+        index_of |= joined  # what is one operation with another runs again with it, or not at all
         named = dict.fromkeys(key for before in self.recomputations.items() for key in (before[0], *before[1]))
         missing = [key for key in named if key not in index_of]
         if missing:
@@ -355,7 +357,10 @@ class Plan:
                 f"the plan for {self.model or 'a model'} names {len(missing)} of {len(named)} operations that "
                 f"{graph.name or 'this model'} does not have ({shown}); make a new plan for this model and these shapes"
             )
-        before = {index_of[key]: tuple(index_of[k] for k in keys) for key, keys in self.recomputations.items()}
+        before: dict[int, tuple[int, ...]] = {}
+        for key, keys in self.recomputations.items():
+            again = tuple(index_of[k] for k in keys if k not in joined)
+            before[index_of[key]] = (*before.get(index_of[key], ()), *again)
         for index, again in before.items():
             if late := [i for i in again if i >= index]:
                 raise PlanMismatchError(

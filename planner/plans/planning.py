@@ -163,7 +163,6 @@ def plan_from_solution(
             }
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
     reserved = reserved_by_cuda(problem, schedule, static_memory)
-    keys = [operation.key for operation in graph.operations]
     plan = Plan(
         model=graph.name,
         fingerprint=dict(origin.fingerprint),
@@ -190,7 +189,7 @@ def plan_from_solution(
         anatomy=anatomy_of_peak(graph, costs, schedule, evaluation),
         placement=placement(graph, costs, schedule, find_layers(graph)),
         **beside,
-        recomputations={keys[at]: tuple(keys[i] for i in again) for at, again in schedule.recomputations().items()},
+        recomputations=_decisions(graph, schedule),
         warnings=(*_warnings(problem, evaluation, solution), *reserve_warnings(problem, reserved), *origin.warnings),
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
@@ -279,6 +278,15 @@ def _way_out(problem: Problem, smallest_bytes: int, solver: str, error: Infeasib
         "raise the budget, make the batch or the sequence smaller, or compute what is largest in chunks "
         "(--chunk auto, chunk='auto')"
     )
+
+
+def _decisions(graph: TrainingGraph, schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Write out what runs again before each operation, whichever operations are one with others."""
+    operations = graph.operations
+    return {
+        operations[at].key: tuple(key for index in again for key in operations[index].keys)
+        for at, again in schedule.recomputations().items()
+    }
 
 
 def _operation_rows(problem: Problem, schedule: Schedule) -> tuple[OperationRow, ...]:

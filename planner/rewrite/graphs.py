@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import (
@@ -35,11 +36,14 @@ _BATCH_NORM_OUTPUTS = 3
 
 
 @timings.stage("rewriting")
-def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def extract_fwd_bwd(
+    lowered: LoweredGraph, schedule: Schedule, over: Mapping[int, int] | None = None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Write the forward and backward graph modules of a schedule that the simulator accepts, in O(runs x arguments).
 
-    They have the signatures that AOTAutograd expects of a partition: the forward gives its outputs and then what it
-    saves; the backward takes what was saved and then the tangents.
+    ``over`` names, for operations that write over an input, the value whose place their result takes: nobody reads it
+    after them. The graphs have the signatures that AOTAutograd expects of a partition: the forward gives its outputs
+    and then what it saves; the backward takes what was saved and then the tangents.
     """
     boundary = schedule.order.index(lowered.graph.loss_index)
     forward_outputs, backward_outputs = lowered.joint.outputs
@@ -48,13 +52,14 @@ def extract_fwd_bwd(lowered: LoweredGraph, schedule: Schedule) -> tuple[fx.Graph
     replayed = {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
     skipped = dead_recomputes(lowered, schedule)
 
-    forward = _Emitter(lowered, schedule, replayed, already_run=set(), arriving=set())
+    over = over or {}
+    forward = _Emitter(lowered, schedule, replayed, over, already_run=set(), arriving=set())
     for node in lowered.joint.placeholders:
         forward.take(node)
     forward.run(range(boundary), skipped)
     forward.move(boundary)
 
-    backward = _Emitter(lowered, schedule, replayed, already_run=forward.already_run, arriving=forward.arriving)
+    backward = _Emitter(lowered, schedule, replayed, over, already_run=forward.already_run, arriving=forward.arriving)
     for node in lowered.joint.tangents:
         backward.take(node)
     backward.run(range(boundary + 1, len(schedule.order)), skipped)
@@ -125,9 +130,16 @@ class _Emitter:
     """Writes one of the two graphs, keeping for each joint node its current copy."""
 
     def __init__(
-        self, lowered: LoweredGraph, schedule: Schedule, replayed: set[int], already_run: set[int], arriving: set[int]
+        self,
+        lowered: LoweredGraph,
+        schedule: Schedule,
+        replayed: set[int],
+        over: Mapping[int, int],
+        already_run: set[int],
+        arriving: set[int],
     ) -> None:
         self.lowered = lowered
+        self.over = over
         self.order = schedule.order
         self.replayed = replayed
         self.already_run = set(already_run)
@@ -281,6 +293,10 @@ class _Emitter:
             new = self.graph.call_function(aten._native_batch_norm_legit.no_stats, arguments)
         elif index in self.replayed:
             new = self._replay(index, node) if again else self._run_and_save_state(index, node)
+        elif index in self.over:
+            argument = overwritten_argument(self.lowered, node, self.over[index])
+            assert argument is not None
+            new = write_over(self.graph, node, argument, self.resolve)
         else:
             new = self.graph.node_copy(node, self.resolve)
         self._adopt(index, node, new, again)

@@ -116,7 +116,7 @@ class GraphRuntime(PlannedCalls):
         self._remember(step, joint)
         self.is_confirmed = True
         self._joint = joint
-        return extract_fwd_bwd(step.lowered, step.schedule)
+        return extract_fwd_bwd(step.lowered, step.schedule, step.over)
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""

@@ -16,7 +16,7 @@ from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import eliminate_common_subexpressions, min_cut_partition
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
-from planner.session.step import Options, captured, lower_step
+from planner.session.step import Options, captured, lower_step, study_lowered
 
 RATIOS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Values of ``activation_memory_budget`` that are tried."""
@@ -59,6 +59,8 @@ def read_schedule(split: Partition, lowered: LoweredGraph) -> Schedule:
 def schedules(model: nn.Module, inputs: Inputs, options: Options) -> Iterator[Schedule]:
     """Return what PyTorch's partitioner decides at each ratio, on the graph that :func:`planner.study` captures."""
     joint = captured(model, inputs, options)
-    lowered = lower_step(model, joint, options).lowered
+    step = lower_step(model, joint, options)
+    in_place = study_lowered(model, step, options).in_place
+    assert in_place is not None
     for ratio in RATIOS:
-        yield read_schedule(partition(joint, ratio), lowered)
+        yield in_place.read(read_schedule(partition(joint, ratio), step.lowered))

@@ -17,6 +17,7 @@ from planner.common.limits import Progress
 from planner.common.options import Training, picked
 from planner.common.units import Size
 from planner.errors import UsageError
+from planner.ir.in_place import InPlace, joined
 from planner.ir.static_memory import LossMemory, StaticMemory
 from planner.measure.resident import static_memory
 from planner.plans.pipeline import make_pipeline_plan
@@ -114,20 +115,28 @@ def plan_pipeline(
     options = with_loss(model, options, loss_fn, inputs)
     step = lower_step(model, captured(model, inputs, options), options)
     costing = cost(model, step.lowered, step.spec, options)
-    parts = cut(step.lowered.graph, costing.costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
+    in_place = joined(step.lowered.graph, step.may_overwrite, costing.costs)
+    costs = in_place.costs(costing.costs)
+    parts = cut(in_place.graph, costs, stages * chunks, holds_received=not GIVES_GRADIENTS_AWAY)
     devices = [parts[index::stages] for index in range(stages)]
     origin = origin_of(
         costing, step.spec, capture_seconds=time.perf_counter() - begun, warnings=(*costing.warnings, *step.warnings)
     )
-    around = _surroundings(model, step, devices, training, micro_batches)
+    around = _surroundings(model, step, in_place, devices, training, micro_batches)
     return make_pipeline_plan(devices, around, pipeline, budget=budget, search=options.search, origin=origin)
 
 
 def _surroundings(
-    model: nn.Module, step: LoweredStep, devices: Sequence[Sequence[Stage]], training: Training, micro_batches: int
+    model: nn.Module,
+    step: LoweredStep,
+    in_place: InPlace,
+    devices: Sequence[Sequence[Stage]],
+    training: Training,
+    micro_batches: int,
 ) -> list[StaticMemory]:
     """Count for each device the parameters that its operations read, their optimizer state, and its inputs."""
-    reads = _storages_read(step.lowered)
+    single = _storages_read(step.lowered)
+    reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
     read_by = [
         set[int]().union(*(reads[index] for stage in chunks for index in stage.operations if index < len(reads)))
         for chunks in devices

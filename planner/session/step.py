@@ -25,6 +25,7 @@ from planner.capture.cuda_attention import Attention, attention_on
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
+from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction, check_device, check_own_checkpointing
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import capture
@@ -44,6 +45,7 @@ from planner.findings.subject import Subject
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
+from planner.ir.in_place import joined
 from planner.ir.layers import find_blocks, find_layers
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
@@ -143,6 +145,9 @@ class PlannedStep:
     costs: tuple[OperationCost, ...]
     plan: Plan
     schedule: Schedule
+    """Of the lowered graph's operations."""
+    over: Mapping[int, int]
+    """For each of them that writes over an input, the value whose place its result takes."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +163,8 @@ class LoweredStep:
     capture_seconds: float = 0.0
     stand_ins: Mapping[int, nn.Parameter] = field(default_factory=dict)
     """By storage, what the device has of parameters that several devices share."""
+    may_overwrite: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """For operations that can write over an input, the values that may be it."""
 
 
 @timings.stage("lowering")
@@ -174,7 +181,10 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     around = static_memory_of(local.model(model), [*map(local.here, joint.inputs)], spec, options, blocks)
     lowered = lower(local.joint, context_of(model, spec, around, options))
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
-    return LoweredStep(rounding.marked(lowered), spec, around, facts, local.notes, stand_ins=local.stand_ins)
+    lowered = rounding.marked(lowered)
+    # Inductor writes in place by itself.
+    over = {} if joint.functional else may_overwrite(lowered, on_cpu=spec.kind == "cpu")
+    return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins, may_overwrite=over)
 
 
 def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options: Options) -> StepContext:
@@ -221,9 +231,11 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     """Cost a lowered step, and say where it comes from."""
     begun = time.perf_counter()
     costing = cost(model, step.lowered, step.spec, options)
+    in_place = joined(step.lowered.graph, step.may_overwrite, costing.costs)
     return Study(
-        graph=step.lowered.graph,
-        costs=costing.costs,
+        graph=in_place.graph,
+        costs=in_place.costs(costing.costs),
+        in_place=in_place,
         origin=origin_of(
             costing,
             step.spec,
@@ -287,8 +299,17 @@ def plan_lowered(
 ) -> PlannedStep:
     """Plan a lowered step, of which a study may be there already; see :func:`plan_study`."""
     study = study or study_lowered(model, step, options)
-    plan = plan_study(study, options, reuse=reuse, must_match=must_match)
-    return PlannedStep(step.lowered, study.costs, plan, plan.schedule_for(step.lowered.graph))
+    try:
+        plan = plan_study(study, options, reuse=reuse, must_match=must_match)
+    except PlanMismatchError:
+        if not step.may_overwrite:
+            raise
+        # A plan that was made before operations wrote in place may need them one by one.
+        study = study_lowered(model, replace(step, may_overwrite={}), options)
+        plan = plan_study(study, options, reuse=reuse, must_match=must_match)
+    assert study.in_place is not None
+    schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
+    return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over)
 
 
 def _assumed(joint: JointGraph) -> Iterator[Finding]:

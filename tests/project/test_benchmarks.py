@@ -267,25 +267,25 @@ def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
     assert comparison.error_of([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2533 * 0.3 / 1.349 / 5**0.5)
 
 
-class Rectified(nn.Module):
-    """An activation in place, which a captured step makes a copy of."""
+class Dropping(nn.Module):
+    """Dropout, which eager draws on a CPU as a mask of floats and a captured step as one of truths."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(nn.functional.relu_(self.first(x))).sum()
+        return self.second(nn.functional.dropout(self.first(x))).sum()
 
 
 def test_kernels_names_what_capture_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "kernels.json"
-    monkeypatch.setattr(kernels, "CASES", {"rectified": None})
-    model = ZooModel(name="rectified", model=Rectified(), example_args=(torch.randn(4, 8),))
+    monkeypatch.setattr(kernels, "CASES", {"dropping": None})
+    model = ZooModel(name="dropping", model=Dropping(), example_args=(torch.randn(4, 8),))
     monkeypatch.setattr(kernels, "build", lambda name: model)
     kernels.main(["--steps", "1", "--json", str(file)])
     (entry,) = _results(file)["models"]
     found = {row["operator"]: row for row in entry["operators"]}
-    assert found["relu_"]["eager"][0] == 1 and found["relu_"]["captured"][0] == 0
+    assert found["native_dropout"]["eager"][0] == 0 and found["native_dropout"]["captured"][0] == 1
     assert found["addmm"]["eager"][0] == found["addmm"]["captured"][0] == 2
-    assert "| `relu_` | 1 | 0 |" in file.with_suffix(".md").read_text()
+    assert "| `native_dropout` | 0 | 1 |" in file.with_suffix(".md").read_text()

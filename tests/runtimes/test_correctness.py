@@ -215,7 +215,7 @@ def plain_and_wrapped(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Mod
     torch.manual_seed(5)
     plain = build()
     state = copy.deepcopy(plain.state_dict())
-    return plain, planner.auto_wrap(copy.deepcopy(plain), activation_budget="60%", time_limit_seconds=0.5), state
+    return plain, planner.auto_wrap(copy.deepcopy(plain), activation_budget="50%", time_limit_seconds=0.5), state
 
 
 def start_again(model: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:

@@ -18,7 +18,7 @@ from planner import solvers
 from planner.capture.memory import record
 from planner.diagnose.verification import ROUNDED, StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, UsageError
-from planner.ir.graph import TrainingGraph
+from planner.ir.graph import TrainingGraph, named_by
 from planner.ir.host import Host, graph_for
 from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Offload, Schedule
@@ -146,13 +146,13 @@ class Everything(torch.nn.Module):
 def test_what_must_stay_exact_does():
     graph = planner.study(Everything(), torch.randn(16, 32)).graph
     makers = [graph.operations[graph.producer[u]] for u, v in enumerate(graph.values) if v.roundable]
-    rounded = {operation.target for operation in makers}
+    rounded = {named_by(key)[1] for operation in makers for key in operation.keys}
     assert {operation.phase for operation in makers} == {"forward"}
     assert {"aten.native_layer_norm.default", "aten.relu.default"} <= rounded
     assert not rounded & {"aten.sin.default", "aten.topk.default", "aten.amax.default", "aten._to_copy.default"}
     names = [value.name for value in graph.values if value.roundable]
     assert "native_layer_norm.0" in names and "native_layer_norm.1" not in names and "native_layer_norm.2" not in names
-    assert "addmm_1" in names and "addmm_2" not in names, "its maximum is looked for in it again"
+    assert "relu" in names and "addmm_2" not in names, "its maximum is looked for in it again"
     deciding = {operation.target for operation in graph.operations if operation.decides}
     assert "aten.topk.default" in deciding, "it would pick others when run again"
 
@@ -216,7 +216,7 @@ class Wide(torch.nn.Module):
         return self.down(self.up(x)).square().mean()
 
 
-@pytest.mark.parametrize(("model", "seeds"), [(Wide, (1, 4)), (perceptrons, (0,))])
+@pytest.mark.parametrize(("model", "seeds"), [(Wide, (5, 7)), (perceptrons, (73,))])
 def test_pieces_are_in_the_measured_peak(model: Callable[[], torch.nn.Module], seeds: tuple[int, ...]):
     """Carry out offloads that nobody would plan."""
     module, x = model(), torch.randn(512, 64 if model is Wide else 128)

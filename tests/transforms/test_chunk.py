@@ -24,6 +24,7 @@ from planner.transforms.chunk_rules import Form
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 1500, 32, 2, 25
 ROWS = BATCH * LENGTH
+LOGITS_BYTES = ROWS * VOCABULARY * 4
 
 
 class Block(nn.Module):
@@ -178,8 +179,7 @@ def assert_as_promised(model: nn.Module, inputs: Any, plan: Plan) -> None:
 def test_a_head_with_its_loss_needs_less_than_recompute_can_reach_and_runs_as_predicted(
     whole: Study, in_four: Study
 ) -> None:
-    logits_bytes = ROWS * VOCABULARY * 4
-    assert smallest(in_four) < smallest(whole) - logits_bytes
+    assert smallest(in_four) < smallest(whole) - LOGITS_BYTES / 2
     plan = in_four.plan(budget=smallest(in_four), time_limit_seconds=0.5)
     assert chunks_of(plan.fingerprint) == 4
     (note,) = (w for w in plan.warnings if w.rule == "in-slices")
@@ -262,7 +262,7 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
 def test_auto_chunks_only_where_that_makes_a_plan_feasible_or_cheaper(whole: Study) -> None:
     model, inputs = GPT(), tokens()
     assert chunks_of(planner.plan(model, inputs, budget="100%", chunk="auto").fingerprint) == 1
-    budget = smallest(whole) - ROWS * VOCABULARY * 4
+    budget = smallest(whole) - LOGITS_BYTES // 2
     plan = planner.plan(model, inputs, budget=budget, chunk="auto", time_limit_seconds=0.5)
     assert chunks_of(plan.fingerprint) > 1
     (why,) = (w for w in plan.warnings if w.rule == "why-slices")

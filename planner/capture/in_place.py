@@ -1,0 +1,82 @@
+"""Which operations can write over an input, and how they are called for it.
+
+The numbers must be those of a result made anew. They are where each element is computed from the elements at its own
+place, which torch's tag ``pointwise`` says, and in softmax and its backward on a CPU, which go row by row and read a
+row before they write it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from planner.capture.joint import JointGraph, mutates, tensors_of
+from planner.capture.lowering import LoweredGraph
+from planner.capture.operands import is_opaque
+from planner.capture.torch_internals import OpOverload, form_in_place, storage_id
+
+aten = torch.ops.aten
+
+_BY_ROW = {
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+}
+
+
+def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int, ...]]:
+    """Return, for operations by index, the values whose memory their one result can take; O(nodes)."""
+    operations = lowered.graph.operations
+    written = _written(lowered.joint)
+    found: dict[int, tuple[int, ...]] = {}
+    for index, node in enumerate(lowered.operation_nodes):
+        if node is None or len(operations[index].outputs) != 1 or not _goes_by_place(node.target, on_cpu=on_cpu):
+            continue
+        if not written.isdisjoint(storage_id(t) for argument in node.all_input_nodes for t in tensors_of(argument)):
+            continue
+        makers = ((u, lowered.operation_nodes[lowered.graph.producer[u]]) for u in operations[index].inputs)
+        values = tuple(u for u, made_by in makers if _is_ours(made_by) and overwritten_argument(lowered, node, u))
+        if values:
+            found[index] = values
+    return found
+
+
+def overwritten_argument(lowered: LoweredGraph, node: fx.Node, value: int) -> fx.Node | None:
+    """Return the argument that shows all of a value as the node's result is laid out; None if there is none."""
+    shown = [argument for argument in node.all_input_nodes if value in lowered.storage_of.get(argument, ())]
+    if len(shown) != 1 or form_in_place(node.target, node.args[:1] == (shown[0],)) is None or shown[0] not in node.args:
+        return None
+    read, (made,) = tensors_of(shown[0]), tensors_of(node)
+    return shown[0] if len(read) == 1 and _layout(read[0]) == _layout(made) else None
+
+
+def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) -> fx.Node:
+    """Add a call of a node's operator to a graph, with arguments of that graph, that writes over one of them."""
+    form = form_in_place(node.target, node.args[:1] == (argument,))
+    assert form is not None
+    called, keyword = form
+    args, kwargs = fx.map_arg((node.args, node.kwargs), resolve)
+    return graph.call_function(called, args, {**kwargs, keyword: resolve(argument)} if keyword else kwargs)
+
+
+def _goes_by_place(target: Any, *, on_cpu: bool) -> bool:
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or (on_cpu and target in _BY_ROW))
+
+
+def _is_ours(maker: fx.Node | None) -> bool:
+    """Whether what an operation makes is nobody else's: an operator that is not torch's may keep it."""
+    target = maker.target if maker is not None else None
+    return isinstance(target, OpOverload) and target.namespace == "aten" and not is_opaque(target)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.untyped_storage().nbytes()
+
+
+def _written(joint: JointGraph) -> set[int]:
+    """Return the storages that operations of the step write into: who reads one must stay where it is."""
+    writers = (node for node in joint.graph.nodes if node.op == "call_function" and mutates(node))
+    return {storage_id(t) for node in writers for argument in node.all_input_nodes for t in tensors_of(argument)}

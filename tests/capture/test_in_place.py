@@ -1,0 +1,186 @@
+"""What a captured step writes over, and what it must not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import planner
+from planner.capture.memory import measure_peak
+from planner.capture.torch_internals import form_in_place
+from planner.ir.graph import named_by, operator_name
+
+aten = torch.ops.aten
+WIDTH = 64
+
+
+def joins(model: nn.Module, *args: torch.Tensor) -> set[tuple[str, ...]]:
+    """Return the operators that are one operation."""
+    graph = planner.study(model, args, deterministic=True).graph
+    several = (operation.keys for operation in graph.operations if operation.then)
+    return {tuple(operator_name(named_by(key)[1]) for key in keys) for keys in several}
+
+
+def assert_carried_out(model: nn.Module, *args: torch.Tensor, budget: str = "100%") -> planner.Plan:
+    """Hold bits against eager, and the peak against the plan."""
+    planned = planner.auto_wrap(copy.deepcopy(model), activation_budget=budget, deterministic=True)
+
+    def step(each: nn.Module) -> list[torch.Tensor | None]:
+        each.zero_grad()
+        torch.manual_seed(3)
+        each(*args).backward()
+        return [parameter.grad for parameter in each.parameters()]
+
+    for ours, theirs in zip(step(planned), step(model), strict=True):
+        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+    planned.zero_grad()
+    plan = planner.plan_of(planned)
+    peak_bytes, _ = measure_peak(lambda: step(planned), torch.device("cpu"))
+    predicted = plan.peak_bytes - plan.total_static_bytes
+    assert predicted - 1024 <= peak_bytes <= predicted  # sizes are rounded up
+    return plan
+
+
+class Block(nn.Module):
+    """A perceptron with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(functional.relu(self.up(x)))
+        return y
+
+
+class Classifier(nn.Module):
+    """Blocks, and a loss over many classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks(x))
+        return functional.cross_entropy(logits, torch.arange(len(x)))
+
+
+def test_activations_residuals_and_a_softmax_write_over_what_they_read() -> None:
+    x = torch.randn(128, WIDTH)
+    found = joins(Classifier(), x)
+    assert {("addmm", "relu"), ("addmm", "add"), ("addmm", "_log_softmax")} <= found
+    assert ("nll_loss_backward", "_log_softmax_backward_data") in found
+    assert_carried_out(Classifier(), x)
+    assert assert_carried_out(Classifier(), x, budget="90%").recomputations
+
+
+def test_without_recompute_a_step_with_many_classes_needs_less_than_eager() -> None:
+    model, x = Classifier(), torch.randn(512, WIDTH)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    step()
+    eager_bytes, _ = measure_peak(step, torch.device("cpu"))
+    plan = assert_carried_out(model, x)
+    assert plan.peak_bytes - plan.total_static_bytes < 0.85 * eager_bytes
+
+
+class ReadTwice(nn.Module):
+    """What an activation reads is read again, so it stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return (functional.gelu(y) * y.sin()).sum()
+
+
+def test_what_others_read_stays() -> None:
+    found = joins(ReadTwice(), torch.randn(32, WIDTH))
+    assert not {each for each in found if each[0] == "addmm"}
+    assert_carried_out(ReadTwice(), torch.randn(32, WIDTH))
+
+
+class Overwritten(nn.Module):
+    """Reads a buffer before the step overwrites it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        before = self.mean.clone()
+        self.mean.mul_(0.9)
+        return ((y + self.mean) * before).square().sum()
+
+
+def test_what_reads_an_overwritten_buffer_runs_where_it_stands() -> None:
+    x = torch.randn(32, WIDTH)
+    assert not {each for each in joins(Overwritten(), x) if "add" in each[1:]}
+    assert_carried_out(Overwritten(), x)
+
+
+@torch.library.custom_op("test_in_place::remembers", mutates_args=())
+def remembers(x: torch.Tensor) -> torch.Tensor:
+    KEPT.append(x * 2.0)
+    return KEPT[-1]
+
+
+@remembers.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+remembers.register_autograd(lambda ctx, gradient: gradient * 2.0)
+
+KEPT: list[torch.Tensor] = []
+
+
+class Foreign(nn.Module):
+    """An operator from elsewhere that keeps what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(remembers(self.layer(x))).sum()
+
+
+def test_what_an_operator_from_elsewhere_makes_stays() -> None:
+    torch.manual_seed(0)
+    model, x = Foreign(), torch.randn(32, WIDTH)
+    planned = planner.auto_wrap(copy.deepcopy(model), activation_budget="100%", deterministic=True)
+    planned(x)
+    assert any(torch.equal(kept, model.layer(x) * 2.0) for kept in KEPT), "it was written over"
+
+
+@pytest.mark.parametrize(
+    ("operator", "form"),
+    [
+        (aten.mul.Tensor, "aten.mul.out"),
+        (aten.relu.default, "aten.relu_.default"),
+        (aten.add.Scalar, "aten.add_.Scalar"),
+        (aten.gelu_backward.default, "aten.gelu_backward.grad_input"),
+        (aten._softmax_backward_data.default, "aten._softmax_backward_data.out"),
+        (aten.native_dropout_backward.default, None),
+        (aten.rsub.Scalar, None),
+    ],
+)
+def test_an_operator_writes_in_place_where_it_has_a_kernel_for_that(
+    operator: torch._ops.OpOverload, form: str | None
+) -> None:
+    """The others have forms that compute a result first, and copy it."""
+    found = form_in_place(operator, True)
+    assert (str(found[0]) if found else None) == form
