@@ -110,6 +110,11 @@ class Operation:
         """Its key, and those of what is one operation with it, in the order in which they run."""
         return (self.key, *(key for key, _ in self.then))
 
+    def made_by(self, output: int) -> tuple[str, int]:
+        """Return the key of what made one of its outputs, and which of that one's outputs it is."""
+        last = next((key for key, over in reversed(self.then) if over == output), None)
+        return (self.key, output) if last is None else (last, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingGraph:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.ir.checkpoints import BOOKKEEPING
-from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.graph import OperationCost, Phase, TrainingGraph, named_by
 from planner.ir.layers import Layers, number_ranges
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, FetchedCopy, lifetimes, workspaces
@@ -53,7 +53,13 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
         else:
             kind = "forward temporaries"
         made.add(copy.value)
-        yield _allocation(graph, producer, kind, value.size_bytes, copy.born, copy.died)
+        found = _allocation(graph, producer, kind, value.size_bytes, copy.born, copy.died)
+        operation = graph.operations[producer]
+        key, _ = operation.made_by(operation.outputs.index(copy.value))
+        if key != operation.key:
+            module, target = named_by(key)
+            found = replace(found, operation=target, module=module)
+        yield found
     for position, size_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
         if size_bytes:
             yield _allocation(graph, schedule.order[position], WORKSPACE, size_bytes, position, position)

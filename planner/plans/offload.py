@@ -93,12 +93,11 @@ def offloading_of(problem: Problem, schedule: Schedule, evaluation: Evaluation) 
     values = []
     for offload in schedule.offloads:
         operation = graph.operations[graph.producer[offload.value]]
-        output = operation.outputs.index(offload.value)
-        last = next((key for key, over in reversed(operation.then) if over == output), None)
+        key, output = operation.made_by(operation.outputs.index(offload.value))
         values.append(
             OffloadedValue(
-                operation=last or operation.key,
-                output=0 if last else output,
+                operation=key,
+                output=output,
                 size_bytes=graph.values[offload.value].size_bytes,
                 leaves=places[offload.leaves],
                 returns=tuple(places[position] for position in offload.returns),

@@ -174,9 +174,10 @@ class _Table:
         held_bytes = max(self.evaluation.timeline_bytes[start + 1 : end], default=0)
         stays = kept or value in self.offloaded
         again = self._to_drop(value, end) if stays else self._spent_on(producer)
+        key, output = operation.made_by(operation.outputs.index(value))
         return ValueRow(
-            operation=operation.key,
-            output=operation.outputs.index(value),
+            operation=key,
+            output=output,
             size_bytes=size_bytes,
             kept=kept,
             needed=self._needed(value),
