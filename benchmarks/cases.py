@@ -1,7 +1,7 @@
-"""What runtimes are compared on: every model of the zoo and a few beside it, at sizes that take seconds at most.
+"""What runtimes are compared on: every model of the zoo and others beside it, at sizes that take seconds at most.
 
 Those beside it are what capture is known to change: grouped queries, masks that hide nothing,
-experts, and a recurrent stack with dropout between its layers.
+experts, and a recurrent stack with dropout between its layers; and, in ``architectures.py``, what nobody made it for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.architectures import ARCHITECTURES
 from planner import zoo
 from planner.zoo import ZooModel
 
@@ -129,5 +130,6 @@ CASES: dict[str, Callable[[], ZooModel]] = {
     "llama-grouped-mask": partial(_llama, with_mask=True),
     "mixtral-small": _mixtral,
     **{name: partial(zoo.build, name, **sizes) for name, sizes in ZOO_SIZES.items()},
+    **ARCHITECTURES,
 }
 """By what they are called in tables; those that take least come first."""

@@ -138,7 +138,7 @@ def test_fsdp2_shards_these_blocks(name: str, runtime: str) -> None:
     assert step.static_memory.static_bytes["communication buffers"] == gathered_bytes(model, CASES[name].blocks)
 
 
-@pytest.mark.parametrize("name", tiered(CASES, slow=["GPT-2"]))  # MiniGPT has blocks like these
+@pytest.mark.parametrize("name", tiered(CASES, slow=["GPT-2", "T5"]))  # MiniGPT and toys have blocks like these
 def test_all_agree_on_what_the_blocks_are(name: str) -> None:
     model, given = CASES[name].build()
     args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})

@@ -54,7 +54,7 @@ def test_inductor_hands_its_joint_graph_to_a_partition_of_ours():
 def test_the_peak_is_that_of_the_code():
     # What Inductor fuses is not in memory, and what it orders otherwise is: the graph's peak is another.
     model = Towers()
-    plan = planner.plan(model, inputs(), activation_budget="60%", runtime="inductor", time_limit_seconds=1.0)
+    plan = planner.plan(model, inputs(), activation_budget="75%", runtime="inductor", time_limit_seconds=1.0)
     assert plan.recomputations
     assert plan.peak_bytes <= plan.budget_bytes
     assert any(finding.rule == "compiled-peak" for finding in plan.warnings)
