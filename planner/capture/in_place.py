@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.joint import JointGraph, mutates, tensors_of
+from planner.capture.joint import JointGraph, is_random, mutates, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
 from planner.capture.torch_internals import OpOverload, form_in_place, storage_id
@@ -33,7 +33,7 @@ def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int
     written = _written(lowered.joint)
     found: dict[int, tuple[int, ...]] = {}
     for index, node in enumerate(lowered.operation_nodes):
-        if node is None or len(operations[index].outputs) != 1 or not _goes_by_place(node.target, on_cpu=on_cpu):
+        if node is None or len(operations[index].outputs) != 1 or not _goes_by_place(node, on_cpu=on_cpu):
             continue
         if not written.isdisjoint(storage_id(t) for argument in node.all_input_nodes for t in tensors_of(argument)):
             continue
@@ -62,8 +62,11 @@ def write_over(graph: fx.Graph, node: fx.Node, argument: fx.Node, resolve: Any) 
     return graph.call_function(called, args, {**kwargs, keyword: resolve(argument)} if keyword else kwargs)
 
 
-def _goes_by_place(target: Any, *, on_cpu: bool) -> bool:
-    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or (on_cpu and target in _BY_ROW))
+def _goes_by_place(node: fx.Node, *, on_cpu: bool) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or is_random(node):  # a random one that runs again is called in another way
+        return False
+    return torch.Tag.pointwise in target.tags or (on_cpu and target in _BY_ROW)
 
 
 def _is_ours(maker: fx.Node | None) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks import capture, cases, common, comparison, exactness, kernels, levers, partitioner, runtimes
+from benchmarks import capture, cases, common, comparison, exactness, full_save, kernels, levers, partitioner, runtimes
 from planner.errors import UsageError
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
@@ -276,6 +276,17 @@ class Dropping(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(nn.functional.dropout(self.first(x))).sum()
+
+
+def test_full_save_holds_a_captured_step_against_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "full_save.json"
+    monkeypatch.setattr(full_save, "CASES", {"dropping": None})
+    model = ZooModel(name="dropping", model=Dropping(), example_args=(torch.randn(512, 8),))
+    monkeypatch.setattr(full_save, "build", lambda name: model)
+    full_save.main(["--seconds", "0.1", "--json", str(file)])
+    (entry,) = _results(file)["models"]
+    assert entry["bitwise_equal"] and entry["peak_ratio"] < 1.0 and entry["time_ratio"] > 0
+    assert "1 models of the zoo and near it: " in file.with_suffix(".md").read_text()
 
 
 def test_kernels_names_what_capture_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
