@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import planner
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner import api, zoo
@@ -33,11 +32,12 @@ from planner.capture.joint_capture import capture
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import keep_freed_memory
 from planner.common import cache_folder
+from planner.common.options import Target
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.session.step import Options, lower_step
+from planner.session.step import Options, cost, lower_step
 from planner.zoo import ZooModel
 
 PEAK_GOAL, OVERHEAD_GOAL, RANK_GOAL = 1e-3, 0.03, 0.95
@@ -97,16 +97,11 @@ def _model(name: str, args: argparse.Namespace) -> Result:
     sizes = {**MODELS[name], **({"layers": args.layers} if args.layers else {})}
     common.progress(f"{name}: {common.sizes_text(sizes)}")
     loaded = zoo.build(name, **sizes)
-    study = planner.study(
-        loaded.model,
-        loaded.example_args,
-        example_kwargs=loaded.example_kwargs,
-        cost_model=args.cost_model,
-        name=name,
-    )
-    predicted = {o.signature: c.seconds for o, c in zip(study.graph.operations, study.costs, strict=True)}
     joint = capture(loaded.model, Inputs.of(loaded.example_args, loaded.example_kwargs))
-    lowered = lower_step(loaded.model, joint, Options()).lowered
+    options = Options(target=Target(cost_model=args.cost_model))
+    step = lower_step(loaded.model, joint, options)
+    lowered, costing = step.lowered, cost(loaded.model, step.lowered, step.spec, options)
+    predicted = {o.signature: c.seconds for o, c in zip(lowered.graph.operations, costing.costs, strict=True)}
     keep_all = Schedule.keep_all(lowered.graph)
     inside: dict[str, list[float]] = defaultdict(list)
     for one in _time_inside(lowered, [keep_all], _LEAST_ROUNDS)[0]:
@@ -116,7 +111,7 @@ def _model(name: str, args: argparse.Namespace) -> Result:
     entry: Result = {
         "model": name,
         "sizes": sizes,
-        "cost_model": study.origin.cost_model,
+        "cost_model": costing.cost_model,
         "rank_correlation": rank_correlation(pairs),
         "compared_operations": len(pairs),
         "rows": [],
