@@ -35,13 +35,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = common.parser("full_save", __doc__)
     parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(CASES)} (default: all)")
     parser.add_argument("--seconds", metavar="S", type=float, default=8.0, help="for timing each model (default: 8)")
+    parser.add_argument("--resume", action="store_true", help="keep what FILE has of this torch version")
     args = parser.parse_args(arguments)
     if not keep_freed_memory():
         common.progress("this system's allocator cannot be told to keep memory: times include page faults")
     common.check_destination(args.json)
+    done = common.earlier("full_save", args.json).get("models", []) if args.resume else []
+    kept = {entry["model"]: entry for entry in done}
     result: Result = {**common.environment("full_save", arguments), "models": []}
     for name in common.chosen(args.models, list(CASES)):
-        entry = {"model": name, **_found(build(name), args)}
+        entry = kept.get(name) or {"model": name, **_found(build(name), args)}
         common.progress(" ".join(map(str, _cells(entry))))
         result["models"].append(entry)
         common.write(args.json, result, _markdown(result)) if args.json != "-" else None
