@@ -8,10 +8,10 @@ setup:
 	$(PYTHON) -m pip install -q -c constraints.txt -e '.[zoo,search,test]'
 
 test:
-	$(PYTHON) -m pytest -q -n 2
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile
 
 test-all:
-	$(PYTHON) -m pytest -q -n 2 -m "slow or not slow"
+	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
 benchmark:
 	$(PYTHON) -m benchmarks.compare --resume
