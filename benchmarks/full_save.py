@@ -6,24 +6,17 @@ eager's peak or over 1.02 of its time, if the geometric mean of times is above 1
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from collections.abc import Sequence
-from functools import partial
-from statistics import geometric_mean, median
-from typing import Any
+from statistics import geometric_mean
 
-import torch
-
-import planner
 from benchmarks import common
 from benchmarks.architectures import ARCHITECTURES
 from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes
-from benchmarks.steps import in_turn, peak_bytes, step_of, use
+from benchmarks.steps import without_recompute
 from planner.capture.memory import keep_freed_memory
-from planner.capture.torch_internals import installed_call
 from planner.errors import PlannerError
 from planner.zoo import ZooModel
 
@@ -44,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     kept = {entry["model"]: entry for entry in done}
     result: Result = {**common.environment("full_save", arguments), "models": []}
     for name in common.chosen(args.models, list(CASES)):
-        entry = kept.get(name) or {"model": name, **_found(build(name), args)}
+        entry = kept.get(name) or {"model": name, **_found(build(name), args.seconds)}
         common.progress(" ".join(map(str, _cells(entry))))
         result["models"].append(entry)
         common.write(args.json, result, _markdown(result)) if args.json != "-" else None
@@ -55,36 +48,11 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if len(run) < len(result["models"]) or any(map(_missed, run)) or _mean_time(run) > MEAN_TIME_GOAL else 0
 
 
-def _found(loaded: ZooModel, args: argparse.Namespace) -> Result:
-    model, step = loaded.model, step_of(loaded)
+def _found(loaded: ZooModel, limit_seconds: float) -> Result:
     try:
-        planner.auto_wrap(model, budget=sys.maxsize, runtime="graph", time_limit_seconds=1.0)
-        step()  # captures
-        ways = [partial(use, model, call) for call in (None, installed_call(model))]
-        gradients = [_gradients(loaded, way, step) for way in ways]
-        peaks = [peak_bytes(way, step, torch.device("cpu")) for way in ways]
-        seconds = in_turn([(way, step) for way in ways], args.seconds)
+        return without_recompute(loaded, "graph", limit_seconds)
     except PlannerError as error:
         return {"status": "refused", "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-    finally:
-        planner.unwrap(model)
-        model.zero_grad(set_to_none=True)
-    return {
-        "status": "run",
-        "eager_peak_bytes": peaks[0],
-        "peak_ratio": peaks[1] / peaks[0],
-        "eager_seconds": median(eager for eager, _ in seconds),
-        "time_ratio": median(own / eager for eager, own in seconds),
-        "pairs": len(seconds),
-        "bitwise_equal": all(map(torch.equal, *gradients)),
-    }
-
-
-def _gradients(loaded: ZooModel, prepare: Any, step: Any) -> list[torch.Tensor]:
-    prepare()
-    torch.manual_seed(0)
-    step()
-    return [p.grad.clone() for p in loaded.model.parameters() if p.grad is not None]
 
 
 def _run(result: Result) -> list[Result]:

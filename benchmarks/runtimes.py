@@ -15,7 +15,6 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,7 +25,7 @@ import planner
 from benchmarks import common
 from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes, percent
-from benchmarks.steps import in_turn, peak_bytes, step_of, use
+from benchmarks.steps import in_turn, step_of, without_recompute
 from planner import runtimes
 from planner.capture.memory import keep_freed_memory
 from planner.capture.torch_internals import (
@@ -34,7 +33,6 @@ from planner.capture.torch_internals import (
     call_implementation,
     compile_isolated,
     install_call,
-    installed_call,
 )
 from planner.errors import (
     CaptureError,
@@ -139,27 +137,10 @@ def _entries(
 
 def _full_save(loaded: ZooModel, runtime: str, args: argparse.Namespace) -> Result:
     """Hold steps without recompute against eager ones."""
-    model = loaded.model
-    step = step_of(loaded)
     try:
-        planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, time_limit_seconds=1.0)
-        step()  # captures
-        ways = (None, installed_call(model))
-        peaks = [peak_bytes(partial(use, model, way), step, torch.device("cpu")) for way in ways]
-        seconds = in_turn([(partial(use, model, way), step) for way in ways], args.seconds)
+        return without_recompute(loaded, runtime, args.seconds)
     except (PlannerError, RuntimeError) as error:
         return _failure(error)
-    finally:
-        planner.unwrap(model)
-        model.zero_grad(set_to_none=True)
-    return {
-        "status": "run",
-        "eager_peak_bytes": peaks[0],
-        "peak_bytes": peaks[1],
-        "eager_seconds": median(eager for eager, _ in seconds),
-        "time_ratio": median(own / eager for eager, own in seconds),
-        "pairs": len(seconds),
-    }
 
 
 def _host(ways: Sequence[str], limit_seconds: float) -> list[Result]:
@@ -305,12 +286,8 @@ def _missed(row: Result) -> bool:
     if row["status"] in ("error", "refused", "infeasible"):
         return row["status"] == "error" or (row["status"] == "refused" and judged)
     if row["status"] == "run":
-        return judged and (_peak_ratio(row) > PEAK_GOAL or row["time_ratio"] > TIME_GOAL)
+        return judged and (row["peak_ratio"] > PEAK_GOAL or row["time_ratio"] > TIME_GOAL)
     return not (_gradients_held(row) and _peak_held(row))
-
-
-def _peak_ratio(row: Result) -> float:
-    return float(row["peak_bytes"] / row["eager_peak_bytes"])
 
 
 def _difference(row: Result) -> float:
@@ -333,7 +310,7 @@ def _line(row: Result) -> str:
     if "reason" in row:
         return f"{start}{row['status']}, {row['reason']}"
     if row["status"] == "run":
-        return f"{start}{_peak_ratio(row):.4f} of eager's peak, {row['time_ratio']:.3f} of its time"
+        return f"{start}{row['peak_ratio']:.4f} of eager's peak, {row['time_ratio']:.3f} of its time"
     return start + ", ".join(map(str, _budget_cells(row)[2:]))
 
 
@@ -344,7 +321,7 @@ def _markdown(result: Result) -> str:
     exact = [row for row in planned if runtimes.get(row["runtime"]).exact_peak]
     summary = (
         f"Without recompute, `{JUDGED}` needs at most {PEAK_GOAL} of eager's peak in "
-        f"{sum(_peak_ratio(row) <= PEAK_GOAL for row in run)} and at most {TIME_GOAL} of its time in "
+        f"{sum(row['peak_ratio'] <= PEAK_GOAL for row in run)} and at most {TIME_GOAL} of its time in "
         f"{sum(row['time_ratio'] <= TIME_GOAL for row in run)} of {len(run)} models. Of {len(planned)} plans run, "
         f"{sum(map(_gradients_held, planned))} give the gradients that their runtime promises; "
         f"{sum(map(_peak_held, exact))} of {len(exact)} peaks that are predicted exactly are within "
@@ -403,7 +380,7 @@ def _full_save_table(rows: Sequence[Result]) -> str:
             shown = [name, mebibytes(eager["eager_peak_bytes"]), f"{1000 * eager['eager_seconds']:.0f}"]
         for row in own:
             if row["status"] == "run":
-                shown += [f"{_peak_ratio(row):.4f}", f"{row['time_ratio']:.3f}"]
+                shown += [f"{row['peak_ratio']:.4f}", f"{row['time_ratio']:.3f}"]
             else:
                 shown += [row["status"], "-"]
         return shown

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+import planner
+from benchmarks.common import Result
 from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.torch_internals import install_call
+from planner.capture.torch_internals import install_call, installed_call
 from planner.zoo import ZooModel
 
 FEWEST_ROUNDS, MOST_ROUNDS = 5, 400
@@ -33,6 +38,37 @@ def use(model: nn.Module, call: Any) -> None:
     """Let the model run a runtime's call, or itself if that is None."""
     install_call(model, call)
     model.zero_grad(set_to_none=True)
+
+
+def without_recompute(loaded: ZooModel, runtime: str, limit_seconds: float) -> Result:
+    """Hold steps of a runtime that recomputes nothing against eager ones, in turn: peak, time and gradients."""
+    model, step = loaded.model, step_of(loaded)
+    try:
+        planner.auto_wrap(model, budget=sys.maxsize, runtime=runtime, time_limit_seconds=1.0)
+        step()  # captures
+        ways = [(partial(use, model, call), step) for call in (None, installed_call(model))]
+        gradients = [_gradients(model, *way) for way in ways]
+        peaks = [peak_bytes(*way, torch.device("cpu")) for way in ways]
+        seconds = in_turn(ways, limit_seconds)
+    finally:
+        planner.unwrap(model)
+        model.zero_grad(set_to_none=True)
+    return {
+        "status": "run",
+        "eager_peak_bytes": peaks[0],
+        "peak_ratio": peaks[1] / peaks[0],
+        "eager_seconds": median(eager for eager, _ in seconds),
+        "time_ratio": median(own / eager for eager, own in seconds),
+        "pairs": len(seconds),
+        "bitwise_equal": all(map(torch.equal, *gradients)),
+    }
+
+
+def _gradients(model: nn.Module, prepare: Callable[[], None], step: Callable[[], Any]) -> list[torch.Tensor]:
+    prepare()
+    torch.manual_seed(0)
+    step()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def peak_bytes(prepare: Callable[[], None], step: Callable[[], Any], device: torch.device) -> int:

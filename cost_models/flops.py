@@ -39,15 +39,12 @@ _GATHERED = {
 
 _UNREAD = {
     "aten.bernoulli": 0,
-    "aten.empty_like": 0,
     "aten.full_like": 0,
     "aten.max_pool2d_with_indices_backward": 1,
     "aten.nll_loss_backward": 1,
     "aten.nll_loss_forward": 0,
     "aten.nll_loss2d_backward": 1,
     "aten.nll_loss2d_forward": 0,
-    "aten.new_empty": 0,
-    "aten.new_empty_strided": 0,
     "aten.new_full": 0,
     "aten.new_ones": 0,
     "aten.new_zeros": 0,
@@ -60,6 +57,10 @@ _UNREAD = {
 """Operators that take only the shape of one argument, at this position, or next to nothing of it."""
 
 
+_UNWRITTEN = {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided"}
+"""Operators that write nothing into what they make."""
+
+
 def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
     """Count the floating-point operations of one call, given its (fake) tensors; what makes no tensor counts nothing.
 
@@ -70,9 +71,9 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     >>> count_flops(torch.ops.aten.mm.default, (a, b), {}, a @ b)
     1024
     """
-    if _is_view(target):
-        return 0
     packet = getattr(target, "overloadpacket", target)
+    if _is_view(target) or str(packet) in _UNWRITTEN:
+        return 0
     formula = _formulas().get(packet) or _OUTSIDE_TORCH.get(str(packet))
     if formula is None:
         return max((_numel(tensor) for tensor in _tensors(output)), default=0)
@@ -93,10 +94,10 @@ def moved_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     >>> moved_bytes(torch.ops.aten.add.Tensor, (a, a), {}, a + a)
     8000
     """
-    if _is_view(target):
+    packet = str(getattr(target, "overloadpacket", target))
+    if _is_view(target) or packet in _UNWRITTEN:
         return 0
     written = _distinct_bytes(_tensors(output))
-    packet = str(getattr(target, "overloadpacket", target))
     gathered, unread = _GATHERED.get(packet), _UNREAD.get(packet)
     read = [argument for position, argument in enumerate(args) if position not in (gathered, unread)]
     total = written + _distinct_bytes(_tensors((read, dict(kwargs))))

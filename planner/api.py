@@ -33,6 +33,7 @@ from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.plan import Plan, Verification
 from planner.runtimes import Running
+from planner.session.recorded import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -81,7 +82,7 @@ def plan(
         What one step passes to the model: one tensor, a tuple of arguments, or a dict of keywords.
     budget : int, float or str, optional
         What the device may hold at any moment, everything included: bytes, ``"8GiB"``, ``"8GB"``, or
-        ``"60%"`` of the unplanned peak.
+        ``"60%"`` of the peak of the model's own eager step.
     activation_budget : int, float or str, optional
         Instead of ``budget``: what the step may allocate on top of what is resident before it.
     strategy : str, optional
@@ -165,10 +166,15 @@ def plan(
     options = _settled(options)
     chosen = runtimes.get(options.runtime)
     begun = time.perf_counter()
-    options = with_loss(model, options, loss_fn, inputs)
+    options = _completed(model, options, loss_fn, inputs)
     looked = time.perf_counter() - begun
     made = chosen.plan(model, inputs, options)
     return replace(made, capture_seconds=made.capture_seconds + looked)
+
+
+def _completed(model: nn.Module, options: Options, loss_fn: LossFunction | None, inputs: Inputs) -> Options:
+    """Complete the options with what inputs of these sizes need outside of the captured graph."""
+    return with_eager(model, with_loss(model, options, loss_fn, inputs), inputs)
 
 
 def _settled(options: Options) -> Options:
@@ -327,10 +333,11 @@ def auto_wrap(
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
-        options = with_loss(model, options, loss_fn, inputs)
+        options = _completed(model, options, loss_fn, inputs)
         plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
         options = options.after(plan)
-    prepare = partial(with_loss, model, options, loss_fn) if loss_fn is not None else None
+    completes = loss_fn is not None or options.budget.is_share
+    prepare = partial(_completed, model, options, loss_fn) if completes else None
     unwrap(model)
     install_untraced_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model

@@ -24,7 +24,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
 from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.planning import GAP, make_plan, make_problem, plan_from_solution
+from planner.plans.planning import GAP, make_plan, make_problem, plan_from_solution, unplanned_bytes
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
@@ -63,13 +63,21 @@ class Study:
     varies: bool = False
     """Whether what the step runs depends on its data, so that it need not be the same twice."""
 
-    def problem(self, budget: Size = "100%") -> Problem:
-        """Return the problem that a budget for the whole device poses."""
+    @property
+    def whole_bytes(self) -> int:
+        """What percentages are of: the peak of the model's own step, or where that is not known of this one."""
+        eager = self.origin.eager
+        return eager.peak_bytes if eager is not None else unplanned_bytes(self.graph, self.costs)
+
+    def problem(self, budget: Size | None = None) -> Problem:
+        """Return the problem that a budget for the whole device poses: by default what the step takes unplanned."""
+        if budget is None:
+            budget = unplanned_bytes(self.graph, self.costs)
         return self.posed(Budget(budget=budget))
 
     def posed(self, budget: Budget, host: Host | None = None) -> Problem:
         """Return the problem that any budget poses, with a host's memory or without."""
-        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions)
+        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions, eager=self.origin.eager)
 
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""

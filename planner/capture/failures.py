@@ -15,6 +15,9 @@ from planner.errors import CaptureError, PlannerError
 
 _RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
 
+_NOT_ONE_GRAPH = "{} cannot be captured as one graph: {}{}"
+_ON_DATA = "what it runs depends on data"
+
 
 @contextmanager
 def explain_failures(model: nn.Module) -> Iterator[None]:
@@ -28,12 +31,12 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             raise cause from error
         reason = first_line(error) if inner is None else in_one_line(inner)
         problem = "the forward of {} fails: {}{}"
-        if raised := _RAISED.search(f"{error} {cause}"):
+        if depends_on_data(error):
+            problem, reason = _NOT_ONE_GRAPH, _ON_DATA
+        elif raised := _RAISED.search(f"{error} {cause}"):
             reason = f"{raised['kind']}: {raised['message']}"
-        elif depends_on_data(error):
-            problem, reason = "{} cannot be captured as one graph: {}{}", "what it runs depends on data"
         elif isinstance(error, Unsupported):
-            problem = "{} cannot be captured as one graph: {}{}"
+            problem = _NOT_ONE_GRAPH
         raise CaptureError(problem.format(type(model).__name__, reason, raised_at(error))) from error
 
 
@@ -46,9 +49,10 @@ def explain_forward(model: nn.Module) -> Iterator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        raise CaptureError(
-            f"the forward of {type(model).__name__} fails: {in_one_line(error)}{raised_at(error)}"
-        ) from error
+        problem, reason = "the forward of {} fails: {}{}", in_one_line(error)
+        if depends_on_data(error):
+            problem, reason = _NOT_ONE_GRAPH, _ON_DATA
+        raise CaptureError(problem.format(type(model).__name__, reason, raised_at(error))) from error
 
 
 def raised_at(error: BaseException) -> str:

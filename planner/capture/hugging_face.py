@@ -1,4 +1,4 @@
-"""Lets Hugging Face's models skip attention masks on fake tensors as they do with data.
+"""Lets Hugging Face's models do in a capture, or on fake tensors, what they do in eager with data.
 
 Eager decoders look for padding and for packed sequences, and build no mask where there are none. On
 fake tensors they cannot look, so a step that is followed there would hold masks that the real one
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +24,8 @@ from planner.capture.torch_internals import FakeTensor
 
 _LIBRARY = "transformers.masking_utils"
 _FINDS_PACKED = "find_packed_sequence_indices"
+_COLLECTS_OUTPUTS = "transformers.utils.output_capturing"
+_COLLECTED, _INSTALLS = "_CAN_RECORD_REGISTRY", "maybe_install_capturing_hooks"
 _LOOKS_FOR_PADDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
@@ -63,6 +65,33 @@ def as_with_data(masking: Masking) -> Iterator[None]:
             if (found := getattr(library, name, None)) is not None:
                 stack.enter_context(patch.object(library, name, _never_padded(found)))
         yield
+
+
+def install_output_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Let modules that are asked for hidden states, router logits or the like have the hooks that collect them.
+
+    A model puts them in by itself in its first such call, once for all, under a lock that cannot be traced: whether it
+    is captured would depend on what ran before.
+    """
+    library = sys.modules.get(_COLLECTS_OUTPUTS)
+    install, collected = getattr(library, _INSTALLS, None), getattr(library, _COLLECTED, None)
+    if install is None or collected is None:
+        return
+    for module in filter(_collects_outputs, model.modules()):
+        config = getattr(module, "config", None)
+        for output in collected.get(module) or collected.get(str(type(module))) or ():
+            flags = (f"output_{output}", *(("output_attentions",) if output.endswith("attentions") else ()))
+            if any(kwargs.get(flag, getattr(config, flag, False)) for flag in flags):
+                install(module)
+
+
+def _collects_outputs(module: nn.Module) -> bool:
+    forward = getattr(module.forward, "__func__", None)
+    while forward is not None:
+        if getattr(forward, "__globals__", {}).get("__name__") == _COLLECTS_OUTPUTS:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _never_padded(original: Callable[..., Any]) -> Callable[..., Any]:

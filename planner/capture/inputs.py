@@ -14,6 +14,7 @@ from planner.capture.parallel import check_not_distributed
 from planner.capture.torch_internals import has_full_backward_hooks, storage_id
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.ir.static_memory import LossMemory
 
 LossFunction = Callable[[Any], torch.Tensor]
 """From a model's output to a scalar."""
@@ -21,6 +22,12 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if type(tree) in (tuple, list):  # by far the most are: recorders ask at every operator
+        return [tensor for part in tree for tensor in tensors_in(part)]
+    if tree is None or type(tree) in (int, float, bool, str):
+        return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -125,10 +132,32 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def differentiated(outputs: Any) -> list[torch.Tensor]:
-    """Return the outputs that a backward starts from where no loss is given: the losses, else all with gradients."""
-    tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-    return [tensor for tensor in tensors if tensor.dim() == 0] or tensors
+def expected_losses(shapes: Sequence[Sequence[int]], loss: LossMemory | None = None) -> list[int]:
+    """Return, by the sizes of all outputs with gradients, the positions of those that a backward starts from.
+
+    What a loss outside depends on is known where it was measured. Otherwise they are the scalars if there are any (a
+    Hugging Face model with labels gives its loss beside its logits), else all. A captured program may give further
+    results, what the forward leaves in attributes, before or after those that it returns.
+    """
+    seen = [tuple(shape) for shape in shapes]
+    if loss is None or loss.outputs is None:
+        return [position for position, shape in enumerate(seen) if not shape] or list(range(len(seen)))
+    returned = [shape for shape, _ in loss.outputs]
+    firsts = [first for first in range(len(seen)) if seen[first : first + len(returned)] == returned]
+    if len(firsts) != 1:
+        return list(range(len(seen)))
+    return [firsts[0] + position for position, (_, reached) in enumerate(loss.outputs) if reached]
+
+
+def differentiable_in(outputs: Any) -> list[torch.Tensor]:
+    """Return the outputs that have gradients, each once."""
+    return list({id(tensor): tensor for tensor in tensors_in(outputs) if tensor.requires_grad}.values())
+
+
+def differentiated(outputs: Any, loss: LossMemory | None = None) -> list[torch.Tensor]:
+    """Return the outputs that a backward starts from; see :func:`expected_losses`."""
+    tensors = differentiable_in(outputs)
+    return [tensors[position] for position in expected_losses([t.shape for t in tensors], loss)]
 
 
 def run_backward(outputs: Any, loss_fn: LossFunction | None) -> None:

@@ -7,10 +7,11 @@ there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.
 from __future__ import annotations
 
 import itertools
-import types
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -18,29 +19,35 @@ import torch
 from torch import fx, nn
 
 from planner.capture.cuda_attention import Attention, replace_attention
-from planner.capture.failures import explain_forward
-from planner.capture.inputs import Inputs, check_capturable, state_of
+from planner.capture.failures import explain_forward, raised_at
+from planner.capture.hugging_face import install_output_hooks
+from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph
 from planner.capture.layouts import correct_layouts
 from planner.capture.masks import Assumption, simplify_masks
+from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
+from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
 from planner.capture.torch_internals import (
     GUARDS_PARAMETERS,
     Compiler,
     FakeTensor,
     FakeTensorMode,
+    OwnedFunction,
+    TorchDynamoException,
     aot_backend,
     call_implementation,
-    compile_isolated,
     dynamo_settings,
     eager_kernels,
     eliminate_common_subexpressions,
-    run_compiled,
+    hint_of,
+    is_drawn,
     storage_id,
     training_switches,
 )
 from planner.common import timings
-from planner.errors import CaptureError
+from planner.errors import CaptureError, PlannerError, UnsupportedModelError
+from planner.ir.static_memory import LossMemory
 
 Partition = Callable[[JointGraph], tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -94,7 +101,7 @@ def until_stopped(
     check_capturable(model, inputs)
     call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
     try:
-        with explain_forward(model), torch.enable_grad():
+        with explain_forward(model), random_states_kept(), torch.enable_grad():
             call(*inputs.args, **inputs.kwargs)
     except Stopped as stopped:
         return stopped.args[0]
@@ -117,38 +124,90 @@ class IsolatedCall:
         self._module = module
         self._implementation = implementation
         self._backend = Backend(partition, **options)
-        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._functions: dict[Any, OwnedFunction] = {}
         """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for these arguments; capture it first if there is none."""
         result = self.known(args, kwargs)
         if result is NOT_CAPTURED:
-            with dynamo_settings():
-                result = compile_isolated(self._function(), self._backend)(*args, **kwargs)
+            result = self._captured(args, kwargs)
         # Where torch leaves the function alone (it is being exported, say) nothing is planned.
         return self._implementation(*args, **kwargs) if result is NOT_CAPTURED else result
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph that Dynamo's guards find for these arguments, or give ``NOT_CAPTURED`` if there is none."""
         is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-        return NOT_CAPTURED if is_traced else run_compiled(self._function(), args, kwargs)
+        return NOT_CAPTURED if is_traced else self._function().run(args, kwargs)
 
-    def _function(self) -> Callable[..., Any]:
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        install_output_hooks(self._module, kwargs)
+        work = _Work(self._backend)
+        with random_states_kept(if_it_fails=True), dynamo_settings(), _at_work(work):
+            try:
+                return self._function().compiled(_backend_at_work, args, kwargs)
+            except TorchDynamoException:
+                raise
+            except Exception:
+                if work.is_done:
+                    raise  # the graph is there, and it is its run that fails
+                with explain_forward(self._module):
+                    raise
+
+    def _function(self) -> OwnedFunction:
         trained = None if GUARDS_PARAMETERS else training_switches(self._module)
         if trained not in self._functions:
-            self._functions[trained] = _own_function(self._implementation)
+            implementation = self._implementation
+
+            def planned(*args: Any, **kwargs: Any) -> Any:
+                return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
+
+            self._functions[trained] = OwnedFunction(planned, f"planned_{next(_counter)}")
         return self._functions[trained]
 
 
-def _own_function(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of its own code object, by which Dynamo keeps its graphs."""
+@dataclass
+class _Work:
+    """A call that is being compiled."""
 
-    def planned(*args: Any, **kwargs: Any) -> Any:
-        return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
+    backend: Backend
+    is_done: bool = False
 
-    code = planned.__code__.replace(co_name=f"planned_{next(_counter)}")
-    return types.FunctionType(code, planned.__globals__, code.co_name, closure=planned.__closure__)
+
+_work: ContextVar[_Work] = ContextVar("call that is being compiled")
+
+
+@contextmanager
+def _at_work(work: _Work) -> Iterator[None]:
+    token = _work.set(work)
+    try:
+        yield
+    finally:
+        _work.reset(token)
+
+
+def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile by the backend of the call that is being captured: torch keeps every backend that it was ever given."""
+    work = _work.get()
+    with _explain_drawn_numbers(graph_module):
+        run = work.backend(graph_module, example_inputs)
+    work.is_done = True
+    return run
+
+
+@contextmanager
+def _explain_drawn_numbers(graph_module: fx.GraphModule) -> Iterator[None]:
+    """Say where a capture fails because the program computes sizes, or positions, with numbers that it draws."""
+    try:
+        yield
+    except Exception as error:
+        is_known = isinstance(error, PlannerError) and not isinstance(error, UnsupportedModelError)
+        if is_known or not any(is_drawn(node.meta.get("example_value")) for node in graph_module.graph.nodes):
+            raise
+        raise CaptureError(
+            "the forward computes sizes or positions with a whole number that it draws (random.randint and the like), "
+            f"so they differ from call to call{raised_at(error)}"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +221,12 @@ class Backend:
     partition: Partition
     _: KW_ONLY
     choose_outputs: ChooseOutputs | None = None
-    """The positions of the outputs that a backward starts from; :func:`expected_losses` if nothing is said."""
+    """The positions of the outputs that a backward starts from; :func:`loss_outputs` if nothing is said."""
     finish: Callable[..., Callable[..., Any]] | None = None
-    """``finish(run, graph_module, differentiable)`` wraps what AOTAutograd returns."""
+    """``finish(run, graph_module, differentiable, joint)`` wraps what AOTAutograd returns; without a joint graph
+    nothing requires gradients."""
+    make_program: MakeProgram | None = None
+    """Makes what runs at some sizes of a program with symbolic ones; by default what ``partition`` gives for them."""
     attention: Attention | None = None
     """Stands in for ``scaled_dot_product_attention``."""
     assume: bool = True
@@ -175,31 +237,49 @@ class Backend:
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
-        differentiable = (self.choose_outputs or expected_losses)(graph_module)
+        differentiable = (self.choose_outputs or loss_outputs)(graph_module)
         narrowed = detach_others(graph_module, differentiable)
         keep_recurrent(narrowed)
-        assumption = simplify_masks(narrowed, example_inputs, assume=self.assume)
+        given = [hint_of(x) for x in example_inputs]
+        assumption = simplify_masks(narrowed, given, assume=self.assume)
         if self.attention is not None:
             replace_attention(narrowed, self.attention)
+        is_sized = any(isinstance(x, torch.SymInt) for x in example_inputs)
+        own = weakref.ref(self)  # what is compiled must not keep the model: AOTAutograd keeps these functions
+
+        def make_program(joint: JointGraph, given: Sequence[Any]) -> Program:
+            backend = own()
+            assert backend is not None
+            return (backend.make_program or plainly(backend.partition))(joint, given)
+
+        programs = ProgramsBySize(make_program) if is_sized else None
+        joints: list[JointGraph] = []
         tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
 
         def partition(
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
             graph = eliminate_common_subexpressions(joint.graph)
-            functional = self.compiler is not aot_backend
-            if not functional:  # Inductor lays out what it makes by what is recorded
+            backend = own()
+            assert backend is not None
+            functional = backend.compiler is not aot_backend
+            if not functional and programs is None:  # Inductor lays out what it makes by what is recorded
                 correct_layouts(graph)
             assumes = assumption.names if assumption else ()
             outside_bytes = gradients_outside(narrowed, differentiable)
-            return self.partition(
-                JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
-            )
+            captured = JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
+            joints.append(captured)
+            return programs.captured(captured) if programs is not None else backend.partition(captured)
 
         with eager_kernels() if self.compiler is aot_backend else nullcontext():  # Inductor compiles what tracing makes
-            run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
-        tensors.clear()  # AOTAutograd keeps the function: in torch 2.11 these are what the first step holds
-        run = self.finish(run, graph_module, differentiable) if self.finish else run
+            if programs is None:
+                run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
+            else:
+                run = programs.compiled(partition, narrowed, example_inputs)
+        tensors.clear()  # in torch 2.11 these are what the first step holds
+        if self.finish is not None:
+            run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
+        joints.clear()
         return _under(assumption, run) if assumption else run
 
 
@@ -216,14 +296,10 @@ def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:
     return [i for i, value in enumerate(_output_values(graph_module)) if value is not None and value.requires_grad]
 
 
-def expected_losses(graph_module: fx.GraphModule) -> list[int]:
-    """Guess the positions of the outputs that a backward starts from.
-
-    They are the scalars that require gradients if there are any (a Hugging Face model with labels gives its loss beside
-    its logits), else all that require gradients.
-    """
+def loss_outputs(graph_module: fx.GraphModule, loss: LossMemory | None = None) -> list[int]:
+    """Return the positions of the outputs that a backward starts from; see ``capture.inputs.expected_losses``."""
     values, differentiable = _output_values(graph_module), differentiable_outputs(graph_module)
-    return [i for i in differentiable if values[i].dim() == 0] or differentiable
+    return [differentiable[i] for i in expected_losses([values[i].shape for i in differentiable], loss)]
 
 
 def _output_values(graph_module: fx.GraphModule) -> list[Any]:

@@ -100,8 +100,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             for tensor in tensors_of(node):
                 if any(isinstance(size, torch.SymInt) for size in tensor.shape):
                     raise UnsupportedModelError(
-                        f"{node.name} has a symbolic size {tuple(tensor.shape)}: plans hold for fixed sizes; "
-                        "remove mark_dynamic from the inputs"
+                        f"{node.name} has a size that is known only when the forward runs, by a number that it draws "
+                        "or by data: plans hold for fixed sizes"
                     )
         for node in [*self.joint.placeholders, *graph.find_nodes(op="get_attr")]:
             if node not in given:

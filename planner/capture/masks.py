@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from planner.capture.joint import sources
-from planner.capture.torch_internals import FakeTensor
+from planner.capture.torch_internals import FakeTensor, hint_of
 from planner.errors import PlannerError
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -35,51 +35,93 @@ class AssumptionBrokenError(PlannerError):
 
 
 @dataclass(frozen=True)
-class Assumption:
-    """Values that a captured program takes for granted."""
+class _Mask:
+    """A mask that was left out."""
 
-    values: dict[int, Tensor]
-    """By position among the program's inputs, on the CPU."""
+    program: fx.GraphModule
+    """Computes it."""
+    positions: tuple[int, ...]
+    """Of what it is computed from, among the program's inputs."""
+    flag: bool
+    """What it amounts to."""
+
+    def is_flag(self, inputs: Sequence[Any]) -> bool:
+        """Whether it amounts to the same for these inputs."""
+        return _flag(_evaluate(self.program, [inputs[at] for at in self.positions])) is self.flag
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """What a captured program takes for granted: values of inputs, for which its masks are flags."""
+
+    masks: tuple[_Mask, ...]
+    positions: tuple[int, ...]
+    """Of the tensors whose values are compared, among the program's inputs."""
     names: tuple[str, ...]
     """What those inputs are called."""
+    expected: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = field(default_factory=dict)
+    """The values, on the CPU, by the sizes of these tensors."""
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Raise an AssumptionBrokenError for inputs with other values, before anything has been run."""
-        for position, expected in self.values.items():
-            if not torch.equal(inputs[position].detach().cpu(), expected):
-                raise AssumptionBrokenError(f"{', '.join(self.names)}: other values than in the captured step")
+        """Raise an AssumptionBrokenError for inputs with other values, before anything has been run.
+
+        Of sizes that come for the first time the masks are computed, and the values are remembered.
+        """
+        tensors = [inputs[at] for at in self.positions]
+        sizes = tuple(tensor.shape for tensor in tensors)
+        expected = self.expected.get(sizes)
+        if expected is None and all(mask.is_flag(inputs) for mask in self.masks):
+            self.expected[sizes] = tuple(tensor.detach().cpu().clone() for tensor in tensors)
+            return
+        if expected is None or not all(map(torch.equal, (t.detach().cpu() for t in tensors), expected)):
+            raise AssumptionBrokenError(f"{', '.join(self.names)}: other values than in the captured step")
 
 
 def simplify_masks(graph_module: fx.GraphModule, inputs: Sequence[Any], *, assume: bool = True) -> Assumption | None:
     """Replace masks by flags in a program as Dynamo captured it, where their values allow it; evaluate each mask once.
 
-    ``inputs`` is what it is captured with. Values of fake tensors are not known, so masks that are computed from them
-    stay; without ``assume`` all stay that an input has a part in. Return what holds no longer if an input changes; None
-    if no input is involved.
+    ``inputs`` is what it is captured with, symbolic sizes as numbers. Values of fake tensors are not known, so masks
+    that are computed from them stay; without ``assume`` all stay that an input has a part in. Return what holds no
+    longer if an input changes; None if no input is involved.
     """
     graph = graph_module.graph
-    given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=False))
+    placeholders = graph.find_nodes(op="placeholder")
+    given = dict(zip(placeholders, inputs, strict=False))
     known = given if assume else dict.fromkeys(given)
-    flags: dict[fx.Node, bool | None] = {}
-    relied_on: set[fx.Node] = set()
+    found: dict[fx.Node, _Mask | None] = {}
     for call in graph.find_nodes(op="call_function", target=functional.scaled_dot_product_attention):
         mask = _argument(call, "attn_mask")
         if not isinstance(mask, fx.Node):
             continue
-        if mask not in flags:
+        if mask not in found:
             origin = _computed_from(mask, known)
-            flags[mask] = _flag(_evaluate(graph_module, origin, given)) if origin else None
-            if flags[mask] is not None:
-                relied_on |= given.keys() & origin
-        if (causal := flags[mask]) is not None:
-            _pass_flag(call, causal)
-    _erase_unused(graph, [mask for mask, flag in flags.items() if flag is not None])
+            found[mask] = _left_out(graph_module, origin, given) if origin else None
+        if (flagged := found[mask]) is not None:
+            _pass_flag(call, flagged.flag)
+    left_out = {mask: flagged for mask, flagged in found.items() if flagged is not None}
+    _erase_unused(graph, list(left_out))
     graph_module.recompile()
+    relied_on = sorted({at for mask in left_out.values() for at in mask.positions if isinstance(inputs[at], Tensor)})
     if not relied_on:
         return None
-    values = {at: value.detach().cpu().clone() for at, (node, value) in enumerate(given.items()) if node in relied_on}
-    names = (str(node.target).strip("_").removeprefix("L_").removeprefix("kwargs_") for node in relied_on)
-    return Assumption(values, tuple(sorted(names)))
+    names = (str(placeholders[at].target).strip("_").removeprefix("L_").removeprefix("kwargs_") for at in relied_on)
+    assumption = Assumption(tuple(left_out.values()), tuple(relied_on), tuple(sorted(names)))
+    tensors = [inputs[at] for at in relied_on]
+    assumption.expected[tuple(t.shape for t in tensors)] = tuple(t.detach().cpu().clone() for t in tensors)
+    return assumption
+
+
+def _left_out(graph_module: fx.GraphModule, origin: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> _Mask | None:
+    """Return what stands for a mask that comes last of the nodes, or None if it is no flag."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in origin:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[origin[-1]])
+    program = fx.GraphModule(graph_module, graph)
+    flag = _flag(_evaluate(program, [given[node] for node in origin if node in given]))
+    positions = tuple(list(given).index(node) for node in origin if node in given)
+    return None if flag is None else _Mask(program, positions, flag)
 
 
 def _argument(call: fx.Node, name: str) -> Any:
@@ -94,12 +136,12 @@ def _computed_from(mask: fx.Node, given: Mapping[fx.Node, Any]) -> list[fx.Node]
     for node in origin:
         if any(_writes(user) for user in (node, *node.users)):
             return []
-        if node in given:
+        if node in given and not isinstance(given[node], int):
             source = given[node]
             if not isinstance(source, Tensor) or isinstance(source, (FakeTensor, nn.Parameter)) or source.requires_grad:
                 return []
             source_elements += source.numel()
-    if source_elements * _MASK_TO_SOURCE > mask.meta["example_value"].numel():
+    if source_elements * _MASK_TO_SOURCE > hint_of(mask.meta["example_value"].numel()):
         return []
     return [node for node in mask.graph.nodes if node in origin]
 
@@ -116,16 +158,11 @@ def _writes(node: fx.Node) -> bool:
     return in_place or "out" in node.kwargs
 
 
-def _evaluate(graph_module: fx.GraphModule, origin: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> Tensor | None:
-    """Compute the mask that comes last, or None if random numbers are drawn on the way."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in origin:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[origin[-1]])
+def _evaluate(program: fx.GraphModule, arguments: Sequence[Any]) -> Tensor | None:
+    """Compute a mask, or give None if random numbers are drawn on the way."""
     with torch.random.fork_rng(), torch.no_grad():
         before = torch.get_rng_state()
-        value: Tensor = fx.GraphModule(graph_module, graph)(*(given[node] for node in origin if node in given))
+        value: Tensor = program(*arguments)
         return value if torch.equal(before, torch.get_rng_state()) else None
 
 

@@ -24,7 +24,7 @@ from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.inputs import tensors_in
 from planner.capture.layouts import as_kernel_gives
-from planner.capture.torch_internals import OpOverload, is_mutable, storage_id, written_arguments
+from planner.capture.torch_internals import OpOverload, called, is_mutable, storage_id, written_arguments
 from planner.common.units import round_up
 
 
@@ -126,6 +126,10 @@ class StorageRecorder(TorchDispatchMode):
         self._numbers.pop(identity, None)
         if not self._is_over:
             self.freed(self.storages[number])
+
+    def still_there(self) -> set[int]:
+        """Return the identities of the storages that were made here and are alive."""
+        return {identity for identity, number in self._numbers.items() if number is not None}
 
     def mark(self, tensors: Any, kind: str) -> None:
         """Say what the storages of the tensors in a tree are."""
@@ -244,6 +248,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         self.fakes, self.sums = fakes, sums
         self.events: list[EventT | Run] = []
         self._nodes = fx.Graph()
+        self._stand_ins: dict[Any, torch.Tensor] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -255,7 +260,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down."""
-        result = as_kernel_gives(function, args, kwargs, function(*args, **kwargs))
+        result = as_kernel_gives(function, args, kwargs, called(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result
 
@@ -298,7 +303,11 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Describe a call by tensors like its own, which hold none of the step's storages and share as those do."""
-        like = operands.sharing(lambda t, elements: torch.empty(elements, dtype=t.dtype, device=t.device))
+        numbers: dict[tuple[int, torch.dtype], int] = {}
+
+        def like(tensor: torch.Tensor) -> torch.Tensor:
+            number = numbers.setdefault((storage_id(tensor), tensor.dtype), len(numbers))
+            return self._stand_in(tensor, number)
 
         def operand(tensor: torch.Tensor) -> fx.Node:
             node = self._nodes.placeholder("operand")
@@ -309,3 +318,16 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             node = self._nodes.call_function(function, *tree_map_only(torch.Tensor, operand, (args, kwargs)))
             node.meta["val"] = tree_map_only(torch.Tensor, like, result)
         return node
+
+    def _stand_in(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a tensor laid out like another, in the so-many-th memory of a call; calls alike have it in common."""
+        storage_bytes = tensor.untyped_storage().nbytes()
+        memory = number, storage_bytes, tensor.dtype, tensor.device
+        layout = (*memory, tensor.shape, tensor.stride(), tensor.storage_offset())
+        if layout not in self._stand_ins:
+            if memory not in self._stand_ins:
+                elements = storage_bytes // tensor.element_size()
+                self._stand_ins[memory] = torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
+            flat = self._stand_ins[memory]
+            self._stand_ins[layout] = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return self._stand_ins[layout]

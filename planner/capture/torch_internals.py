@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from types import FrameType
+from functools import cache, partial
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,10 +21,10 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._C import DispatchKey
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch._decomp import decompositions
+from torch._C._dynamo.eval_frame import reset_code, set_eval_frame
+from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
-from torch._dynamo import mutation_guard
+from torch._dynamo import guards, mutation_guard
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported as Unsupported
@@ -33,14 +34,18 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
 from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
-from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._prims_common import is_channels_last_contiguous_or_false, is_non_overlapping_and_dense_or_false
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.fx.experimental import _config as symbolic_shapes_config
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.stateless import _reparametrize_module
@@ -100,16 +105,21 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
     return run
 
 
-def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
+def aot_backend(
+    partition: PartitionFunction,
+    forward: Callable[[list[Any]], Any] | None = None,
+    backward: Callable[[list[Any]], Any] | None = None,
+) -> Callable[..., Any]:
     """Return a ``torch.compile`` backend that runs AOTAutograd with our partition and boxed code.
 
     Mutations of buffers stay in the graph: without that BatchNorm's statistics would be
     forward outputs, copied outside. What the forward saves is not given away to the first backward,
-    which would forbid every later step to keep its graph for a second one.
+    which would forbid every later step to keep its graph for a second one. ``forward`` and ``backward`` run in place of
+    the halves that the partition gives.
     """
     backend: Callable[..., Any] = aot_autograd(
-        fw_compiler=boxed,
-        bw_compiler=boxed,
+        fw_compiler=boxed if forward is None else _always(forward),
+        bw_compiler=boxed if backward is None else _always(backward),
         inference_compiler=boxed,
         partition_fn=partition,
         keep_inference_input_mutations=True,
@@ -117,10 +127,60 @@ def aot_backend(partition: PartitionFunction) -> Callable[..., Any]:
 
     def compiled(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         # The switch for it, ``donated_buffer``, is asked when a backward runs too, and would have to be off then.
-        with patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []):
+        with (
+            patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
+            # Numbers that sizes decide stay numbers: as tensors they would be rounded in other places.
+            patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda _: None),
+        ):
             return backend(graph_module, example_inputs)
 
     return compiled
+
+
+def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """Return a compiler that gives one function, which takes its arguments out of a list."""
+
+    def run(arguments: list[Any]) -> Any:
+        return function(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return lambda _graph_module, _example_inputs: run
+
+
+Numbers = dict[Any, int]
+"""What the symbols of symbolic sizes stand for."""
+
+
+def expression_of(size: Any) -> Any:
+    """Return what a number is in symbols; itself, if there are none in it."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def symbol_of(size: Any) -> Any:
+    """Return the symbol that a symbolic size is; None for a number, or for what is computed from symbols."""
+    expression = expression_of(size)
+    return expression if getattr(expression, "is_Symbol", False) else None
+
+
+def evaluated(expression: Any, numbers: Numbers) -> Any:
+    """Return an expression's number for given symbols."""
+    found = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
+    return int(found) if getattr(found, "is_integer", isinstance(found, int)) else float(found)
+
+
+def is_drawn(number: Any) -> bool:
+    """Whether a number of a traced program is known only when that runs: one that it draws, or takes from data."""
+    return isinstance(number, torch.SymInt) and not number.node.has_hint()
+
+
+def hint_of(size: Any) -> Any:
+    """Return what a size, symbolic or not, was when the program was captured; no guard is made."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def number_of(size: Any, numbers: Numbers) -> Any:
+    """Return a size, symbolic or not, for given symbols; no guard is made."""
+    return evaluated(size.node.expr, numbers) if isinstance(size, torch.SymInt) else size
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -152,6 +212,43 @@ def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
         return function(*args, **kwargs)
     finally:
         set_eval_frame(before)
+
+
+class OwnedFunction:
+    """A function that Dynamo compiles whole: all that is kept for it in torch's caches ends with this object.
+
+    Dynamo keeps graphs by code object, and names what it compiles among the function's globals: both are its own. For
+    every long-lived object that guards look at, a class say, a finalizer holds the guards.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        assert isinstance(function, FunctionType)
+        code, names = function.__code__.replace(co_name=name), dict(function.__globals__)
+        self._function = FunctionType(code, names, name, closure=function.__closure__)
+        self._finalizers: list[weakref.finalize[..., Any]] = []
+        weakref.finalize(self, _forget, code, names, self._finalizers)
+
+    def compiled(self, backend: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph for such arguments; compile it if there is none."""
+        finalizers = self._finalizers
+
+        def finalize(*arguments: Any, **named: Any) -> Any:
+            finalizers.append(weakref.finalize(*arguments, **named))
+            return finalizers[-1]
+
+        with patch.object(guards, "weakref", SimpleNamespace(**{**vars(weakref), "finalize": finalize})):
+            return compile_isolated(self._function, backend)(*args, **kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph for such arguments, else the function itself; compile nothing."""
+        return run_compiled(self._function, args, kwargs)
+
+
+def _forget(code: CodeType, names: dict[str, Any], finalizers: list[weakref.finalize[..., Any]]) -> None:
+    reset_code(code)
+    names.update(dict.fromkeys(names))  # Dynamo takes its names away later, and expects them to be there
+    for finalizer in finalizers:
+        finalizer.detach()
 
 
 def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
@@ -186,8 +283,10 @@ def untraced_call(module: torch.nn.Module) -> Any:
     return getattr(installed_call(module), "_torchdynamo_orig_callable", None)
 
 
-def depends_on_data(error: TorchDynamoException) -> bool:
+def depends_on_data(error: BaseException | None) -> bool:
     """Whether a capture failed because the program looks at values that it does not have."""
+    if isinstance(error, GuardOnDataDependentSymNode) or PendingUnbackedSymbolNotFound.__name__ in str(error):
+        return True
     return isinstance(error, UserError) and "data-dependent" in str(error)
 
 
@@ -242,6 +341,14 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
     named = {**dict(zip((argument.name for argument in expected), args, strict=False)), **kwargs}
     written = [named.get(a.name) for a in expected if a.alias_info is not None and a.alias_info.is_write]
     return [leaf for leaf in tree_leaves(written) if leaf is not None]
+
+
+def called(function: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator, on fake tensors too where torch refuses those: grouped products run in float32 on CPUs."""
+    if function is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+        given = dict(zip(("self", "mat2", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+        return _create_grouped_mm_output_tensor(given["self"], given["mat2"], given.get("offs"), given.get("out_dtype"))
+    return function(*args, **kwargs)
 
 
 def numbers_among(operator: OpOverload, args: Sequence[Any]) -> int:
@@ -313,6 +420,40 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.ops.aten.native_dropout(x, p, train)[0] if train and p else x
 
 
+def _upsampled_from(gradient: torch.Tensor, _output_size: Any, input_size: Sequence[int], *_: Any) -> torch.Tensor:
+    """Return what the gradient of upsampling gives, on tensors without data."""
+    made: torch.Tensor = gradient.new_empty(input_size)
+    is_last = gradient.dim() == 4 and is_channels_last_contiguous_or_false(gradient)
+    return made.to(memory_format=torch.channels_last) if is_last else made
+
+
+def _upsampled(operator: OpOverload, x: torch.Tensor, output_size: Any, *more: Any) -> torch.Tensor:
+    """Upsample to a size, or by factors, as torch's C++ does, which reads sizes as numbers."""
+    *corners, factors = more
+    size = decompositions.upsample_compute_output_size(x.size(), output_size, factors)
+    made: torch.Tensor = operator(x, size, *corners, *(factors or [None] * (x.dim() - 2)))
+    return made
+
+
+@contextmanager
+def symbolic_kernels() -> Iterator[None]:
+    """Let operators of eager training be traced with symbolic sizes, where torch reads these as numbers."""
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if name.startswith("upsample_")]
+    rules = {packet.default: _upsampled_from for packet in packets if packet.__name__.endswith("_backward")}
+    upsampling = [packet for packet in packets if "vec" in packet.overloads()]
+    try:
+        for packet in upsampling:
+            packet.vec.py_kernels.update(dict.fromkeys(_COMPOSITE, partial(_upsampled, packet.default)))
+            packet.vec._dispatch_cache.clear()
+        with patch.dict(decomposition_table, {**rules, **decomposition_table}):
+            yield
+    finally:
+        for packet in upsampling:
+            for key in _COMPOSITE:
+                packet.vec.py_kernels.pop(key, None)
+            packet.vec._dispatch_cache.clear()
+
+
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """Trace operators as the kernels that eager training calls: upsampling as one operation, not as thirty."""
@@ -341,6 +482,7 @@ def dynamo_settings() -> Iterator[None]:
         allow_rnn=True,
         ignore_logging_functions=_LOGGING,
         suppress_errors=False,
+        use_numpy_random_stream=True,  # traced draws would come from torch's stream: such a forward is refused
         record_runtime_overhead=False,  # it would tell the profiler, in every call, of what takes no time
         optimize_ddp=False,  # it would cut blocks that are compiled inside DDP at the borders of buckets
     )
@@ -367,6 +509,31 @@ def without_dynamic_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for attributes, marks in taken:
             attributes.update(marks)
+
+
+@contextmanager
+def with_symbolic_sizes(varying: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> Iterator[None]:
+    """Let sizes of tensors be captured as symbols, each its own, wherever the program allows it."""
+    varying = list(varying)
+    # What happens to be equal now need not be so next time.
+    with (
+        without_dynamic_marks(tensor for tensor, _ in varying),
+        patch.object(symbolic_shapes_config, "use_duck_shape", False),
+        patch.object(logging.getLogger(fake_tensor.__name__), "disabled", True),  # what fails is captured in numbers
+    ):
+        for tensor, dimensions in varying:
+            torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))
+        try:
+            yield
+        finally:
+            for tensor, _ in varying:
+                for name in vars(tensor).keys() & (_DYNAMIC_MARKS | _BESIDE_MARKS):
+                    delattr(tensor, name)
+
+
+def dynamic_dimensions(tensor: torch.Tensor) -> set[int]:
+    """Return the dimensions that ``mark_dynamic`` or one of its kin marked."""
+    return set().union(*(vars(tensor).get(name, ()) for name in _DYNAMIC_MARKS))
 
 
 def dynamic_ranges(tensor: torch.Tensor) -> dict[int, int | None]:

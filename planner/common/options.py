@@ -35,9 +35,9 @@ class Budget:
     """What memory a step may take."""
 
     budget: Size | None = None
-    """What the whole device may hold; ``"60%"`` is of the unplanned peak."""
+    """What the whole device may hold; ``"60%"`` is of eager's peak."""
     activation_budget: Size | None = None
-    """In its place, what the step may allocate on top of what is resident; ``"60%"`` is of what it does unplanned."""
+    """In its place, what the step may allocate on top of what is resident; ``"60%"`` is of what eager does."""
     at_least_bytes: int = 0
     """What the whole device may hold even if the budget comes to less; see :meth:`after`."""
 
@@ -48,7 +48,7 @@ class Budget:
 
     @property
     def is_share(self) -> bool:
-        """Whether it is a percentage of the unplanned step."""
+        """Whether it is a percentage of the eager step."""
         return is_share(self.budget) or is_share(self.activation_budget)
 
     def check(self, *, or_none: bool = False) -> None:

@@ -8,7 +8,7 @@ import re
 from planner.errors import UsageError
 
 Size = int | float | str
-"""Bytes, ``"8GiB"``, ``"8GB"`` or ``"60%"`` of the unplanned peak."""
+"""Bytes, ``"8GiB"``, ``"8GB"`` or ``"60%"`` of eager's peak."""
 
 _FACTORS = {
     "": 1, "b": 1,
@@ -18,7 +18,7 @@ _FACTORS = {
 _UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*")
-_HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of the unplanned peak"
+_HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of eager's peak"
 
 
 def parse_size(size: Size, *, whole_bytes: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
-from planner.capture.torch_internals import calling
+from planner.capture.random_states import RandomStates
+from planner.capture.torch_internals import call_implementation, calling
 from planner.common.options import TOLERANCE, Budget, chunks_of
 from planner.ir.static_memory import LossMemory
-from planner.plans.plan import Plan, Verification
-from planner.runtimes import Running
+from planner.plans.plan import MeasuredEager, Plan, Verification
 from planner.session.step import options_of
 
 ROUNDED = 0.05
@@ -43,7 +43,7 @@ class StepResult:
     loss: tuple[torch.Tensor, ...]
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
-    random_states: tuple[torch.Tensor, ...]
+    random_states: RandomStates
 
 
 def verify(
@@ -55,7 +55,7 @@ def verify(
     loss: LossMemory | None,
     timed_steps: int,
 ) -> Verification:
-    """Run real steps with the plan and with the full-save graph, interleaved, and compare; see :func:`planner.verify`.
+    """Run real steps with the plan, with the full-save graph and in eager, in turn; see :func:`planner.verify`.
 
     ``loss`` is what ``loss_fn`` takes. What is resident is added to what a step was seen to allocate.
     """
@@ -71,11 +71,21 @@ def verify(
         if chunks_of(plan.fingerprint) > 1:
             whole = chosen.start(model, replace(options, budget=Budget(budget=_ANY_BYTES), chunk=1))
             _, one_piece = step.measured(whole, start)
-        ratios = []
+        ways: dict[str, Callable[..., Any]] = {"planned": planned, "baseline": baseline}
+        if plan.eager is not None:
+            ways["eager"] = call_implementation(model)
+            eager_peak_bytes, as_eager = step.measured(ways["eager"], start)
+        rounds = []
         for number in range(timed_steps):
-            order = (baseline, planned) if number % 2 else (planned, baseline)  # neither always goes first
-            seconds = {id(running): step.seconds(running) for running in order}
-            ratios.append(seconds[id(planned)] / seconds[id(baseline)])
+            order = reversed(ways) if number % 2 else iter(ways)  # none always goes first
+            rounds.append({name: step.seconds(ways[name]) for name in order})
+    eager = None
+    if plan.eager is not None:
+        eager = MeasuredEager(
+            peak_bytes=eager_peak_bytes + plan.total_static_bytes,
+            overhead=_overhead(rounds, "eager"),
+            equal=not compare(as_eager, actual),
+        )
     kinds = {line.split(" ", 1)[0] for line in compare(expected, actual)}
     lossy = plan.offloading is not None and plan.offloading.rounded > 0
     tolerance = ROUNDED if lossy else chosen.tolerance
@@ -89,7 +99,7 @@ def verify(
     return Verification(
         peak_bytes=peak_bytes + resident_bytes,
         baseline_peak_bytes=baseline_peak_bytes + resident_bytes,
-        overhead=statistics.median(ratios) - 1.0,  # a machine that becomes slower meanwhile does not count
+        overhead=_overhead(rounds, "baseline"),
         loss_equal="loss" not in kinds,
         gradients_bitwise_equal="gradient" not in kinds,
         buffers_equal=not kinds & {"buffer", "random"},
@@ -97,8 +107,14 @@ def verify(
         steps=timed_steps,
         tolerance=tolerance,
         from_one_piece=0.0 if one_piece is None else distance(one_piece, in_chunks),
+        eager=eager,
         rounding_error=rounding_error if rounding_error is None or math.isfinite(rounding_error) else _NOWHERE_NEAR,
     )
+
+
+def _overhead(rounds: Sequence[Mapping[str, float]], of: str) -> float:
+    """Return the median overhead of the plan; a machine that becomes slower meanwhile does not count."""
+    return statistics.median(seconds["planned"] / seconds[of] for seconds in rounds) - 1.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,7 @@ class _Step:
         run_backward(outputs, self.loss_fn)
         return outputs
 
-    def measured(self, running: Running, start: _ModelState) -> tuple[int, StepResult]:
+    def measured(self, running: Callable[..., Any], start: _ModelState) -> tuple[int, StepResult]:
         """Return what the second step allocates, and leaves behind; the first captures, plans and compiles."""
         model = self.model
         with calling(model, running):
@@ -129,13 +145,13 @@ class _Step:
                 loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
                 gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
                 buffers={name: b.clone() for name, b in model.named_buffers()},
-                random_states=_random_states(),
+                random_states=RandomStates(),
             )
             del outputs
             start.put_back(model)
         return peak_bytes, result
 
-    def seconds(self, running: Running) -> float:
+    def seconds(self, running: Callable[..., Any]) -> float:
         with calling(self.model, running):
             self.model.zero_grad(set_to_none=True)
             begun = time.perf_counter()
@@ -170,7 +186,7 @@ def compare(
     lines += [
         f"buffer {name} differs" for name, own in expected.buffers.items() if not close(own, actual.buffers[name])
     ]
-    if not all(map(torch.equal, expected.random_states, actual.random_states)):
+    if expected.random_states != actual.random_states:
         lines.append("random state after the step differs")
     return lines
 
@@ -219,25 +235,19 @@ def bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (a, b)))
 
 
-def _random_states() -> tuple[torch.Tensor, ...]:
-    return (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ()))
-
-
 class _ModelState:
     """Buffers, gradients and random state, so that both ways start from the same."""
 
     def __init__(self, model: nn.Module) -> None:
         self.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-        self.random_states = _random_states()
+        self.random_states = RandomStates()
 
     def put_back(self, model: nn.Module) -> None:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])
         model.zero_grad(set_to_none=True)
-        torch.set_rng_state(self.random_states[0])
-        if self.random_states[1:]:
-            torch.cuda.set_rng_state_all(self.random_states[1:])
+        self.random_states.restore()
 
 
 @contextmanager

@@ -28,6 +28,8 @@ class InPlace:
     """For each value, which it is in the graph of single operations."""
     over: Mapping[int, int]
     """For each single operation that writes over an input, the value whose place its result takes."""
+    single_costs: tuple[OperationCost, ...] = ()
+    """What single operations cost."""
 
     def costs(self, single: Sequence[OperationCost]) -> tuple[OperationCost, ...]:
         """Return what operations cost, from the costs of single ones."""
@@ -78,12 +80,18 @@ class InPlace:
         return Schedule(tuple(order))
 
 
-def joined(graph: TrainingGraph, may_overwrite: Mapping[int, Sequence[int]], costs: Sequence[OperationCost]) -> InPlace:
+def joined(
+    graph: TrainingGraph,
+    may_overwrite: Mapping[int, Sequence[int]],
+    costs: Sequence[OperationCost],
+    like: InPlace | None = None,
+) -> InPlace:
     """Join operations to what made an input that they may write over, in O(operations + reads).
 
     For an operation ``may_overwrite`` names the inputs whose memory its one result can take: of the same layout, and
     of memory that the step made. It does so where it alone reads one, both are of one phase, and its other inputs are
-    there before that one is made; it then runs right after that.
+    there before that one is made; it then runs right after that. ``like`` is what came of the same operations with
+    values of other sizes: mostly the same, and then not written anew.
     """
     joining = _Joining(graph, costs)
     for index in sorted(may_overwrite):
@@ -91,7 +99,10 @@ def joined(graph: TrainingGraph, may_overwrite: Mapping[int, Sequence[int]], cos
             if joining.can_follow(index, value):
                 joining.join(index, value)
                 break
-    return _Joined(graph, joining.parts, joining.over).made()
+    if like is not None and like.over == joining.over:
+        made = replace(like.graph, values=tuple(graph.values[u] for u in like.values), static_bytes=graph.static_bytes)
+        return replace(like, graph=made, single_costs=tuple(costs))
+    return replace(_Joined(graph, joining.parts, joining.over).made(), single_costs=tuple(costs))
 
 
 class _Joining:

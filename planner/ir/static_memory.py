@@ -26,6 +26,8 @@ class LossMemory:
     """Behind the loss itself until the step ends: a loss that shrinks to one number keeps what it shrank from."""
     is_known: bool = False
     """Where none is known somebody may hold the gradients of the outputs to the end."""
+    outputs: tuple[tuple[tuple[int, ...], bool], ...] | None = None
+    """Sizes of each output that has gradients, in order, and whether the loss depends on it; None if nobody knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

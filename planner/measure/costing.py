@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 import cost_models
 from cost_models.auto import AutoCosts
@@ -14,6 +14,8 @@ from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts, Profile, differ_in_batch_only, filled, scaled
 from cost_models.roofline import RooflineCosts
+from planner.capture import operands
+from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.common.options import Target
@@ -176,6 +178,56 @@ def _measured_for_a_moment(
         for operation, estimate in zip(operations, estimates, strict=True)
     ]
     return Costing(_without_loss(lowered.graph, costs), MeasuredCosts.name)
+
+
+def with_writing_over(
+    model: nn.Module, lowered: LoweredGraph, over: Mapping[int, int], costing: Costing, spec: DeviceSpec
+) -> tuple[OperationCost, ...]:
+    """Return costs in which operations that write over an input cost what their form in place takes here.
+
+    That makes no result anew, whose memory the system would have to find. ``over`` names for each such operation the
+    value that it writes over. What was not measured here stays as it is.
+    """
+    here = device_here(model, spec)
+    if not over or here is None or is_fake(model) or costing.cost_model != MeasuredCosts.name:
+        return costing.costs
+    forms: dict[int, fx.Node] = {}
+    for index, value in over.items():
+        node = lowered.operation_nodes[index]
+        argument = overwritten_argument(lowered, node, value) if node is not None else None
+        if node is not None and argument is not None:
+            forms[index] = _alone(node, argument)
+    graph = lowered.graph
+    signatures = {index: operands.signature(form) for index, form in forms.items()}
+    alone = replace(
+        lowered,
+        graph=replace(
+            graph,
+            operations=tuple(replace(o, signature=signatures.get(i, "")) for i, o in enumerate(graph.operations)),
+        ),
+        operation_nodes=[forms.get(index) for index in range(len(graph.operations))],
+    )
+    limit_seconds = SECONDS_FOR_EACH_OPERATION * len(forms)
+    outcome = profiling.measure(alone, costing.costs, here, time_limit_seconds=limit_seconds, trials=profiling.QUICK)
+    took = {index: found for index, signature in signatures.items() if (found := outcome.measurements.get(signature))}
+    return tuple(
+        replace(cost, seconds=took[index].seconds) if index in took else cost
+        for index, cost in enumerate(costing.costs)
+    )
+
+
+def _alone(node: fx.Node, argument: fx.Node) -> fx.Node:
+    """Return a node's call as one that writes over an argument, in a graph of its own."""
+    graph = fx.Graph()
+    given: dict[fx.Node, fx.Node] = {}
+
+    def operand(source: fx.Node) -> fx.Node:
+        if source not in given:
+            given[source] = graph.placeholder("operand")
+            given[source].meta["val"] = source.meta["val"]
+        return given[source]
+
+    return write_over(graph, node, argument, operand)
 
 
 def _by_profile(

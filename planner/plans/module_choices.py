@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from planner.ir.checkpoints import AWAY, HOLD, Region
@@ -53,6 +53,12 @@ def _kept(plan: Plan, problem: Problem) -> dict[str, dict[str, tuple[int, ...]]]
                 operators = kept.setdefault(region.module, {})
                 operators[one.operator] = (*operators.get(one.operator, ()), one.occurrence)
     return kept
+
+
+def choices_in(regions: Sequence[Region], chosen: Mapping[str, Mapping[str, Sequence[int]]]) -> tuple[Region, ...]:
+    """Return the variants of those regions that are chosen, each with what it keeps if it can."""
+    found = (region for region in regions if region.module in chosen)
+    return tuple(variant_named(region, chosen[region.module]) or region for region in found)
 
 
 def variants_in(plan: Plan, regions: Sequence[Region]) -> tuple[Region, ...] | None:

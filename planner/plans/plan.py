@@ -85,6 +85,17 @@ class BaselineRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EagerStep:
+    """What the model's own step needs, before anything is captured: what people have today.
+
+    The peak is of the whole device.
+    """
+
+    peak_bytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedMemory:
     """What CUDA's caching allocator is predicted to report.
 
@@ -94,6 +105,17 @@ class ReservedMemory:
 
     allocated_bytes: int
     reserved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredEager:
+    """What real steps of the model as it is showed, beside those with the plan."""
+
+    peak_bytes: int
+    overhead: float = field(metadata={"signed": True})
+    """Measured step time with the plan over that of the model's own step, less one."""
+    equal: bool
+    """Whether loss, gradients and buffers agree to the last bit; capture alone may change some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +140,8 @@ class Verification:
     from_one_piece: float = field(default=0.0, metadata={"older": True})
     """How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
     difference as a share of the length, see :func:`planner.diagnose.verification.distance`."""
+    eager: MeasuredEager | None = field(default=None, metadata={"left_out": True})
+    """The model's own step, where the plan is held against that."""
     rounding_error: float | None = field(default=None, metadata={"older": True})
     """How far loss and gradients are from those of exact copies, if values are rounded on their way to the host: the
     largest difference as a share of the length, and ``tolerance`` what is allowed of it, in any type."""
@@ -162,6 +186,8 @@ class PlanOrigin:
     torch_version: str = ""
     runtime: str = "graph"
     warnings: tuple[Finding, ...] = ()
+    eager: EagerStep | None = None
+    """The model's own step, if that is known and another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +286,7 @@ class Plan:
     """What is resident before the step, by kind."""
     baseline_peak_bytes: int = field(metadata={"at": "baseline.peak_bytes"})
     baseline_step_seconds: float = field(metadata={"at": "baseline.step_seconds"})
-    """The step without recompute."""
+    """The step as it is captured, without recompute."""
     peak_bytes: int = field(metadata={"at": "predicted.peak_bytes"})
     """Predicted peak."""
     peak_at: PeakLocation = field(metadata={"at": "predicted.peak_at"})
@@ -288,6 +314,8 @@ class Plan:
     """The decisions: for an operation's key, the keys of what is run again right before it."""
     warnings: tuple[Finding, ...] = ()
     """What limits it, and what its costs leave out."""
+    eager: EagerStep | None = field(default=None, metadata={"left_out": True})
+    """The model's own step: percentages are of its peak. None where it is not known, or is the step that is planned."""
     verification: Verification | None = field(default=None, metadata={"at": "measured", "left_out": True})
     """What real steps showed, once they have been run."""
     optimizer_step_bytes: int = field(default=0, metadata={"at": "optimizer_step.temporary_bytes"})
@@ -319,6 +347,17 @@ class Plan:
     def added_seconds(self) -> float:
         """Predicted time of all recomputations, and of waiting for transfers."""
         return self.recompute_seconds + (self.offloading.stall_seconds if self.offloading else 0.0)
+
+    def over_eager(self, overhead: float) -> float:
+        """Return an overhead over the step without recompute as one over the model's own step, if that is known."""
+        if self.eager is None or self.eager.step_seconds <= 0:
+            return overhead
+        return (1 + overhead) * self.baseline_step_seconds / self.eager.step_seconds - 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of the planned step."""
+        return self.baseline_step_seconds + self.added_seconds
 
     @property
     def lower_bound_overhead(self) -> float:

@@ -29,7 +29,7 @@ from planner.plans.baselines import baseline_rows
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
-from planner.plans.plan import NoPlanFitsError, OperationRow, Plan, PlanOrigin
+from planner.plans.plan import EagerStep, NoPlanFitsError, OperationRow, Plan, PlanOrigin
 from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
@@ -117,19 +117,28 @@ def make_problem(
     *,
     host: Host | None = None,
     regions: tuple[Region, ...] | None = None,
+    eager: EagerStep | None = None,
 ) -> Problem:
-    """Return the problem that a budget poses: what is resident is subtracted here, and only here."""
+    """Return the problem that a budget poses: what is resident is subtracted here, and only here.
+
+    A percentage is of the eager step's peak, if that is known, else of the given graph's without recompute.
+    """
     budget.check()
-    unbounded = Problem(graph=graph, costs=tuple(costs), budget_bytes=0)
-    step_bytes, static_bytes = unbounded.baseline.peak_bytes, graph.total_static_bytes
+    static_bytes = graph.total_static_bytes
+    whole_bytes = eager.peak_bytes if eager is not None else unplanned_bytes(graph, costs)
     if budget.budget is not None:
-        limit_bytes = parse_size(budget.budget, whole_bytes=static_bytes + step_bytes) - static_bytes
+        limit_bytes = parse_size(budget.budget, whole_bytes=whole_bytes) - static_bytes
     else:
         assert budget.activation_budget is not None
-        limit_bytes = parse_size(budget.activation_budget, whole_bytes=step_bytes)
+        limit_bytes = parse_size(budget.activation_budget, whole_bytes=whole_bytes - static_bytes)
     limit_bytes = max(limit_bytes, budget.at_least_bytes - static_bytes)
     graph = graph_for(graph, host)
     return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
+
+
+def unplanned_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> int:
+    """Return the peak of the whole device without recompute."""
+    return Problem(graph=graph, costs=tuple(costs), budget_bytes=0).baseline.peak_bytes + graph.total_static_bytes
 
 
 def plan_from_solution(
@@ -191,6 +200,7 @@ def plan_from_solution(
         **beside,
         recomputations=_decisions(graph, schedule),
         warnings=(*_warnings(problem, evaluation, solution), *reserve_warnings(problem, reserved), *origin.warnings),
+        eager=origin.eager,
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),
     )
@@ -240,6 +250,7 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
             "peak_bytes": problem.baseline.peak_bytes + static_bytes,
             "step_seconds": problem.baseline.seconds,
         },
+        **({"eager": asdict(origin.eager)} if origin.eager is not None else {}),
         "minimum_feasible_peak_bytes": smallest_bytes,
         "proven_minimum_peak_bytes": proven_bytes,
         "peak_at": asdict(where),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rich.console import Group
 from rich.text import Text
@@ -16,26 +17,38 @@ from planner.report.style import signed_percent, sizes, table, yes_or_no
 
 
 def render_baselines(plan: Plan) -> Group | None:
-    """Show the baselines: peak, whether it fits, overhead, how far above the bound, time to find it."""
+    """Show eager and the baselines: peak, whether it fits, overhead, how far above the bound, time to find it."""
     if not plan.baselines:
         return None
+    rows = list(methods(plan))
     shown = table(
         "Beside other ways",
-        plan.baselines,
+        rows,
         ("method", lambda row: row.name, str),
-        ("peak", lambda row: row.peak_bytes, sizes(row.peak_bytes for row in plan.baselines)),
+        ("peak", lambda row: row.peak_bytes, sizes(row.peak_bytes for row in rows)),
         ("fits", lambda row: row.fits, yes_or_no),
         ("overhead", lambda row: row.overhead, signed_percent),
         ("gap", lambda row: gap_to_bound(row, plan), signed_percent),
         ("found in", lambda row: row.seconds or None, format_seconds),
-        bold=lambda row: row is plan.baselines[-1],
+        bold=lambda row: row is rows[-1],
     )
-    return Group(shown, *(Text(f"{row.name}: {row.reason}") for row in plan.baselines if row.reason))
+    return Group(shown, *(Text(f"{row.name}: {row.reason}") for row in rows if row.reason))
+
+
+def methods(plan: Plan) -> Iterator[BaselineRow]:
+    """Return the methods of a plan, the model's own step first; overheads are over that, if it is known."""
+    if plan.eager is not None:
+        fits = plan.eager.peak_bytes <= plan.budget_bytes
+        yield BaselineRow(name="eager", peak_bytes=plan.eager.peak_bytes, overhead=0.0, fits=fits)
+    for row in plan.baselines:
+        yield row if row.overhead is None else replace(row, overhead=plan.over_eager(row.overhead))
 
 
 def gap_to_bound(row: BaselineRow, plan: Plan) -> float | None:
-    """Return how far a row is above the proven bound; it holds within the budget: what breaks it may well pay less."""
-    return row.overhead - plan.lower_bound_overhead if row.fits and row.overhead is not None else None
+    """Return how far a method is above the proven bound; it holds within the budget: what breaks it may pay less."""
+    if not row.fits or row.overhead is None:
+        return None
+    return row.overhead - plan.over_eager(plan.lower_bound_overhead)
 
 
 def render_budgets(plan: Plan) -> Group:
@@ -51,15 +64,15 @@ def render_budgets(plan: Plan) -> Group:
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
-    """Return budgets worth knowing, from the smallest: what it is, its bytes, the overhead there."""
+    """Return budgets worth knowing, from the smallest: what each is, its bytes, the step time there over eager."""
     if plan.minimum_feasible_peak_bytes < plan.peak_bytes:
         yield "the smallest known to be feasible", plan.minimum_feasible_peak_bytes, None
-    yield "this one", plan.budget_bytes, plan.overhead
+    yield "this one", plan.budget_bytes, plan.over_eager(plan.overhead)
     more = plan.details.one_more_gib if plan.details else None
     if more is not None and more.budget_bytes < plan.baseline_peak_bytes:
-        yield "one more GiB", more.budget_bytes, more.overhead
+        yield "one more GiB", more.budget_bytes, plan.over_eager(more.overhead)
     if plan.added_seconds > 0:
-        yield "without recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), 0.0
+        yield "without recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 
 
 def notes(plan: Plan) -> Iterator[str]:

@@ -32,11 +32,15 @@ def render(plan: Plan) -> Group:
     """Show what the peak is made of."""
     at = plan.peak_at
     place = f"{at.phase}: {at}" if at.phase else str(at)
-    less = 1 - plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
-    saving = f": the plan is {format_percent(less)} lower" if less else ""
+    captured = f"Without recompute it is {format_bytes(plan.baseline_peak_bytes)}"
+    today = f"Eager's is {format_bytes(plan.eager.peak_bytes)}" if plan.eager is not None else captured
+    own_bytes = plan.eager.peak_bytes if plan.eager is not None else plan.baseline_peak_bytes
+    less = 1 - plan.peak_bytes / own_bytes if own_bytes else 0.0
+    saving = f": the plan is {format_percent(less)} lower" if less > 0 else ""
+    beside = f". {captured}" if plan.eager is not None else ""
     return Group(
         _sizes(plan.anatomy, f"Peak memory, {format_bytes(plan.peak_bytes)}", "peak"),
-        Text(f"The peak is in the {place}. Without recompute it is {format_bytes(plan.baseline_peak_bytes)}{saving}"),
+        Text(f"The peak is in the {place}. {today}{saving}{beside}"),
         *_beyond(plan),
         *_largest(plan),
     )

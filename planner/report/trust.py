@@ -30,6 +30,12 @@ def statements(plan: Plan) -> Iterator[str]:
         f"The step without recompute takes {format_seconds(plan.baseline_step_seconds)} by the {plan.cost_model} cost "
         f"model of {plan.device}" + (f": {source}." if source else ".")
     )
+    if plan.eager is not None:
+        yield (
+            f"Eager's own step, recorded without data, takes {format_seconds(plan.eager.step_seconds)} by the same "
+            f"costs and {plan.eager.peak_bytes:,} bytes: percentages of the budget are of that peak, and overheads "
+            "are over that time."
+        )
     yield (
         f"The smallest peak known to be feasible is {plan.minimum_feasible_peak_bytes:,} bytes. Captured in "
         f"{format_seconds(plan.capture_seconds)}{f', torch {plan.torch}' if plan.torch else ''}; solved in "
@@ -55,14 +61,23 @@ def render_measured(plan: Plan) -> Group | None:
         ("peak with the plan, bytes", plan.peak_bytes, measured.peak_bytes),
         ("peak without it, bytes", plan.baseline_peak_bytes, measured.baseline_peak_bytes),
     ]
-    points = f"{(measured.overhead - plan.overhead) * 100:+.1f} points"
+    overheads = [("overhead", plan.overhead, measured.overhead)]
+    if plan.eager is not None and measured.eager is not None:
+        peaks.append(("peak of eager, bytes", plan.eager.peak_bytes, measured.eager.peak_bytes))
+        overheads.append(("step time against eager", plan.over_eager(plan.overhead), measured.eager.overhead))
     shown = table(
         f"Measured in {measured.steps} real steps",
-        [*peaks, ("overhead", signed_percent(plan.overhead), signed_percent(measured.overhead))],
+        [
+            *((name, f"{expected:,}", f"{seen:,}", f"{seen - expected:+,} bytes") for name, expected, seen in peaks),
+            *(
+                (name, signed_percent(expected), signed_percent(seen), f"{(seen - expected) * 100:+.1f} points")
+                for name, expected, seen in overheads
+            ),
+        ],
         ("", lambda row: row[0], str),
-        ("predicted", lambda row: row[1], "{:,}".format),
-        ("measured", lambda row: row[2], "{:,}".format),
-        ("difference", lambda row: points if row[0] == "overhead" else row[2] - row[1], "{:+,} bytes".format),
+        ("predicted", lambda row: row[1], str),
+        ("measured", lambda row: row[2], str),
+        ("difference", lambda row: row[3], str),
     )
     agree = (
         ("loss", measured.loss_equal),
@@ -71,6 +86,8 @@ def render_measured(plan: Plan) -> Group | None:
     )
     words = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in agree)
     exact = Text(f"Bit for bit against the step without recompute: {words}", style="" if measured.agrees else "red")
+    if measured.eager is not None:
+        exact.append(f". Against eager: {'equal' if measured.eager.equal else 'not all bits are equal'}")
     if measured.rounding_error is not None:
         exact.append(
             ". Values are rounded on their way to the host, so no bits are promised: loss and gradients are off by up "

@@ -14,8 +14,13 @@ def verdict(plan: Plan) -> str:
     away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
     if plan.offloading and plan.offloading.rounded:
         away += " LOSSY: rounded to bfloat16, gradients are not bit-equal"
-    proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
-    cost = f"{signed_percent(plan.overhead)} step time{proven}"
+    proven = [bound(plan)] if plan.added_seconds > 0 else []
+    against = ""
+    if plan.eager is not None:
+        against = " against eager"
+        proven = [f"recompute {signed_percent(plan.overhead)}", *proven] if proven else []
+    said = f" ({', '.join(proven)})" if proven else ""
+    cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{said}"
     return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {layers(plan)}{away}"
 
 

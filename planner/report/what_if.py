@@ -171,9 +171,18 @@ def _origin(answers: Answers) -> str:
     left = "" if not answers.interrupted else " Interrupted: this is what was done by then."
     if curve.host_budget_bytes is not None:
         left = f" Up to {format_bytes(curve.host_budget_bytes)} may wait in the host's memory.{left}"
+    eager = curve.eager
+    beside = (
+        ""
+        if eager is None
+        else (
+            f" Eager takes {format_seconds(eager.step_seconds)} and {format_bytes(eager.peak_bytes)}, of which "
+            "percentages are."
+        )
+    )
     return (
         f"The step without recompute takes {format_seconds(curve.baseline_step_seconds)} by the {curve.cost_model} "
-        f"cost model of {curve.device}; torch {curve.torch}.{left}"
+        f"cost model of {curve.device}; torch {curve.torch}.{beside}{left}"
     )
 
 

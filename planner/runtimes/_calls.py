@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -21,6 +22,18 @@ from planner.runtimes import Prepare, Running
 from planner.session.step import Options
 
 _WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode and the like):"
+
+
+def weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
+    """Return a call that does not keep the method's object alive: torch's caches hold what was compiled, and so it."""
+    reference = WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call
 
 
 class PlannedCalls:
@@ -110,7 +123,8 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
         if isinstance(x, (torch.Tensor, bool, str))
     )
     kind = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
-    cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    can_cast = torch.amp.is_autocast_available(kind)
+    cast = can_cast and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return described, cast, training_switches(model), masking_of(model, inputs)
 
 

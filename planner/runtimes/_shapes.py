@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from planner.capture.inputs import Inputs
-from planner.capture.torch_internals import dynamic_ranges, is_marked_dynamic
+from planner.capture.torch_internals import dynamic_dimensions, dynamic_ranges, is_marked_dynamic
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 
-Sizes = tuple[tuple[int, ...], ...]
+InputSizes = tuple[tuple[int, ...], ...]
+
+Varying = tuple[torch.Tensor, set[int]]
+"""An input, and its dimensions that are not always of one size."""
 
 
 class PlansBySize:
@@ -25,6 +29,11 @@ class PlansBySize:
     def __init__(self, given: Plan | None = None) -> None:
         self._plans: dict[float, Plan] = {math.inf: given} if given is not None else {}
 
+    @property
+    def largest(self) -> float:
+        """The most elements that there is a plan for."""
+        return max(self._plans, default=0)
+
     def nearest(self, elements: int) -> Plan | None:
         """Return the plan of the nearest size that is not smaller, else that of the largest."""
         above = [size for size in self._plans if size >= elements]
@@ -35,12 +44,48 @@ class PlansBySize:
         self._plans[elements] = plan
 
 
+class CallsSeen:
+    """Earlier calls that were captured: a dimension that was of two sizes is captured as a symbol from then on."""
+
+    def __init__(self) -> None:
+        self._seen: list[list[torch.Size]] = []
+        self._others: list[dict[str, Any]] = []
+
+    def changed(self, inputs: Inputs) -> str:
+        """Name the arguments that are no tensors and differ from those of the last call; ``""`` if none does."""
+        now, before = _others(inputs), self._others[0] if len(self._others) > 1 else {}
+        changed = [f"{name} is {now[name]!r} and was {old!r}" for name, old in before.items() if now.get(name) != old]
+        return "; ".join(changed)
+
+    def varying(self, inputs: Inputs) -> list[Varying]:
+        """Return the inputs with dimensions that vary, or are marked as dynamic, and remember the sizes."""
+        tensors = inputs.tensors()
+        sizes = [tensor.shape for tensor in tensors]
+        alike = [s for s in self._seen if [len(size) for size in s] == [len(size) for size in sizes]]
+        if sizes not in self._seen:
+            self._seen.append(sizes)
+        self._others = [*self._others[-1:], _others(inputs)]
+        found = []
+        for at, tensor in enumerate(tensors):
+            dimensions = dynamic_dimensions(tensor)
+            dimensions |= {d for s in alike for d, size in enumerate(s[at]) if size != tensor.shape[d]}
+            if dimensions:
+                found.append((tensor, dimensions))
+        return found
+
+
+def _others(inputs: Inputs) -> dict[str, Any]:
+    """Return the arguments that are plain numbers and strings, by how an error calls them."""
+    named = {**{f"argument {at}": x for at, x in enumerate(inputs.args)}, **inputs.kwargs}
+    return {name: x for name, x in named.items() if isinstance(x, (bool, int, float, complex, str))}
+
+
 def marked(inputs: Inputs) -> list[torch.Tensor]:
     """Return the inputs that are marked by ``mark_dynamic`` or its kin."""
     return [tensor for tensor in inputs.tensors() if is_marked_dynamic(tensor)]
 
 
-def largest_sizes(inputs: Inputs) -> Sizes | None:
+def largest_sizes(inputs: Inputs) -> InputSizes | None:
     """Return the largest sizes that the marks allow, tensor by tensor; None if they name none.
 
     Raises UsageError if an input is larger than its mark says.
@@ -62,7 +107,7 @@ def largest_sizes(inputs: Inputs) -> Sizes | None:
     return tuple(sizes) if bounded else None
 
 
-def with_sizes(inputs: Inputs, sizes: Sizes) -> Inputs:
+def with_sizes(inputs: Inputs, sizes: InputSizes) -> Inputs:
     """Return inputs of other sizes, without values and marks: enough to be planned for."""
     wanted = iter(sizes)
     seen: dict[int, torch.Tensor] = {}  # one tensor that is passed twice stays one

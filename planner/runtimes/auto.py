@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from planner import runtimes
+from planner.analysis.beside_eager import LARGER, SLOWER
+from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
 from planner.capture.parallel import has_several_ranks
+from planner.common.units import format_seconds
 from planner.errors import CaptureError, RuntimeUnsupportedError
-from planner.findings.finding import Finding
-from planner.plans.plan import Plan
+from planner.findings.finding import Finding, Severity
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes import Prepare, Running
-from planner.runtimes._calls import StartsCalls
+from planner.runtimes._calls import StartsCalls, situation_of
 from planner.session.step import Options
 
 FIRST, INSTEAD = "graph", "modules"
 _RULE = "runtime"
 _ANY_SOLVER = "auto"
+
+_DEARER = {SLOWER, LARGER}
+"""What is said of a captured step that costs more than eager."""
 
 _Refusal = CaptureError | RuntimeUnsupportedError
 
@@ -50,32 +58,64 @@ class AutoRuntime:
         self._note = next((w for w in plan.warnings if w.rule == _RULE), None) if plan is not None else None
         self._running = self._start(plan.runtime if plan is not None else choose(), plan)
         self._may_change = plan is None or replan
+        self._refused: set[Any] = set()
+        """Situations in the middle of training that the first choice could not capture."""
+        self._instead: Running | None = None
+        self._current = self._running
 
     @property
     def plan(self) -> Plan | None:
         """The plan in force."""
-        made = self._running.plan
+        made = self._current.plan
         return made if made is None or self._note is None else _with(made, self._note)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
         if self._may_change:
+            self._current = self._running
+            if self._instead is not None and self._kind_of(args, kwargs) in self._refused:
+                self._current = self._instead
+                return self._instead(*args, **kwargs)
             try:
                 return self._running(*args, **kwargs)
             except (CaptureError, RuntimeUnsupportedError) as refusal:
-                if self._running.plan is not None or choose() != FIRST:
-                    raise  # it is not the capture of the model that failed
+                if choose() != FIRST:
+                    raise
+                if self._running.plan is not None:
+                    return self._run_instead(refusal, args, kwargs)
                 self._note = _said(refusal, self._options)
-            self._running = self._start(INSTEAD, None)
+            self._running = self._current = self._start(INSTEAD, None)
             self._may_change = False
         return self._running(*args, **kwargs)
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         self._running.stop()
+        if self._instead is not None:
+            self._instead.stop()
 
-    def _start(self, name: str, plan: Plan | None) -> Running:
-        prepare, options = self._prepare, _for(name, self._options)
+    def _kind_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
+        return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
+
+    def _run_instead(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in the middle of training that the first choice cannot capture, within the budget."""
+        first_time = self._instead is None
+        if self._instead is None:
+            assert self._running.plan is not None
+            self._instead = self._start(INSTEAD, None, self._options.after(self._running.plan))
+        try:
+            result = self._instead(*args, **kwargs)
+        except (CaptureError, RuntimeUnsupportedError):
+            raise refusal from None  # it is the call that fails, not its capture
+        if first_time:
+            warnings.warn(f"{refusal}. Such calls run under the runtime {INSTEAD!r}, within the budget", stacklevel=3)
+        self._refused.add(self._kind_of(args, kwargs))
+        self._current = self._instead
+        return result
+
+    def _start(self, name: str, plan: Plan | None, options: Options | None = None) -> Running:
+        prepare, options = self._prepare, _for(name, options or self._options)
         completed = (lambda seen: _for(name, prepare(seen))) if prepare is not None else None
         return runtimes.get(name).start(self._model, options, plan=plan, replan=self._replan, prepare=completed)
 
@@ -95,7 +135,7 @@ class _Auto(StartsCalls):
         if reuse is not None:
             return made_by(reuse.runtime)
         try:
-            return made_by(choose())
+            return _or_eager(made_by, options) if choose() == FIRST else made_by(choose())
         except (CaptureError, RuntimeUnsupportedError) as refusal:
             if choose() != FIRST:
                 raise
@@ -104,6 +144,38 @@ class _Auto(StartsCalls):
             except (CaptureError, RuntimeUnsupportedError):
                 raise refusal from None  # it is the model that fails, not its capture
             return _with(plan, _said(refusal, options))
+
+
+def _or_eager(made_by: Callable[[str], Plan], options: Options) -> Plan:
+    """Plan the captured step, or the eager one where that costs less: capture may be slower, or hold more."""
+    is_known = isinstance(options.eager, Study) and options.search.solver == _ANY_SOLVER
+    try:
+        plan = made_by(FIRST)
+    except NoPlanFitsError as refusal:
+        if not is_known:
+            raise
+        try:
+            return _as_eager(made_by(INSTEAD), "does not fit")
+        except NoPlanFitsError:
+            raise refusal from None
+    if is_known and _DEARER.intersection(warning.rule for warning in plan.warnings):
+        with suppress(NoPlanFitsError):
+            instead = made_by(INSTEAD)
+            if instead.step_seconds < plan.step_seconds:
+                return _as_eager(instead, f"takes {format_seconds(plan.step_seconds)}")
+    return plan
+
+
+def _as_eager(plan: Plan, captured: str) -> Plan:
+    """Say why a plan is of the eager step."""
+    note = Finding(
+        rule=_RULE,
+        severity=Severity.NOTE,
+        evidence=f"planned as captured the step {captured}, and as eager takes {format_seconds(plan.step_seconds)}",
+        cause=f"capture makes this model's step dearer than eager, so it is planned for the runtime {INSTEAD!r}",
+        fix=f"nothing; runtime={FIRST!r} plans the captured step",
+    )
+    return _with(plan, note)
 
 
 def _for(name: str, options: Options) -> Options:

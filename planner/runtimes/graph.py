@@ -2,39 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, expected_losses
+from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
-from planner.capture.torch_internals import Compiler, aot_backend, call_implementation, without_dynamic_marks
+from planner.capture.programs import Program
+from planner.capture.symbolic import OtherProgramError, Sizes, has_symbolic_sizes
+from planner.capture.torch_internals import (
+    Compiler,
+    aot_backend,
+    call_implementation,
+    with_symbolic_sizes,
+    without_dynamic_marks,
+)
+from planner.common.units import format_bytes
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import PlannedCalls, StartsCalls
+from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
-from planner.runtimes._shapes import PlansBySize, Sizes, largest_sizes, marked, with_sizes
+from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, Varying, largest_sizes, marked, with_sizes
+from planner.runtimes._sized import SizedPrograms
+from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
+
+_log = logging.getLogger("planner")
 
 
 class GraphRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients captures the model, plans, and writes the graphs; later calls with
-    the same input sizes run them. Other sizes are captured again, and a plan at hand is carried over if
-    the simulator says that it fits. So is whatever else makes the graph another: modules, parameters or
-    hooks added, ``requires_grad`` or the mode switched. Calls without gradients run the model as it is. ``compiler``
-    makes code of the planned graphs; see :class:`planner.capture.joint_capture.Backend`.
+    the same input sizes run them. A second set of sizes is captured with symbols for what varies: for others
+    the numbers are put in, and a plan at hand is carried over if the simulator says that it fits. What is
+    not the same program with other sizes is captured again, and so is whatever else makes the graph another:
+    modules, parameters or hooks added, ``requires_grad`` or the mode switched. Calls without gradients run the
+    model as it is. ``compiler`` makes code of the planned graphs; see
+    :class:`planner.capture.joint_capture.Backend`.
     """
 
     def __init__(
@@ -43,10 +58,16 @@ class GraphRuntime(PlannedCalls):
         super().__init__(model, options, **settings)
         self._plans = PlansBySize(self.plan)
         self._graphs = 0
-        self._planned_ahead: set[Sizes] = set()
+        self._planned_ahead: set[InputSizes] = set()
         self.compiler = compiler
-        self._completed_for: list[torch.Size] | None = None
-        self._joint: JointGraph | None = None
+        self._completed_for: Any = None
+        self._calls_seen = CallsSeen()
+        self._may_vary = compiler is aot_backend
+        """Whether sizes that vary are captured as symbols."""
+        self._sized: dict[fx.Graph, SizedPrograms] = {}
+        """By the graph with symbols that was captured."""
+        self._inputs: Inputs | None = None
+        """Of the call at hand."""
         self._expected: list[int] | None = None
         self._new_calls()
 
@@ -54,42 +75,92 @@ class GraphRuntime(PlannedCalls):
         """Run the model, planned if gradients are on."""
         if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
+        self._inputs = Inputs(args, kwargs)
         try:
-            result = self._call.known(args, kwargs)
-        except AssumptionBrokenError:  # raised before anything was run
-            result = self._call_without_assumption.known(args, kwargs)
-        return self._captured(args, kwargs) if result is NOT_CAPTURED else result
+            result = self._known(args, kwargs)
+            return self._captured(self._inputs) if result is NOT_CAPTURED else result
+        finally:
+            self._inputs = None
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the program that there is for a call, or give ``NOT_CAPTURED``."""
+        for fixed, sized in self._calls:
+            try:
+                result = fixed.known(args, kwargs)
+                return sized.known(args, kwargs) if result is NOT_CAPTURED else result
+            except AssumptionBrokenError:  # raised before anything was run
+                continue
+            except OtherProgramError:  # likewise
+                break
+        return NOT_CAPTURED
+
+    def _captured(self, inputs: Inputs) -> Any:
         """Run the model on what is new to it, or marked as dynamic."""
-        inputs = Inputs(args, kwargs)
         if not self.is_confirmed:
             check_plannable(self.model, inputs)
-        sizes = [tensor.shape for tensor in inputs.tensors()]
-        if sizes != self._completed_for:
-            self.complete_options(inputs)
-            self._completed_for = sizes
+        self._complete_for(inputs)
         if varying := marked(inputs):
             self._plan_ahead(inputs)
+        varying_sizes = self._calls_seen.varying(inputs)
+        symbolic = varying_sizes if self._may_vary else []
+        begun, graphs = time.perf_counter(), self._graphs
         try:
-            # Marks would make sizes symbolic, and planned graphs have fixed ones.
             with without_dynamic_marks(varying), explain_failures(self.model):
-                try:
-                    return self._call(*args, **kwargs)
-                except AssumptionBrokenError:
-                    return self._call_without_assumption(*args, **kwargs)
+                for fixed, sized in self._calls:
+                    try:
+                        result = self._capture(inputs, fixed, sized, symbolic)
+                        if self._graphs != graphs:
+                            self._tell(symbolic, time.perf_counter() - begun)
+                        return result
+                    except AssumptionBrokenError:
+                        continue
         except CaptureError:
             check_plannable(self.model, inputs)  # what was added since may say it better
             raise
+        raise AssertionError("a program without assumptions holds for every call")
+
+    def _tell(self, symbolic: Sequence[Varying], seconds: float) -> None:
+        """Log why there was a capture, how long the call took with it, and what came of it."""
+        why = "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
+        if symbolic:
+            count = sum(len(dimensions) for _, dimensions in symbolic)
+            why = f"{count} dimensions of the inputs vary, and are symbols from now on"
+        verdict = "nothing to plan"
+        if self.plan is not None:
+            verdict = f"peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.plan.budget_bytes)}"
+        _log.info("captured %s in %.1f s (%s): %s", type(self.model).__name__, seconds, why, verdict)
+
+    def _capture(self, inputs: Inputs, fixed: IsolatedCall, sized: IsolatedCall, symbolic: Sequence[Varying]) -> Any:
+        """Capture a call with sizes that vary as symbols, or else with fixed sizes, and run it."""
+        fails = False
+        if symbolic:
+            try:
+                with with_symbolic_sizes(symbolic), explain_failures(self.model):
+                    return sized(*inputs.args, **inputs.kwargs)
+            except OtherProgramError:
+                pass
+            except CaptureError:
+                fails = True
+        result = fixed(*inputs.args, **inputs.kwargs)
+        self._may_vary = self._may_vary and not fails  # it is the symbols that cannot be captured
+        return result
+
+    def _complete_for(self, inputs: Inputs) -> None:
+        situation = situation_of(self.model, inputs)
+        if situation != self._completed_for:
+            self.complete_options(inputs)
+            self._completed_for = situation
 
     def _plan_ahead(self, inputs: Inputs) -> None:
         """Plan for the largest sizes that are allowed, so that the decisions are there for all others."""
         sizes = largest_sizes(inputs)
         # What a loss outside needs can be asked only with targets of the same sizes.
-        if sizes is None or sizes in self._planned_ahead or self.prepare is not None:
+        if sizes is None or sizes in self._planned_ahead or self.options.loss is not None:
             return
+        ahead = with_sizes(inputs, sizes)
+        self.complete_options(ahead)
         try:
-            joint = capture(self.model, with_sizes(inputs, sizes), compiler=self.compiler)
+            joint = capture(self.model, ahead, compiler=self.compiler)
         except CaptureError as error:
             raise UsageError(
                 f"the largest inputs that mark_dynamic allows, {', '.join(map(str, sizes))}, do not run: mark every "
@@ -97,6 +168,7 @@ class GraphRuntime(PlannedCalls):
             ) from error
         self._remember(self.planned(joint), joint)
         self._planned_ahead.add(sizes)
+        self.complete_options(inputs)
 
     def _new_calls(self) -> None:
         new = partial(
@@ -106,17 +178,50 @@ class GraphRuntime(PlannedCalls):
             self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,
+            make_program=self._program,
             compiler=self.compiler,
         )
-        self._call, self._call_without_assumption = new(), new(assume=False)
+        # What is captured with fixed sizes, and with symbols; of inputs whose masks are flags, and of all others.
+        self._calls = [(new(assume=assume), new(assume=assume)) for assume in (True, False)]
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph, and write its forward and backward."""
+        step = self._plain(joint)
+        return extract_fwd_bwd(step.lowered, step.schedule, step.over)
+
+    def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
+        """Return what runs at some sizes of a program that was captured with symbols."""
+        if joint.graph not in self._sized:
+            self._sized[joint.graph] = SizedPrograms(self.model, self._at_new_sizes, self._followed, self._enter)
+        return self._sized[joint.graph].program(joint, given)
+
+    def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
+        if self._inputs is not None:
+            self._complete_for(self._inputs)
+        return self._plain(joint)
+
+    def _plain(self, joint: JointGraph) -> PlannedStep:
         step = self.planned(joint)
         self._remember(step, joint)
         self.is_confirmed = True
-        self._joint = joint
-        return extract_fwd_bwd(step.lowered, step.schedule, step.over)
+        return step
+
+    def _followed(self, formula: SizedStep, given: Sequence[Any], sizes: Sizes) -> PlannedStep:
+        if self.options.loss is not None or self.options.chunk != 1:
+            raise UnknownSizeError("what is outside of the graph depends on sizes too")
+        elements = sum(tensor.numel() for tensor in formula.inputs(given))
+        if self._inputs is not None and elements > self._plans.largest:
+            self._complete_for(self._inputs)  # a percentage of more than before
+            options = self.options
+        else:
+            options = replace(self.options, eager=None)
+        step = formula.planned(given, sizes, options, self._plans.nearest(elements))
+        self.put_in_force(step.plan)
+        self._plans.add(elements, step.plan)
+        return step
+
+    def _enter(self, plan: Plan) -> None:
+        self.plan = plan
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph; a plan given by the user must match the first."""
@@ -132,39 +237,40 @@ class GraphRuntime(PlannedCalls):
 
     def _choose_outputs(self, graph_module: fx.GraphModule) -> list[int]:
         if self._graphs == self.options.maximum_shapes:
+            changed = self._calls_seen.changed(self._inputs) if self._inputs is not None else ""
             raise RuntimeUnsupportedError(
-                f"{type(self.model).__name__} has graphs for {self._graphs} sets of input sizes, and these are new: "
-                "each costs a capture. Pad or bucket the inputs to fewer sizes, or raise maximum_shapes of auto_wrap"
+                f"{type(self.model).__name__} was captured {self._graphs} times, and this call needs a graph of its "
+                f"own{f': {changed}' if changed else ''}. Pass a tensor in place of a number that changes, pad or "
+                "bucket inputs whose sizes change what is run, or raise maximum_shapes of auto_wrap"
             )
         possible = differentiable_outputs(graph_module)
         if self._expected is None:
-            return expected_losses(graph_module)
+            return loss_outputs(graph_module, self.options.loss)
         return [position for position in self._expected if position in possible] or possible
 
     def _finish(
-        self, run: Callable[..., Any], graph_module: fx.GraphModule, differentiable: Sequence[int]
+        self,
+        run: Callable[..., Any],
+        graph_module: fx.GraphModule,
+        differentiable: Sequence[int],
+        joint: JointGraph | None,
     ) -> Callable[..., Any]:
         others = [p for p in differentiable_outputs(graph_module) if p not in differentiable]
 
-        def expect(positions: Sequence[int]) -> None:
-            """Plan for these outputs from the next call on."""
-            self._expected = sorted(positions)
-            self._graphs = 0
-            self._new_calls()
-
         self._graphs += 1
-        joint, self._joint = self._joint, None
-        plan, late = self.plan, None
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
+        plan = None if has_symbolic_sizes(joint.graph) else self.plan  # each of its sizes has its own
+        late = None
         reach = reach_of(joint)
         if others:
-            late = LateGradients(graph_module, joint, others, lambda: expect([*differentiable, *others]))
+            late = LateGradients(graph_module, joint, others, weakly(self._expect, sorted([*differentiable, *others])))
+        put_in_force = weakly(self._use, plan)
 
         def finished(*inputs: Any) -> Any:
             before = late.state() if late else None
             outputs = list(run(*inputs))
-            self.plan = plan
+            put_in_force()
             watch_backward([outputs[p] for p in differentiable], reach)
             if late is not None:
                 for position, output in zip(others, late.attach(before, inputs, outputs), strict=True):
@@ -172,6 +278,15 @@ class GraphRuntime(PlannedCalls):
             return outputs
 
         return finished
+
+    def _use(self, plan: Plan | None) -> None:
+        self.plan = plan or self.plan
+
+    def _expect(self, positions: list[int]) -> None:
+        """Plan for these outputs from the next call on."""
+        self._expected = positions
+        self._graphs = 0
+        self._new_calls()
 
 
 class _Graph(StartsCalls):

@@ -18,7 +18,7 @@ from torch import fx, nn
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import Stopped, until_stopped
+from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
 from planner.capture.torch_internals import PartitionFunction
 from planner.common.options import Budget
 from planner.common.units import format_bytes
@@ -59,7 +59,13 @@ class InductorRuntime(GraphRuntime):
                 raise Stopped(self.plan)
             return graph_module.forward
 
-        plan: Plan = until_stopped(self.model, inputs, self.partition, compiler=lambda p: partial(drafted, p))
+        plan: Plan = until_stopped(
+            self.model,
+            inputs,
+            self.partition,
+            choose_outputs=partial(loss_outputs, loss=self.options.loss),
+            compiler=lambda p: partial(drafted, p),
+        )
         return plan
 
     def planned(self, joint: JointGraph) -> PlannedStep:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,42 +17,78 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from planner.analysis.study import Study
 from planner.capture.eager.graph import keeps_statistics
 from planner.capture.inputs import Inputs
+from planner.capture.random_states import HostStates
 from planner.capture.torch_internals import call_implementation, calling
-from planner.errors import PlanMismatchError
-from planner.plans.module_choices import modules_of
+from planner.errors import PlanMismatchError, ScheduleError
+from planner.ir.checkpoints import schedule_of
+from planner.plans.module_choices import choices_in
 from planner.plans.offload import OffloadedModule
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
+from planner.plans.plan import Plan
+from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, situation_of
 from planner.runtimes._hooks import Waiting, split_arguments
-from planner.session.step import plan_eager
-
-Kept = Mapping[str, Sequence[int]]
-"""For an operator, those of its calls within a module whose results are kept."""
+from planner.runtimes._routes import Kept, Routes
+from planner.session.recorded import plan_eager, study_eager
+from planner.session.step import Options, plan_study
 
 
 class ModulesRuntime(CallsInSituations):
     """What ``model(...)`` runs while a plan is in force.
 
     The first call with gradients records a step and plans it; calls of other sizes or settings are
-    recorded again, and the choice of modules is carried over if the simulator says that it fits.
+    recorded again, and the choice of modules is carried over if the simulator says that it fits. So are
+    calls that run other modules: see :mod:`planner.runtimes._routes`.
     """
 
     needs_graphs = False
 
+    def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
+        super().__init__(model, options, **settings)
+        self._routes: dict[Any, Routes] = {}
+
     def decide(self, inputs: Inputs) -> Decided:
-        """Record a step, and choose modules."""
+        """Record a step, or several that differ, and choose modules."""
         self.complete_options(inputs)
-        plan = plan_eager(self.model, inputs, self.options, reuse=self.plan, must_match=self.must_match)
-        self.put_in_force(plan)
+        situation = situation_of(self.model, inputs)
+        routes = self._routes.setdefault(situation, Routes(self.model))
+        # Recorded here, and not taken from what was recorded before: it is seen which modules run.
+        plan = routes.plan(
+            lambda: study_eager(self.model, inputs, replace(self.options, eager=None)), self._planned, self._keeps
+        )
+        checkpointed = routes.chosen
         by_name = dict(self.model.named_modules())
         offloaded = plan.offloading.modules if plan.offloading is not None else ()
-        names = dict.fromkeys((*modules_of(plan), *(one.module for one in offloaded)))
+        names = dict.fromkeys((*checkpointed, *(one.module for one in offloaded)))
         if missing := [name for name in names if name not in by_name]:
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
+        installed = partial(_installed, {name: by_name[name] for name in names}, checkpointed, offloaded)
+        return plan, partial(self._watched, situation, installed)
+
+    def _planned(self, study: Study) -> Plan:
+        plan = plan_study(study, self.options, reuse=self.plan, must_match=self.must_match)
+        self.put_in_force(plan)
         self.is_confirmed = True
-        checkpointed = {name: plan.kept.get(name, {}) for name in modules_of(plan)}
-        return plan, partial(_installed, {name: by_name[name] for name in names}, checkpointed, offloaded)
+        return plan
+
+    def _keeps(self, study: Study, chosen: Mapping[str, Kept]) -> bool:
+        problem = study.posed(self.options.budget)
+        assert problem.regions is not None
+        try:
+            schedule = schedule_of(problem.graph, choices_in(problem.regions, chosen))
+            return problem.evaluate(schedule).peak_bytes <= problem.budget_bytes
+        except ScheduleError:  # a module, and one inside it
+            return False
+
+    @contextmanager
+    def _watched(self, situation: Any, installed: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Install what was decided for a call, and see afterwards whether it was for such a call."""
+        routes = self._routes[situation]
+        with routes.watched(), installed():
+            yield
+        if routes.are_left():
+            del self._decided[situation]  # the next such call is decided anew
 
 
 @contextmanager
@@ -64,6 +101,8 @@ def _installed(
         for name, module in modules.items():
             stack.enter_context(calling(module, partial(_run, name, module, checkpointed.get(name), waiting)))
         stack.callback(waiting.end)
+        # Autocast around the call would keep every weight that it has cast until the caller leaves it.
+        stack.callback(torch.clear_autocast_cache)
         yield
 
 
@@ -136,7 +175,9 @@ class _Only(TorchDispatchMode):
 
 
 class _Again(AbstractContextManager[None]):
-    """Gives the second run what was kept, and lets no further run touch running statistics, but copies of them.
+    """Gives the second run what was kept, and what the first drew from Python's and numpy's random states.
+
+    No further run touches running statistics, but copies of them.
 
     What was kept is given once: a third run, as for a second backward, computes everything.
     """
@@ -145,8 +186,11 @@ class _Again(AbstractContextManager[None]):
         self.module = module
         self.giving = giving
         self.stack = ExitStack()
+        self.drawn_from = HostStates()
 
     def __enter__(self) -> None:
+        self.stack.callback(HostStates().restore)
+        self.drawn_from.restore()
         for part in filter(keeps_statistics, self.module.modules()):
             for name, buffer in part.named_buffers(recurse=False):
                 self.stack.callback(setattr, part, name, buffer)

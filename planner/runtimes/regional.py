@@ -37,7 +37,7 @@ from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
-from planner.runtimes._gradients import Reach, reach_of, watch_backward
+from planner.runtimes._gradients import reach_of, watch_backward
 from planner.session.agreement import plan_together
 from planner.session.step import LoweredStep, Options, attention_for, context_of, described, static_memory_of
 
@@ -96,10 +96,7 @@ class _Planned:
         self.forwards = {block: self._forward(path, block) for path, block in blocks.items()}
 
     def _forward(self, path: str, block: nn.Module) -> Callable[..., Any]:
-        reach: list[Reach | None] = []
-
         def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            reach.append(reach_of(joint))
             own = [*block.parameters(), *block.buffers()]
             lowered = lower(joint, StepContext(alignment_bytes=1), given=placeholders_given(joint, own))
             schedule = part_of(self.plan, path, lowered.graph)
@@ -112,9 +109,12 @@ class _Planned:
             return extract_fwd_bwd(lowered, schedule)
 
         def finish(
-            run: Callable[..., Any], _graph_module: fx.GraphModule, differentiable: Sequence[int]
+            run: Callable[..., Any],
+            _graph_module: fx.GraphModule,
+            differentiable: Sequence[int],
+            joint: JointGraph | None,
         ) -> Callable[..., Any]:
-            reached = reach.pop() if reach else None
+            reached = None if joint is None else reach_of(joint)
 
             def finished(*inputs: Any) -> Any:
                 outputs = run(*inputs)
@@ -172,7 +172,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         around = _sharded(around, units, spec.alignment_bytes)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    trace = step.trace(blocks, has_loss=options.loss is not None)
+    trace = step.trace(blocks, options.loss)
     context = context_of(model, spec, around, options)
     lowered = put_together(shapes, trace, blocks, context, units)
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}

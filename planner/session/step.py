@@ -1,4 +1,4 @@
-"""From a step, captured or recorded, to a study of it and to a plan: lowering, costs, reuse of a plan that fits.
+"""From a captured step to a study of it and to a plan: lowering, costs, reuse of a plan that fits.
 
 Planning without running (``planner.api.plan``) and running (``planner.runtimes``) both come
 through here, so both see the same graph.
@@ -8,36 +8,34 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from cost_models.auto import AutoCosts
 from cost_models.devices import DeviceSpec
 from cost_models.measured import MeasuredCosts
 from cost_models.roofline import RooflineCosts
+from planner.analysis import beside_eager
+from planner.analysis.beside_eager import Costed, eager_step
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import Attention, attention_on
-from planner.capture.eager.graph import lower_eager
-from planner.capture.eager.record import record
-from planner.capture.eager.trace import Trace
 from planner.capture.in_place import may_overwrite
-from planner.capture.inputs import Inputs, LossFunction, check_device, check_own_checkpointing
+from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import capture
+from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
-from planner.capture.operands import is_opaque
 from planner.capture.provenance import kinds_of
 from planner.capture.torch_internals import outside_tracing
 from planner.common import timings
 from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, chunks_of, picked
 from planner.common.units import Size
-from planner.errors import PlanMismatchError
+from planner.errors import CaptureError, PlanMismatchError
 from planner.findings import checkpoint_rules, model_rules
 from planner.findings.finding import Finding, Severity
 from planner.findings.rules import examine
@@ -46,11 +44,11 @@ from planner.ir.builder import StepContext
 from planner.ir.checkpoints import NOT_OF_THE_STEP
 from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
-from planner.ir.layers import find_blocks, find_layers
+from planner.ir.layers import find_layers
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
 from planner.measure import devices, loss
-from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step
+from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step, with_writing_over
 from planner.measure.devices import device_spec
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
@@ -58,9 +56,6 @@ from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_
 from planner.transforms import rounding
 from planner.transforms.inplace_grad_accumulation import sum_in_place
 from planner.transforms.local_graph import local_step
-
-_NO_TROUBLE = ("full-backward-hooks",)
-"""Rules that an eager step may break."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +77,8 @@ class Options:
     """Its static memory is taken in place of what ``training`` says."""
     loss: LossMemory | None = None
     """What a loss outside the captured graph takes; None if none is known."""
+    eager: Study | CaptureError | None = None
+    """The model's own step, recorded, or why it could not be; None where nobody asked."""
     together: bool = False
     """Whether all ranks of torch.distributed plan this step at once, and are to have one plan."""
 
@@ -148,6 +145,9 @@ class PlannedStep:
     """Of the lowered graph's operations."""
     over: Mapping[int, int]
     """For each of them that writes over an input, the value whose place its result takes."""
+    step: LoweredStep
+    """With what surrounds it."""
+    study: Study
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,8 @@ def static_memory_of(
 def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
     """Capture a step as it is on the device that the plan is for."""
     options.search.tell("capturing forward and backward")
-    return capture(model, inputs, attention=attention_for(model, options))
+    choose_outputs = partial(loss_outputs, loss=options.loss)
+    return capture(model, inputs, attention=attention_for(model, options), choose_outputs=choose_outputs)
 
 
 def attention_for(model: nn.Module, options: Options) -> Attention | None:
@@ -232,19 +233,26 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     begun = time.perf_counter()
     costing = cost(model, step.lowered, step.spec, options)
     in_place = joined(step.lowered.graph, step.may_overwrite, costing.costs)
+    costs = costing.costs
+    if options.target.profile is None:
+        with outside_tracing():
+            costs = with_writing_over(model, step.lowered, in_place.over, costing, step.spec)
+    single, planned = Costed(step.lowered.graph, costs), Costed(in_place.graph, in_place.costs(costs))
     return Study(
-        graph=in_place.graph,
-        costs=in_place.costs(costing.costs),
-        in_place=in_place,
+        graph=planned.graph,
+        costs=planned.costs,
+        in_place=replace(in_place, single_costs=costs),
         origin=origin_of(
             costing,
             step.spec,
             fingerprint=fingerprint_of(model, step),
             capture_seconds=step.capture_seconds + time.perf_counter() - begun,
             runtime=options.runtime,
+            eager=eager_step(options.eager),
             warnings=(
                 *costing.warnings,
                 *step.warnings,
+                *beside_eager.findings(single, planned, options.eager),
                 *_assumed(step.lowered.joint),
                 *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
             ),
@@ -309,7 +317,7 @@ def plan_lowered(
         plan = plan_study(study, options, reuse=reuse, must_match=must_match)
     assert study.in_place is not None
     schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
-    return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over)
+    return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
 
 
 def _assumed(joint: JointGraph) -> Iterator[Finding]:
@@ -405,120 +413,3 @@ def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[st
         "operations": len(operations),
         "graph": digest.hexdigest()[:16],
     }
-
-
-# Recorded steps.
-
-
-def plan_eager(
-    model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
-) -> Plan:
-    """Plan one eager step; see :func:`plan_study`."""
-    return plan_study(study_eager(model, inputs, options), options, reuse=reuse, must_match=must_match)
-
-
-def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> Study:
-    """Record and cost one eager step."""
-    check_device(model, inputs)
-    check_own_checkpointing(model)
-    return _Recorded(model, inputs, options).study(None)
-
-
-class _Recorded:
-    """A recorded step, and the model that it was recorded of."""
-
-    def __init__(self, model: nn.Module, inputs: Inputs, options: Options) -> None:
-        self.begun = time.perf_counter()
-        options.search.tell("recording a step")
-        attention = attention_for(model, options)
-        with timings.stage("capture"):
-            self.trace = record(model, inputs, has_loss=options.loss is not None, attention=attention)
-        self.has_attention_of_here = self.trace.is_real and attention is not None
-        self.model, self.options = model, options
-        self.tensors = inputs.tensors()
-        self.spec = device_spec(model, options.target.device)
-        self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
-        self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
-        self.origin: PlanOrigin | None = None
-
-    def blocks(self) -> Collection[str]:
-        forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
-        return find_blocks(forward, kinds_of(self.model))
-
-    def study(self, least_bytes: int | None) -> Study:
-        """Return the step as plain data; with what its modules could send of so many bytes and more, if any may."""
-        step = lower_eager(
-            self.trace,
-            self.model,
-            self.tensors,
-            context_of(self.model, self.spec, self.around, self.options),
-            least_bytes=least_bytes,
-        )
-        if self.origin is None:
-            self.origin = self._cost(step.lowered)
-        costs = [self.costs[node] for node in step.lowered.operation_nodes]
-        return Study(
-            graph=step.lowered.graph,
-            costs=tuple(
-                replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
-                for index, cost in enumerate(costs)
-            ),
-            origin=self.origin,
-            static_memory=self.around,
-            device=self.spec,
-            regions=step.regions,
-            least_bytes=least_bytes,
-            seen_for=self.study,
-            varies=self.trace.is_real,
-        )
-
-    def _cost(self, lowered: LoweredGraph) -> PlanOrigin:
-        """Cost every operation, and say where the step comes from: both are the same whatever modules may send."""
-        model, options, trace = self.model, self.options, self.trace
-        costing = cost(model, lowered, self.spec, options)
-        for node, each in zip(lowered.operation_nodes, costing.costs, strict=True):
-            self.costs.setdefault(node, each)
-        return origin_of(
-            costing,
-            self.spec,
-            fingerprint=fingerprint(model, lowered, self.spec.name),
-            capture_seconds=time.perf_counter() - self.begun,
-            runtime=options.runtime,
-            warnings=(
-                *costing.warnings,
-                *_notes(trace, has_attention_of_here=self.has_attention_of_here),
-                *problems_of(
-                    model,
-                    options,
-                    outside_bytes=trace.outside_bytes if trace.outside_bytes > self.spec.alignment_bytes else 0,
-                    returned_cache=trace.returned_cache,
-                    allowed=_NO_TROUBLE,
-                ),
-            ),
-        )
-
-
-def _notes(trace: Trace, *, has_attention_of_here: bool) -> Iterator[Finding]:
-    if has_attention_of_here:
-        yield Finding(
-            rule="attention-of-here",
-            evidence="a real step was recorded on this machine, for a device that is not here",
-            cause="its attention kernels are those of this machine, which keep other tensors, and more of them",
-            fix="plan there, or a model that can be followed without data",
-        )
-    if trace.is_real:
-        yield Finding(
-            rule="recorded-for-real",
-            evidence="a real step was recorded: what the model runs, or what its kernels keep, is known only with data",
-            cause="another batch may need more, or less, than is predicted",
-            fix="plan with a batch of the kind that needs most, and leave some room in the budget",
-        )
-    if opaque := sorted(
-        {str(run.node.target) for run in trace.runs if is_opaque(run.node.target) and run.workspace_bytes is None}
-    ):
-        yield Finding(
-            rule="workspace-unknown",
-            evidence=", ".join(opaque),
-            cause="the workspace of these kernels cannot be measured alone, and counts as none",
-            fix="verify the plan, and leave room in the budget for what it shows",
-        )

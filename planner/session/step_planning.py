@@ -98,7 +98,7 @@ def cheapest(
             refused = error
             why = why or f"in one piece {str(error).partition(';')[0]}"
             continue
-        if best is not None and _seconds(plan_of(found)) >= _seconds(plan_of(best)):
+        if best is not None and plan_of(found).step_seconds >= plan_of(best).step_seconds:
             break
         best = found
         if plan_of(best).added_seconds == 0:
@@ -139,10 +139,6 @@ def _in_bytes(options: Options, study: Study) -> Options:
     """Return options whose budget is no percentage: one is of the step in one piece, however it is computed."""
     budget_bytes = study.posed(options.budget).budget_bytes + study.graph.total_static_bytes
     return replace(options, budget=Budget(budget=budget_bytes))
-
-
-def _seconds(plan: Plan) -> float:
-    return plan.baseline_step_seconds + plan.added_seconds
 
 
 def _note(joint: JointGraph, region: ChunkRegion, chunks: int) -> Finding:

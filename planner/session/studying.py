@@ -22,7 +22,8 @@ from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Sea
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
-from planner.session.step import Options, captured, lower_as_run, study_eager, study_lowered, with_loss
+from planner.session.recorded import study_eager, with_eager
+from planner.session.step import Options, captured, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
 
 
@@ -96,6 +97,7 @@ def _studied(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, opt
     if runtime == "modules":
         return study_eager(model, inputs, options)
     check_plannable(model, inputs)
+    options = with_eager(model, options, inputs)
     step = lower_as_run(model, captured(model, inputs, options), options)
     if chunks != 1:
         step = chunked(model, step, chunks, options)

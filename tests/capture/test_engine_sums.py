@@ -83,7 +83,7 @@ def sums_in_place(loss: torch.Tensor) -> int:
 @pytest.mark.parametrize("case", USES)
 def test_sums_are_in_place_where_autograd_makes_them_so(case: str) -> None:
     model, x = Uses(USES[case]), torch.randn(SIZE, SIZE)
-    trace = record(model, Inputs((x,), {}), has_loss=False)
+    trace = record(model, Inputs((x,), {}))
     in_place = sum(run.node.target is torch.ops.aten.add_.Tensor for run in trace.runs)
     assert in_place == sums_in_place(model(x))
     plan = planner.plan(model, x, runtime="modules", budget="100%", compare=False)
@@ -106,5 +106,5 @@ class Hooked(nn.Module):
 
 
 def test_a_sum_of_a_hook_is_not_the_engines() -> None:
-    trace = record(Hooked(), Inputs((torch.randn(SIZE, SIZE),), {}), has_loss=False)
+    trace = record(Hooked(), Inputs((torch.randn(SIZE, SIZE),), {}))
     assert torch.ops.aten.add_.Tensor not in [run.node.target for run in trace.runs]

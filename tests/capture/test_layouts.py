@@ -12,6 +12,7 @@ from planner.capture.eager.record import record
 from planner.capture.inputs import Inputs
 from planner.capture.joint import tensors_of
 from planner.capture.joint_capture import capture
+from planner.ir.static_memory import LossMemory
 
 
 class Transposed(nn.Module):
@@ -71,7 +72,7 @@ def test_a_batch_of_one_is_laid_out_as_kernels_see_it() -> None:
     pooled = [n for n in capture(model, Inputs((x,), {})).graph.nodes if "avg_pool2d.default" in str(n.target)]
     pooled += [
         run.node
-        for run in record(model, Inputs((x,), {}), has_loss=True).runs
+        for run in record(model, Inputs((x,), {}), loss=LossMemory()).runs
         if "avg_pool2d.d" in str(run.node.target)
     ]
     assert [tensors_of(node)[0].stride() for node in pooled] == [model(x).stride()] * 2

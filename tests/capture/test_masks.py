@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -201,3 +202,15 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
     for window, stays in ((LENGTH + 1, False), (LENGTH // 2, True)):
         config.sliding_window = window
         assert masks(capture(transformers.MistralForCausalLM(config), Inputs.of(batch()))) == [stays]
+
+
+@pytest.mark.slow
+def test_a_mask_that_is_a_flag_stays_one_at_other_lengths_and_is_kept_where_it_is_needed() -> None:
+    model = llama()
+    wrapped = planner.auto_wrap(copy.deepcopy(model), budget="1GiB", cost_model="roofline")
+    for length, padded in ((32, False), (20, False), (24, False), (28, False), (26, True), (28, True), (22, False)):
+        mask = torch.ones(BATCH, length, dtype=torch.long)
+        mask[0, length // 2 :] = 0 if padded else 1
+        kwargs = {name: ids[:, :length] for name, ids in batch().items()} | {"attention_mask": mask}
+        assert close(gradients(wrapped, kwargs), gradients(model, kwargs))
+        assert bool(planner.plan_of(wrapped).fingerprint["assumes"]) is not padded

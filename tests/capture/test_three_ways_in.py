@@ -35,7 +35,8 @@ from planner.ir.simulator import Evaluation, simulate
 from planner.measure import loss
 from planner.plans.plan import Plan
 from planner.runtimes.regional import lower_regional
-from planner.session.step import Options, lower_as_run, study_eager
+from planner.session.recorded import study_eager
+from planner.session.step import Options, lower_as_run
 from planner.zoo.modules import MiniGPT
 
 LOSS_BEFORE = "|the loss and what runs outside the captured graph|l0"

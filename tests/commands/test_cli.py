@@ -27,7 +27,7 @@ from tests.planned import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 GRAPH, COSTS = transformer(4)
-VERDICT = re.compile(r"FITS .* of .* · \+[\d.]+% step time .*recomputed")
+VERDICT = re.compile(r"FITS .* of .* · [+-][\d.]+% step time .*recomputed")
 
 
 class Outcome:

@@ -15,6 +15,7 @@ import planner
 from planner.analysis.study import Study
 from planner.capture.inputs import run_backward
 from planner.capture.memory import measure_peak
+from planner.capture.random_states import RandomStates
 from planner.diagnose.verification import StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlannerError
 from planner.ir.simulator import lifetimes, simulate
@@ -93,7 +94,7 @@ class _Trial:
         whole = self.plan(budget="100%")
         unplanned, peak_bytes = self.steps(whole)
         yield from self.of_peak(whole, peak_bytes)
-        if torch.equal(eager.random_states[0], _Trial.before):  # captured steps may draw otherwise than eager ones
+        if torch.equal(eager.random_states.cpu, _Trial.before):  # captured steps may draw otherwise than eager ones
             for line in compare(eager, unplanned, tolerance=1e-4):
                 yield Failure("unlike eager", line)
         smallest_bytes = whole.minimum_feasible_peak_bytes
@@ -207,7 +208,7 @@ def _result(model: torch.nn.Module, inputs: Sequence[Any], outputs: Any) -> Step
         loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
         gradients={name: None if t.grad is None else t.grad.clone() for name, t in learned.items()},
         buffers={name: b.clone() for name, b in model.named_buffers()},
-        random_states=(torch.get_rng_state(),),
+        random_states=RandomStates(),
     )
 
 

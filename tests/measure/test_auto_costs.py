@@ -128,6 +128,19 @@ def test_what_nothing_was_seen_of_is_scaled(monkeypatch: pytest.MonkeyPatch) -> 
     assert scaled and all(row[1] == pytest.approx(scale * row[2]) for row in scaled)
 
 
+def test_what_writes_over_an_input_costs_what_its_form_in_place_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    forget(monkeypatch)
+    times = {"aten.gelu.default": 5.0, "aten.gelu.out": 3.0, "aten.relu.default": 5.0, "aten.relu_.default": 2.0}
+    monkeypatch.setattr(
+        profiling, "_time", lambda node, *_: Measurement(seconds=times.get(str(node.target), 0.25), runs=2)
+    )
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    step = planner.study(model, torch.randn(512, 64), loss_fn=torch.sum)
+    joined = [cost.seconds for operation, cost in zip(step.graph.operations, step.costs, strict=True) if operation.then]
+    assert joined and all(seconds in (0.5, 2.25) for seconds in joined) and 2.25 in joined
+    assert 5.0 not in seconds(step)
+
+
 @pytest.mark.parametrize("damage", ["", "{}", '{"place": "elsewhere", "took": {}}', '{"place": 1, "took": 2}'])
 def test_a_damaged_file_is_as_good_as_none(folder: Path, damage: str) -> None:
     kept.keep("here", {"a": Measurement(seconds=1.0)})

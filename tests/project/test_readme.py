@@ -18,7 +18,8 @@ from planner.zoo.modules import MiniGPT
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 VERDICT = re.compile(
-    r"FITS \S+ of \S+ [KMG]iB · \+\d+\.\d% step time( \(no plan can pay less than .*\))? · .*recomputed"
+    r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( against eager)?"
+    r"( \((recompute \S+, )?no plan can pay less than .*\))? · .*recomputed"
 )
 
 

@@ -16,7 +16,7 @@ from planner.ir.graph import Phase
 from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import simulate
-from planner.plans.plan import Plan, PlanOrigin, Verification
+from planner.plans.plan import EagerStep, Plan, PlanOrigin, Verification
 from planner.plans.planning import plan_from_solution
 from planner.report import render
 from planner.report.style import compact_count
@@ -280,3 +280,20 @@ def test_warnings_name_rule_cause_and_fix() -> None:
         assert lines[at + 1 : at + 3] == [warning.cause, f"fix: {warning.fix}"]
     keep_all = simulate(graph, costs, Schedule.keep_all(graph))
     assert not make_plan(graph, costs, activation_budget=keep_all.peak_bytes).warnings
+
+
+def test_what_people_have_is_what_a_plan_is_held_against(plan: Plan) -> None:
+    """The first line, the methods and the budgets are of eager's step; what recompute adds is named apart."""
+    eager = EagerStep(peak_bytes=2 * plan.baseline_peak_bytes, step_seconds=plan.baseline_step_seconds / 1.1)
+    plan = dataclasses.replace(plan, eager=eager, recompute_seconds=0.1 * plan.baseline_step_seconds)
+    plan = dataclasses.replace(plan, lower_bound_seconds=plan.recompute_seconds)
+    assert plan.over_eager(plan.overhead) == pytest.approx(1.1 * 1.1 - 1)
+    said = "+21.0% step time against eager (recompute +10.0%, no plan can pay less than +10.0%)"
+    text = shown(plan, 100)
+    assert said in text.splitlines()[0]
+    assert f"Eager's is {format_bytes(eager.peak_bytes)}: the plan is" in text
+    first, *_, last = section(text, "Beside other ways")
+    assert first.split()[0] == "eager" and "+0.0%" in first
+    assert "+10.0%" in next(line for line in section(text, "Beside other ways") if line.startswith("none"))
+    assert "this plan" in last
+    assert dataclasses.replace(plan, eager=None).over_eager(0.25) == 0.25

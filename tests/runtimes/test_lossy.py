@@ -16,6 +16,7 @@ import cli
 import planner
 from planner import solvers
 from planner.capture.memory import record
+from planner.capture.random_states import RandomStates
 from planner.diagnose.verification import ROUNDED, StepResult, compare
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, UsageError
 from planner.ir.graph import TrainingGraph, named_by
@@ -271,7 +272,9 @@ def test_a_router_and_a_maximum_work_on_rounded_values():
 
 def test_what_is_far_off_does_not_pass_for_rounding():
     def step(*gradient: float) -> StepResult:
-        return StepResult(loss=(), gradients={"w": torch.tensor(gradient).bfloat16()}, buffers={}, random_states=())
+        return StepResult(
+            loss=(), gradients={"w": torch.tensor(gradient).bfloat16()}, buffers={}, random_states=RandomStates()
+        )
 
     near, far, broken = step(1.02, 2.0), step(1.5, 2.0), step(float("nan"), 2.0)
     assert not compare(step(1.0, 2.0), near, tolerance=ROUNDED, in_roundings=False)

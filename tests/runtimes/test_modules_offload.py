@@ -135,7 +135,7 @@ def test_every_way_is_as_predicted(
 def problem_of(model: nn.Module, x: torch.Tensor, rate: float) -> tuple[Problem, tuple[Any, ...]]:
     inputs = Inputs.of(x)
     step = lower_eager(
-        record(model, inputs, has_loss=False), model, inputs.tensors(), StepContext(alignment_bytes=64),
+        record(model, inputs), model, inputs.tensors(), StepContext(alignment_bytes=64),
         least_bytes=64,
     )  # fmt: skip
     graph = step.lowered.graph

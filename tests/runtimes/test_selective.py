@@ -112,7 +112,7 @@ def test_what_is_written_into_is_never_kept() -> None:
 
 
 def test_occurrences_count_every_call_of_the_module() -> None:
-    trace = record(Transformer(1), Inputs.of(SEQUENCES), has_loss=False)
+    trace = record(Transformer(1), Inputs.of(SEQUENCES))
     (call,) = trace.calls["blocks.0.mlp"]
     runs = [run for run in trace.runs[call.begin : call.end] if str(run.node.target) == "aten.addmm.default"]
     assert [run.occurrence - call.called[run.node.target] for run in runs] == [0, 1]

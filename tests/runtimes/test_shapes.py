@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 import planner
 from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
-from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from tests.models import Stack, rows
 from tests.runtimes.steps import assert_same, train
 
@@ -97,18 +99,52 @@ def test_marks_that_cannot_be_kept_are_refused() -> None:
     model(x, x).backward()
 
 
-def test_the_number_of_sizes_is_bounded() -> None:
-    model = wrap(maximum_shapes=2)
-    for count in (256, 200):
-        step(model, rows(count))
-    for count in (50, 60):
-        with pytest.raises(RuntimeUnsupportedError, match=r"graphs for 2 sets of input sizes.*Pad or bucket"):
-            model(rows(count))
+class Scaled(Stack):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x * scale)
+
+
+def test_the_number_of_captures_is_bounded() -> None:
+    model = wrap(Scaled(), maximum_shapes=2, runtime="graph")
+    for count in (256, 200, 50, 60):
+        step(model, rows(count))  # one capture for the first, one for all others
+    for scale in (0.5, 0.25):
+        with pytest.raises(RuntimeUnsupportedError, match=r"captured 2 times.*Pass a tensor.*raise maximum_shapes"):
+            model(rows(200), scale)
+    with pytest.raises(RuntimeUnsupportedError, match=r"argument 1 is 0.125 and was 0.25"):
+        model(rows(200), 0.125)
     step(model, rows(200))
     with torch.no_grad():
-        model(rows(50))
+        model(rows(50), 0.1)
     with pytest.raises(UsageError, match="maximum_shapes"):
         planner.auto_wrap(Stack(), budget="1GiB", maximum_shapes=0)
+
+
+def test_what_cannot_be_captured_in_the_middle_of_training_runs_within_the_budget() -> None:
+    model, plain = wrap(Scaled(), maximum_shapes=2), Scaled()
+    plain.load_state_dict(model.state_dict())
+    for count in (256, 200):
+        step(model, rows(count))
+    budget_bytes = planner.plan_of(model).budget_bytes
+    with pytest.warns(UserWarning, match="was captured 2 times.*run under the runtime 'modules'") as caught:
+        for scale in (0.5, 0.25):
+            assert_same(train(plain, (rows(200), scale)), train(model, (rows(200), scale)))
+            plan = planner.plan_of(model)
+            assert plan.runtime == "modules" and plan.peak_bytes <= plan.budget_bytes == budget_bytes
+    assert sum("was captured" in str(warning.message) for warning in caught) == 1, {str(w.message)[:80] for w in caught}
+    assert step(model, rows(200)).runtime == "graph"
+    with pytest.raises(CaptureError):
+        model(rows(200, 7))
+
+
+def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="planner")
+    model = wrap()
+    for count in (256, 200, 230, 256):
+        step(model, rows(count))
+    first, second = (record.getMessage() for record in caplog.records if record.name == "planner")
+    assert re.fullmatch(r"captured Stack in \d+\.\d s \(the first call\): peak .* KiB of .* KiB", first)
+    assert "1 dimensions of the inputs vary, and are symbols from now on" in second
 
 
 def test_more_sizes_than_torch_would_allow_by_itself() -> None:

@@ -15,7 +15,7 @@ import cli
 import planner
 from planner.errors import UsageError
 from planner.plans.module_choices import modules_of
-from planner.session import step
+from planner.session import recorded
 
 WIDTH = 32
 REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
@@ -70,7 +70,7 @@ def test_choices_of_modules_refuse_it_at_once(asked: Callable[[], Any], monkeypa
     def record(*arguments: object, **options: object) -> None:
         raise AssertionError("a step was recorded before the refusal")
 
-    monkeypatch.setattr(step, "record", record)
+    monkeypatch.setattr(recorded, "record", record)
     with pytest.raises(UsageError, match=REFUSAL):
         asked()
 

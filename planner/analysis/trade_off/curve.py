@@ -65,7 +65,7 @@ class CurveSweep:
         self.study = study = study.for_host(host)
         self.host = host
         self.search = search
-        whole = study.problem("100%")
+        whole = study.problem()
         self.static_bytes = study.graph.total_static_bytes
         self.baseline = whole.baseline
         self.found = [evaluate(whole, Schedule.keep_all(study.graph), search.solver)]
@@ -89,7 +89,7 @@ class CurveSweep:
         if known:
             self.budgets = known.budgets
         elif budgets:
-            self.budgets = parse_budgets(budgets, whole_bytes=whole.budget_bytes + self.static_bytes, points=points)
+            self.budgets = parse_budgets(budgets, whole_bytes=study.whole_bytes, points=points)
         else:
             self.budgets = spread(self.lowest_bytes, self.top_bytes, points)
         self.asked_bytes = study.problem(asked).budget_bytes + self.static_bytes if asked is not None else None
@@ -123,6 +123,7 @@ class CurveSweep:
             is_complete=self.solved.issuperset(self.budgets),
             host_budget_bytes=self.host.budget_bytes if self.host else None,
             lossy=self.host is not None and self.host.lossy,
+            eager=self.study.origin.eager,
         )
 
     def bound_seconds(self, budget_bytes: int) -> float:

@@ -41,5 +41,5 @@ def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Ou
         predicted_peak_bytes=plan.peak_bytes,
         overhead=plan.overhead,
         lower_bound_overhead=plan.lower_bound_overhead,
-        step_seconds=plan.baseline_step_seconds + plan.added_seconds,
+        step_seconds=plan.step_seconds,
     )

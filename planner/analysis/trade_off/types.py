@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planner.common.json_reader import attributes, to_data
+from planner.plans.plan import EagerStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,8 @@ class TradeOffCurve:
     """What plans may offload to the host's memory; None where they offload nothing."""
     lossy: bool = False
     """Whether values of float32 are rounded to bfloat16 there."""
+    eager: EagerStep | None = None
+    """The model's own step, of whose peak percentages are, if it is known; overheads are over the captured one."""
 
     @property
     def knee(self) -> TradeOffPoint | None:
@@ -76,6 +79,7 @@ class TradeOffCurve:
         return {
             **attributes(self, "model", "device", "cost_model", "torch"),
             "baseline": {"peak_bytes": self.baseline_peak_bytes, "step_seconds": self.baseline_step_seconds},
+            "eager": to_data(self.eager),
             **attributes(self, "minimum_feasible_peak_bytes", "proven_minimum_peak_bytes", "points", "is_complete"),
             "knee_budget_bytes": knee.budget_bytes if knee else None,
             "asked": to_data(self.asked),

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Recorder
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
+from planner.capture.eager.put_back import put_back
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
@@ -31,6 +32,7 @@ from planner.capture.torch_internals import FakeTensor, call_implementation, oth
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
+from planner.ir.static_memory import LossMemory
 
 Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
 """Lowers the graph of a block, of which some placeholders are given by the rest of the step."""
@@ -100,14 +102,14 @@ class Step:
                 left[path] = str(error)
         return blocks, left
 
-    def trace(self, blocks: Mapping[str, Block], *, has_loss: bool = False) -> Recorder:
+    def trace(self, blocks: Mapping[str, Block], loss: LossMemory | None = None) -> Recorder:
         """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients."""
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): _StandIn(block, recorder) for path, block in blocks.items()
         }
         with forwards(replacing), recorder.modules(), self._following(recorder):
-            self._follow(recorder, has_loss)
+            self._follow(recorder, loss)
         return recorder
 
     def _recorder(self) -> Recorder:
@@ -118,23 +120,23 @@ class Step:
     def _forward(self) -> Any:
         return call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
 
-    def _follow(self, recorder: Recorder, has_loss: bool) -> None:
+    def _follow(self, recorder: Recorder, loss: LossMemory | None) -> None:
         outputs = self._forward()
         tensors = tensors_in(outputs)
         recorder.mark(tensors, "output")
-        losses = differentiated(outputs)
+        losses = differentiated(outputs, loss)
         if not losses:
             raise CaptureError(f"{type(self.model).__name__} needs no backward: no output requires gradients")
         recorder.sums.watch(losses)
-        loss = recorder.passage(Phase.LOSS, reads=recorder.numbers(tensors))
+        passage = recorder.passage(Phase.LOSS, reads=recorder.numbers(tensors))
 
         def tangents() -> list[torch.Tensor]:
             with recorder.silent():
                 made = [torch.empty_like(t) for t in losses]
-            loss.makes = {i: recorder.made(t, kind="tangent") for i, t in enumerate(made)}
+            passage.makes = {i: recorder.made(t, kind="tangent") for i, t in enumerate(made)}
             return made
 
-        if has_loss:
+        if loss is not None:
             with recorder.silent():
                 value = OutsideLoss.apply(tangents, *losses)
                 start = torch.ones_like(value)
@@ -172,6 +174,7 @@ class Step:
     def _following(self, recorder: Recorder | None = None) -> Iterator[None]:
         """Let the model's code run on fake tensors, parameters and buffers among them."""
         with (
+            put_back(self.model),
             as_with_data(self.masking),
             InPlaceOfAttention(self.attention),
             self.mode,

@@ -85,7 +85,8 @@ class Trace:
     ``runs`` from ``backward`` on, -1 until it begins, are of the backward; before ``tangents`` those that stand for a
     loss outside have given the outputs their gradients. ``is_real`` says that the step was run with data.
     ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
-    it gives a cache of keys and values back.
+    it gives a cache of keys and values back, ``repeats`` that an operator gave one tensor
+    for two of its results.
     """
 
     runs: list[Run]
@@ -97,6 +98,7 @@ class Trace:
     is_real: bool = False
     outside_bytes: int = 0
     returned_cache: bool = False
+    repeats: bool = False
 
 
 class _Saved:
@@ -146,6 +148,8 @@ class Recorder(StepRecorder[Run]):
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
         """Write a call down, how often there was one before, and the numbers that autograd keeps of it."""
         run = super().note(function, args, kwargs, result)
+        results = tensors_in(result)
+        self.trace.repeats |= len(set(map(id, results))) < len(results)
         if run is not None:
             run.occurrence = self._called[function]
             in_forward = self.trace.backward < 0 and function in _KEEP_NUMBERS

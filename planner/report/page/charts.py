@@ -7,7 +7,7 @@ from typing import Any
 
 from planner.common.units import format_seconds, in_unit_of
 from planner.plans.plan import LayerPlacement, Plan, StepDetails, Timeline
-from planner.report.alternatives import gap_to_bound
+from planner.report.alternatives import gap_to_bound, methods
 from planner.report.style import signed_percent
 
 WIDTH, HEIGHT = 1000, 300
@@ -77,21 +77,22 @@ def strip(layers: Sequence[LayerPlacement]) -> list[dict[str, float]]:
 
 def trade_off(plan: Plan) -> dict[str, Any]:
     """Return the methods beside each other: peak to the right, overhead upwards, the plan the last."""
-    most_bytes = 1.08 * max([plan.budget_bytes, *(row.peak_bytes or 0 for row in plan.baselines)])
-    highest = 1.15 * max([0.01, *(row.overhead or 0.0 for row in plan.baselines)])
+    rows = list(methods(plan))
+    most_bytes = 1.08 * max([plan.budget_bytes, *(row.peak_bytes or 0 for row in rows)])
+    highest = 1.15 * max([0.01, *(row.overhead or 0.0 for row in rows)])
     return {
         "points": [
             {
                 "row": row,
                 "peak": None if row.peak_bytes is None else in_unit_of(row.peak_bytes, plan.baseline_peak_bytes),
                 "x": None if row.peak_bytes is None else row.peak_bytes / most_bytes,
-                "y": None if row.overhead is None else row.overhead / highest,
+                "y": None if row.overhead is None else max(row.overhead, 0.0) / highest,
                 "gap": None if (gap := gap_to_bound(row, plan)) is None else signed_percent(gap),
             }
-            for row in plan.baselines
+            for row in rows
         ],
         "budget": plan.budget_bytes / most_bytes,
-        "bound": plan.lower_bound_overhead / highest,
+        "bound": max(plan.over_eager(plan.lower_bound_overhead), 0.0) / highest,
         "across": size_ticks(most_bytes),
         "up": percent_ticks(highest),
     }

@@ -1,0 +1,158 @@
+"""Undoes what a recorded step did to the program: gradients, buffers, attributes, caches, the random state.
+
+A recording without data leaves tensors without data wherever the model keeps something from one call to the next: a
+real step would then run on them, and everything that it makes would have no data either.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from planner.capture.random_states import random_states_kept
+from planner.capture.torch_internals import FakeTensor, storage_id
+
+_CACHE = type(functools.lru_cache(lambda: None))
+_LINK = "_lru_list_elem"
+"""What such a cache with a size keeps each of its entries in."""
+
+_CONTAINERS = (dict, OrderedDict, list, set)
+_ABSENT = object()
+
+_STEPS_FROM_MODULES, _STEPS_FROM_GLOBALS = 4, 1
+"""How deep containers are looked for in one another: from a module's attributes, and from globals."""
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Undo what a step does to a model and to what it refers to: see the module."""
+    kept = [(holder, type(holder)(holder)) for holder in _containers(model)]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        with random_states_kept():
+            yield
+    finally:
+        for holder, before in kept:
+            _restore(holder, before)
+        _clear_caches(model)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not isinstance(buffer, FakeTensor) and not torch.equal(buffer, before):
+                    buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _containers(model: nn.Module) -> list[Any]:
+    """Return the attributes, lists, dicts and sets that a model keeps things in, and those of its code's globals.
+
+    A program's data may be reached from both, so a model's are followed for a few steps, and globals for one.
+    """
+    found: dict[int, Any] = {}
+    ahead: list[tuple[Any, int]] = [(module, _STEPS_FROM_MODULES) for module in model.modules()]
+    ahead += [(names, _STEPS_FROM_GLOBALS) for names in _globals({type(module) for module in model.modules()})]
+    while ahead:
+        at, steps = ahead.pop()
+        holder: Any = at if type(at) in _CONTAINERS else getattr(at, "__dict__", None)
+        if type(holder) in _CONTAINERS and id(holder) not in found:
+            found[id(holder)] = holder
+            if steps:
+                inside = holder.values() if isinstance(holder, dict) else holder
+                ahead += [(one, steps - 1) for one in inside if _may_hold(one)]
+    return list(found.values())
+
+
+def _globals(classes: Iterable[type]) -> Iterator[dict[str, Any]]:
+    """Return the globals of the code of classes."""
+    names = {one.__module__ for one in classes}
+    return (vars(sys.modules[name]) for name in names if name in sys.modules)
+
+
+def _may_hold(one: Any) -> bool:
+    """Whether something may keep tensors from one call to the next; code, and tensors themselves, may not."""
+    return not isinstance(one, (torch.Tensor, type, ModuleType, FunctionType, str, int, float, bytes, type(None)))
+
+
+def _restore(holder: Any, before: Any) -> None:
+    if isinstance(holder, list):
+        if len(holder) != len(before) or any(a is not b for a, b in zip(holder, before, strict=True)):
+            holder[:] = before
+    elif isinstance(holder, set):
+        if holder != before:
+            holder.clear()
+            holder.update(before)
+    else:
+        for key in [key for key in holder if key not in before]:
+            del holder[key]
+        holder.update((key, value) for key, value in before.items() if holder.get(key, _ABSENT) is not value)
+        if list(holder) != list(before):  # hooks run in their order
+            holder.clear()
+            holder.update(before)
+
+
+def _clear_caches(model: nn.Module) -> None:
+    """Clear the caches of a model's own methods, and of functions beside them, that keep tensors without data."""
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    ahead = [one for names in (*map(vars, classes), *_globals(classes)) for one in names.values()]
+    seen = set[int]()
+    while ahead:
+        one = ahead.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if type(one) is _CACHE:
+            if any(isinstance(tensor, FakeTensor) for tensor in _tensors_of(one)):
+                one.cache_clear()
+        elif isinstance(one, FunctionType):
+            ahead += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+        elif isinstance(one, (staticmethod, classmethod)):
+            ahead.append(one.__func__)
+        elif isinstance(one, property):
+            ahead.append(one.fget)
+
+
+def forget(alive: Callable[[], Collection[int]], name: str) -> None:
+    """Clear what other caches of functions keep of a recording; ``alive`` are the storages that are still there.
+
+    Warns if others keep some: the model is then not as it was.
+    """
+    if not alive():
+        return
+    gc.collect()
+    if not alive():
+        return
+    gc.unfreeze()  # what is frozen is not listed
+    for cache in [one for one in gc.get_objects() if type(one) is _CACHE]:
+        if not alive().isdisjoint(map(storage_id, _tensors_of(cache))):  # type: ignore[attr-defined]
+            cache.cache_clear()
+    if alive():
+        warnings.warn(
+            f"{name} keeps tensors of a step that was recorded without data, outside of its modules: build it anew "
+            "before it trains, or plan with runtime='graph' and a budget in bytes",
+            stacklevel=2,
+        )
+
+
+def _tensors_of(cache: Any) -> Iterator[torch.Tensor]:
+    """Return the tensors that a cache of ``functools`` has among what it returns."""
+    ahead, seen = [cache], set[int]()
+    while ahead:
+        for one in gc.get_referents(ahead.pop()):
+            if isinstance(one, torch.Tensor):
+                yield one
+            elif id(one) not in seen and (isinstance(one, (dict, list, tuple)) or type(one).__name__ == _LINK):
+                seen.add(id(one))
+                ahead.append(one)

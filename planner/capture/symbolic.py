@@ -1,0 +1,243 @@
+"""From a step that was captured with symbolic sizes to the step of given sizes, as a capture at these sizes gives it.
+
+What was computed from sizes becomes a number, and every operator runs once more on fake tensors of these sizes: so
+layouts, copies and views are what its own rules say, and nothing is derived from formulas.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from planner.capture import operands
+from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
+from planner.capture.layouts import correct_layouts
+from planner.capture.torch_internals import (
+    Numbers,
+    eager_kernels,
+    eliminate_common_subexpressions,
+    evaluated,
+    expression_of,
+    number_of,
+    symbol_of,
+)
+from planner.common import timings
+from planner.errors import PlannerError
+
+aten = torch.ops.aten
+
+_SLICES = {aten.slice.Tensor: 2, aten.slice_backward.default: 3, aten.slice_scatter.default: 3}
+"""Operators of slices, and after how many arguments these say where the slice begins."""
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+SYMBOLIC_VALUE = "symbolic_val"
+"""Where a node says what it holds for any sizes, beside what it holds for those at hand."""
+
+
+class OtherProgramError(PlannerError):
+    """Sizes for which the captured program is another one: never seen outside the runtime."""
+
+
+class SizedInt(int):
+    """A whole number that sizes decide, and what makes it in the graph with symbols."""
+
+    made_by: fx.Node
+
+
+class SizedFloat(float):
+    """Likewise a broken number."""
+
+    made_by: fx.Node
+
+
+def _sized(number: Any, node: fx.Node) -> Any:
+    kinds: dict[type, Any] = {int: SizedInt, float: SizedFloat}
+    if type(number) not in kinds:
+        return number
+    made = kinds[type(number)](number)
+    made.made_by = node
+    return made
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a recorded value is a number that sizes decide."""
+    return isinstance(value, SYMBOLIC)
+
+
+def has_symbolic_sizes(graph: fx.Graph) -> bool:
+    """Whether a graph is given sizes."""
+    return any(is_symbolic(node.meta.get("val")) for node in graph.find_nodes(op="placeholder"))
+
+
+@timings.stage("capture")
+def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
+    """Return the joint graph for what the program is given, sizes as numbers among it; O(nodes).
+
+    The result has no placeholders for sizes, and no gradients for them. Raises OtherProgramError if the program does
+    not run at these sizes.
+    """
+    numbers = bound(joint, given)
+    with fake_mode_of(joint.graph), torch.no_grad(), eager_kernels():
+        try:
+            graph = _AtSizes(joint, given, numbers).run()
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise OtherProgramError(f"the captured program does not run at these sizes: {error}") from error
+        graph = eliminate_common_subexpressions(graph)
+        correct_layouts(graph)
+    return replace(
+        joint,
+        graph=graph,
+        inputs=[x for x in given if isinstance(x, Tensor)],
+        outside_bytes=tuple(number_of(size, numbers) for size in joint.outside_bytes),
+    )
+
+
+def bound(joint: JointGraph, given: Sequence[Any]) -> Numbers:
+    """Return the numbers that symbols stand for; OtherProgramError if one symbol stands for two."""
+    numbers: Numbers = {}
+    placeholders = joint.placeholders
+    if len(placeholders) != len(given):
+        raise OtherProgramError("the captured program takes other arguments than the call has")
+    for node, value in zip(placeholders, given, strict=True):
+        recorded = node.meta["val"]
+        pairs = [(recorded, value)]
+        if isinstance(value, Tensor):
+            pairs = [*zip(recorded.shape, value.shape, strict=True)]
+            pairs += zip(recorded.stride(), value.stride(), strict=True)
+        for size, number in pairs:
+            symbol = symbol_of(size)
+            if symbol is not None and numbers.setdefault(symbol, number) != number:
+                raise OtherProgramError(f"sizes that were equal when the program was captured are {number} and others")
+    return numbers
+
+
+class Sizes:
+    """What the sizes of a call make of the numbers of a captured program."""
+
+    def __init__(self, joint: JointGraph, given: Sequence[Any]) -> None:
+        self.symbols = bound(joint, given)
+        self._evaluated: dict[Any, Any] = {}
+        self._known: dict[fx.Node, Any] = {
+            node: value for node, value in zip(joint.placeholders, given, strict=True) if is_symbolic(node.meta["val"])
+        }
+
+    def of(self, expression: Any) -> Any:
+        """Return what an expression in symbols comes to."""
+        if expression not in self._evaluated:
+            self._evaluated[expression] = evaluated(expression, self.symbols)
+        return self._evaluated[expression]
+
+    def number(self, node: fx.Node) -> Any:
+        """Return a node's number, computed as Python computes it."""
+        if node not in self._known:
+            if any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes):
+                self._known[node] = self.of(expression_of(node.meta["val"]))
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), self.number)
+                self._known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return self._known[node]
+
+
+class _AtSizes:
+    """Copies a graph, with numbers in place of what sizes decide."""
+
+    def __init__(self, joint: JointGraph, given: Sequence[Any], numbers: Numbers) -> None:
+        self.joint, self.given, self.numbers = joint, given, numbers
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, Any] = {}
+        """For each node its copy, or a number."""
+        self.values: dict[fx.Node, Any] = {}
+        """What that holds: a fake tensor, or the number."""
+
+    def run(self) -> fx.Graph:
+        self._take_inputs()
+        for node in self.joint.graph.nodes:
+            if node.op == "get_attr":
+                self._adopt(node, self.graph.node_copy(node), node.meta.get("val"))
+            elif node.op == "call_function":
+                self._call(node)
+        self._give_outputs()
+        return self.graph
+
+    def _take_inputs(self) -> None:
+        like = operands.sharing(
+            lambda tensor, elements: torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
+        )
+        given = iter(self.given)
+        for node in self.joint.graph.find_nodes(op="placeholder"):
+            recorded = node.meta["val"]
+            value = self._tangent(recorded) if is_tangent(node) else next(given)
+            if is_symbolic(recorded):
+                self._put(node, value)
+                continue
+            if isinstance(value, Tensor) and not is_tangent(node):
+                value = like(value) if _is_dynamic(recorded) else recorded
+            self._adopt(node, self.graph.node_copy(node), value)
+
+    def _tangent(self, recorded: Any) -> Any:
+        if not isinstance(recorded, Tensor):
+            return number_of(recorded, self.numbers)
+        if not _is_dynamic(recorded):
+            return recorded
+        sizes = [number_of(n, self.numbers) for n in recorded.shape]
+        strides = [number_of(n, self.numbers) for n in recorded.stride()]
+        return torch.empty_strided(sizes, strides, dtype=recorded.dtype, device=recorded.device)
+
+    def _call(self, node: fx.Node) -> None:
+        target: Any = node.target
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.made.__getitem__)
+        values, keywords = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if _takes_all(target, values):
+            if target is not aten.slice.Tensor:
+                position = 1 if target is aten.slice_scatter.default else 0
+                self.made[node], self.values[node] = args[position], values[position]
+                return
+            target, args, values = aten.alias.default, args[:1], values[:1]
+        result = target(*values, **keywords)
+        if is_symbolic(node.meta.get("val")):
+            self._put(node, result)
+        else:
+            self._adopt(node, self.graph.call_function(target, args, kwargs), result)
+
+    def _adopt(self, node: fx.Node, copy: fx.Node, value: Any) -> None:
+        copy.meta = {**node.meta, "val": value, SYMBOLIC_VALUE: node.meta.get("val")}
+        self.made[node], self.values[node] = copy, value
+
+    def _put(self, node: fx.Node, number: Any) -> None:
+        self.made[node], self.values[node] = _sized(number, node), number
+
+    def _give_outputs(self) -> None:
+        """Give what the graph gives, but no gradients of sizes."""
+        output = self.joint.graph.output_node()
+        flat: Any = output.args[0]
+        descriptors = output.meta.get("desc") or [None] * len(flat)
+        forward = self.joint.num_forward_outputs
+        sizes = {forward + at for at, node in enumerate(self.joint.placeholders) if is_symbolic(node.meta["val"])}
+        kept = [at for at in range(len(flat)) if at not in sizes]
+        self.graph.output(fx.map_arg([flat[at] for at in kept], self.made.__getitem__))
+        self.graph.output_node().meta = {**output.meta, "desc": [descriptors[at] for at in kept]}
+
+
+def _takes_all(target: Any, args: Sequence[Any]) -> bool:
+    """Whether a slice, or what undoes one, is of all there is without saying where it ends.
+
+    With sizes that are numbers torch does not write these down.
+    """
+    if target not in _SLICES:
+        return False
+    given: list[Any] = [*args[_SLICES[target] :]]
+    given += [None, None, 1][len(given) :]
+    start, end, step = given
+    return step == 1 and not start and (end is None or end == sys.maxsize)
+
+
+def _is_dynamic(tensor: Tensor) -> bool:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return any(isinstance(number, torch.SymInt) for number in numbers)

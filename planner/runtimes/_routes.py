@@ -1,0 +1,160 @@
+"""Steps that run other modules than the one before: layers that are dropped at random, routing in Python.
+
+What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, several
+steps are recorded, and what is chosen in any of them is chosen. Each call is watched: one that runs more than any of
+the recorded ones may break the budget, which is said, and the next call is planned for it too.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from planner.analysis.study import Study
+from planner.capture.random_states import HostStates, random_states_kept
+from planner.capture.torch_internals import installed_call
+from planner.errors import CaptureError, InfeasibleBudgetError
+from planner.plans.module_choices import modules_of
+from planner.plans.plan import Plan
+
+TRIES = 8
+"""How many steps are recorded at once of a forward that draws."""
+
+Kept = Mapping[str, Sequence[int]]
+"""For an operator, those of its calls within a module whose results are kept."""
+
+Keeps = Callable[[Study, Mapping[str, Kept]], bool]
+
+
+class Routes:
+    """How often each module is called in the steps that were planned for, and their plans."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {m: name for name, m in model.named_modules() if m is not model and installed_call(m) is None}
+        self._called: Counter[str] = Counter()
+        self._begun: HostStates | None = None
+        """The random states that the call began with."""
+        self._missed: HostStates | None = None
+        """Those of a call that no plan is for, until it is planned."""
+        self._misses = 0
+        self._draws = False
+        self._covered: list[Counter[str]] = []
+        self._studies: list[Study] = []
+        self.plans: list[Plan] = []
+        self.chosen: dict[str, Kept] = {}
+        """The modules that are checkpointed in all these steps, and what each keeps."""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count which modules are called since the model's own call began."""
+        hook = register_module_forward_pre_hook(self._begins)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _begins(self, module: nn.Module, _given: object) -> None:
+        if module is self._model:
+            self._called.clear()
+            self._begun = HostStates()
+        elif module in self._names:
+            self._called[self._names[module]] += 1
+
+    def _ends(self, module: nn.Module, _given: object, _result: object) -> None:
+        if module is self._model:
+            self._draws = self._begun != HostStates()
+
+    def plan(self, record: Callable[[], Study], plan: Callable[[Study], Plan], keeps: Keeps) -> Plan:
+        """Record steps and plan them, the largest first; give the first plan of all, which stays where nothing is new.
+
+        ``keeps`` says whether a step keeps the budget with some choices. Where no choice fits all steps, those that it
+        does not fit are spoken of; where there is none for any, that is raised.
+        """
+        refused: list[str] = []
+        infeasible: InfeasibleBudgetError | None = None
+        for called, study in sorted(self._recorded(record), key=lambda each: -each[1].whole_bytes):
+            self._covered.append(called)
+            self._studies.append(study)
+            if self.plans and keeps(study, self.chosen):
+                continue
+            try:
+                made = plan(study)
+            except InfeasibleBudgetError as error:
+                infeasible = error
+                refused.append(str(error))
+                continue
+            together = {**{name: made.kept.get(name, {}) for name in modules_of(made)}, **self.chosen}
+            if not self.plans or all(keeps(other, together) for other in self._studies):
+                self.chosen = together
+            else:
+                refused.append("the modules that one needs checkpointed break another")
+            self.plans.append(made)
+        self._missed = None
+        if infeasible is not None and not self.plans:
+            raise infeasible
+        for why in refused:
+            warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=5)
+        return self.plans[0]
+
+    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[Counter[str], Study]]:
+        """Record steps that differ in what they run: the one that was missed, or a few of a forward that draws."""
+        seen = [*self._covered]
+        with random_states_kept():
+            if self._missed is not None:
+                self._missed.restore()
+            for number in range(TRIES):
+                try:
+                    with self.watched(), _hook_at_the_end(self._ends):
+                        study = record()
+                except CaptureError:
+                    if number == 0:
+                        raise
+                    continue  # a step that trains nothing, say, because it drops every layer
+                finally:
+                    random.seed(number)
+                    if numpy := sys.modules.get("numpy"):
+                        numpy.random.seed(number)
+                if not _covers(seen, self._called):
+                    seen.append(self._called.copy())
+                    yield seen[-1], study
+                # What data decides is not tried: each of those steps runs for real.
+                if not self._draws or study.varies or self._missed is not None:
+                    return
+
+    def are_left(self) -> bool:
+        """Whether the call that was watched ran more than any that was planned for; says so."""
+        if self._misses == TRIES or _covers(self._covered, self._called):
+            return False
+        self._misses += 1
+        self._missed = self._begun
+        known = Counter({name: max(called[name] for called in self._covered) for name in self._called})
+        more = [*(self._called - known)] or [*self._called]
+        then = "the next is planned for such steps too" if self._misses < TRIES else "others may too, unplanned"
+        warnings.warn(
+            f"{type(self._model).__name__} runs other modules in this step than in those that it was planned for "
+            f"({', '.join(more[:3])}{', ...' if len(more) > 3 else ''}): it may break the budget, and {then}",
+            stacklevel=5,
+        )
+        return True
+
+
+def _covers(known: Sequence[Counter[str]], called: Counter[str]) -> bool:
+    """Whether a step runs no more than one of those that are known."""
+    return any(called <= other for other in known)
+
+
+@contextmanager
+def _hook_at_the_end(hook: Callable[[nn.Module, object, object], None]) -> Iterator[None]:
+    handle = register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

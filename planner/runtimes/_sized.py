@@ -1,0 +1,92 @@
+"""What runs at each size of one program that was captured with symbols.
+
+The first sizes are made plain, as a capture at each would give them. Once two of them agree, in bytes and in code, on
+what sizes decide, one is the formula for all others: these are planned as plain data, and run code that is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from planner.capture.joint import JointGraph
+from planner.capture.programs import Program
+from planner.capture.symbolic import Sizes, at_sizes
+from planner.plans.plan import Plan
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.rewrite.sized import SizedGraph, sized
+from planner.runtimes._calls import weakly
+from planner.session.sized import SizedStep, UnknownSizeError
+from planner.session.step import PlannedStep
+
+Code = tuple[SizedGraph, SizedGraph]
+
+
+class SizedPrograms:
+    """Programs of one joint graph with symbols; ``plan`` plans a plain one, ``follow`` what a formula says of a size.
+
+    ``entered`` is told in every call which plan is in force.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Callable[[JointGraph], PlannedStep],
+        follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
+        entered: Callable[[Plan], None],
+    ) -> None:
+        self._model, self._plan, self._follow, self._entered = model, plan, follow, entered
+        self._formula: SizedStep | None = None
+        self._is_confirmed = False
+        self._code: dict[Any, Code] = {}
+        """Of the formula, by what is run, and what writes over inputs."""
+
+    def program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
+        """Return what runs for what the program is given."""
+        sizes = Sizes(joint, given)
+        planned = self._by_formula(given, sizes)
+        if planned is None:
+            planned = self._plan(at_sizes(joint, given))
+            code = self._confirmed(planned, given, sizes)
+        else:
+            assert self._formula is not None
+            code = self._code_for(self._formula, planned)
+        forward, backward = code
+        return Program(forward.at(sizes), backward.at(sizes), weakly(self._entered, planned.plan))
+
+    def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
+        if self._formula is None or not self._is_confirmed:
+            return None
+        try:
+            return self._follow(self._formula, given, sizes)
+        except UnknownSizeError:
+            return None
+
+    def _confirmed(self, planned: PlannedStep, given: Sequence[Any], sizes: Sizes) -> Code:
+        """Hold the formula against a step that was made plain, or take that one in its place; return its code."""
+        step = SizedStep(self._model, planned.step, planned.study, sizes)
+        code = _written(step, planned)
+        if self._formula is not None and self._formula.agrees(step, given):
+            same = self._code_for(self._formula, planned)
+            if [half.text for half in same] == [half.text for half in code]:
+                self._is_confirmed = True
+                return same
+        if not self._is_confirmed:
+            self._formula, self._code = step, {_run_by(planned): code}
+        return code
+
+    def _code_for(self, formula: SizedStep, planned: PlannedStep) -> Code:
+        run = _run_by(planned)
+        if run not in self._code:
+            self._code[run] = _written(formula, planned)
+        return self._code[run]
+
+
+def _run_by(planned: PlannedStep) -> Any:
+    return planned.schedule, tuple(sorted(planned.over.items()))
+
+
+def _written(step: SizedStep, planned: PlannedStep) -> Code:
+    return sized(extract_fwd_bwd(step.step.lowered, planned.schedule, planned.over))

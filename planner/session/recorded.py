@@ -1,0 +1,178 @@
+"""From a recorded eager step to a study of it and to a plan: what the runtime ``modules`` carries out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from torch import fx, nn
+
+from planner.analysis.study import Study
+from planner.capture.eager.graph import lower_eager
+from planner.capture.eager.record import record
+from planner.capture.eager.trace import Trace
+from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
+from planner.capture.lowering import LoweredGraph
+from planner.capture.operands import is_opaque
+from planner.capture.parallel import has_several_ranks
+from planner.capture.provenance import kinds_of
+from planner.common import timings
+from planner.errors import CaptureError, UsageError
+from planner.findings.finding import Finding
+from planner.ir.graph import OperationCost
+from planner.ir.layers import find_blocks
+from planner.measure.devices import device_spec
+from planner.plans.plan import Plan, PlanOrigin
+from planner.session.step import (
+    Options,
+    attention_for,
+    context_of,
+    cost,
+    fingerprint,
+    origin_of,
+    plan_study,
+    problems_of,
+    static_memory_of,
+)
+
+_NO_TROUBLE = ("full-backward-hooks",)
+"""Rules that an eager step may break."""
+
+
+def plan_eager(
+    model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+) -> Plan:
+    """Plan one eager step; see :func:`plan_study`."""
+    return plan_study(study_eager(model, inputs, options), options, reuse=reuse, must_match=must_match)
+
+
+def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> Study:
+    """Record and cost one eager step."""
+    if isinstance(options.eager, Study):
+        return options.eager
+    check_device(model, inputs)
+    check_own_checkpointing(model)
+    return _Recorded(model, inputs, options).study(None)
+
+
+def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:
+    """Return the options with the model's own step, where a plan of a captured one is to be held against that.
+
+    It is recorded without data, so that nothing runs: the model may be one that does not fit. The step of one of
+    several devices is not held against it, and a recorded one is the model's own.
+    """
+    asked = options.budget.is_share or options.search.compare
+    several = has_several_ranks() or options.training.tensor_parallel > 1
+    if not asked or several or options.runtime == "modules" or options.taken_over is not None:
+        return options
+    try:
+        check_own_checkpointing(model)
+        own = replace(options, runtime="modules")
+        eager: Study | CaptureError = _Recorded(model, inputs, own, may_run=False).study(None)
+    except CaptureError as error:
+        eager = error
+    except UsageError as error:  # it checkpoints itself, which a recording does not follow
+        eager = CaptureError(str(error))
+    return replace(options, eager=eager)
+
+
+class _Recorded:
+    """A recorded step, and the model that it was recorded of."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> None:
+        self.begun = time.perf_counter()
+        options.search.tell("recording a step")
+        attention = attention_for(model, options)
+        with timings.stage("capture"):
+            self.trace = record(model, inputs, loss=options.loss, attention=attention, may_run=may_run)
+        self.has_attention_of_here = self.trace.is_real and attention is not None
+        self.model, self.options = model, options
+        self.tensors = inputs.tensors()
+        self.spec = device_spec(model, options.target.device)
+        self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
+        self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
+        self.origin: PlanOrigin | None = None
+
+    def blocks(self) -> Collection[str]:
+        forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])
+        return find_blocks(forward, kinds_of(self.model))
+
+    def study(self, least_bytes: int | None) -> Study:
+        """Return the step as plain data; with what its modules could send of so many bytes and more, if any may."""
+        step = lower_eager(
+            self.trace,
+            self.model,
+            self.tensors,
+            context_of(self.model, self.spec, self.around, self.options),
+            least_bytes=least_bytes,
+        )
+        if self.origin is None:
+            self.origin = self._cost(step.lowered)
+        costs = [self.costs[node] for node in step.lowered.operation_nodes]
+        return Study(
+            graph=step.lowered.graph,
+            costs=tuple(
+                replace(cost, workspace_bytes=step.workspace_bytes.get(index, cost.workspace_bytes))
+                for index, cost in enumerate(costs)
+            ),
+            origin=self.origin,
+            static_memory=self.around,
+            device=self.spec,
+            regions=step.regions,
+            least_bytes=least_bytes,
+            seen_for=self.study,
+            varies=self.trace.is_real,
+        )
+
+    def _cost(self, lowered: LoweredGraph) -> PlanOrigin:
+        """Cost every operation, and say where the step comes from: both are the same whatever modules may send."""
+        model, options, trace = self.model, self.options, self.trace
+        costing = cost(model, lowered, self.spec, options)
+        for node, each in zip(lowered.operation_nodes, costing.costs, strict=True):
+            self.costs.setdefault(node, each)
+        return origin_of(
+            costing,
+            self.spec,
+            fingerprint=fingerprint(model, lowered, self.spec.name),
+            capture_seconds=time.perf_counter() - self.begun,
+            runtime=options.runtime,
+            warnings=(
+                *costing.warnings,
+                *_notes(trace, has_attention_of_here=self.has_attention_of_here),
+                *problems_of(
+                    model,
+                    options,
+                    outside_bytes=trace.outside_bytes if trace.outside_bytes > self.spec.alignment_bytes else 0,
+                    returned_cache=trace.returned_cache,
+                    allowed=_NO_TROUBLE,
+                ),
+            ),
+        )
+
+
+def _notes(trace: Trace, *, has_attention_of_here: bool) -> Iterator[Finding]:
+    if has_attention_of_here:
+        yield Finding(
+            rule="attention-of-here",
+            evidence="a real step was recorded on this machine, for a device that is not here",
+            cause="its attention kernels are those of this machine, which keep other tensors, and more of them",
+            fix="plan there, or a model that can be followed without data",
+        )
+    if trace.is_real:
+        yield Finding(
+            rule="recorded-for-real",
+            evidence="a real step was recorded: what the model runs, or what its kernels keep, is known only with data",
+            cause="another batch may need more, or less, than is predicted",
+            fix="plan with a batch of the kind that needs most, and leave some room in the budget",
+        )
+    if opaque := sorted(
+        {str(run.node.target) for run in trace.runs if is_opaque(run.node.target) and run.workspace_bytes is None}
+    ):
+        yield Finding(
+            rule="workspace-unknown",
+            evidence=", ".join(opaque),
+            cause="the workspace of these kernels cannot be measured alone, and counts as none",
+            fix="verify the plan, and leave room in the budget for what it shows",
+        )

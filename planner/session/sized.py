@@ -1,0 +1,239 @@
+"""A planned step as a formula: what a capture with symbols, made plain for some sizes, says of all others.
+
+The graph stays; the bytes of its values, what is resident, and the workspace of its kernels are those of the sizes at
+hand. A formula is a guess until another size, made plain too, was found to be what it says: see :meth:`agrees`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from planner.analysis.beside_eager import eager_step
+from planner.analysis.study import Study
+from planner.capture.inputs import new_bytes
+from planner.capture.joint import fake_mode_of
+from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
+from planner.capture.torch_internals import expression_of
+from planner.common import timings
+from planner.common.units import round_up
+from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.in_place import joined
+from planner.ir.static_memory import StaticMemory
+from planner.measure import devices
+from planner.measure.workspace import TO_RUN, of_calls
+from planner.plans.plan import EagerStep, Plan
+from planner.session.step import LoweredStep, Options, PlannedStep, called_with, fingerprint_of, plan_study
+
+
+class UnknownSizeError(Exception):
+    """A formula that was not found: the step is then made plain for each size."""
+
+
+@dataclass(frozen=True, eq=False)
+class SizedStep:
+    """One planned step, and how its bytes follow from sizes."""
+
+    model: nn.Module
+    step: LoweredStep
+    study: Study
+    sizes: Sizes
+    """At which the step was made plain."""
+
+    def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
+        """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
+        values_bytes = self._values_bytes(sizes)
+        lowered = self.step.lowered
+        values = tuple(
+            value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
+            for value, size_bytes in zip(lowered.graph.values, values_bytes, strict=True)
+        )
+        joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
+        around = self._around(self.inputs(joint.inputs))
+        graph = replace(lowered.graph, values=values, static_bytes=dict(around.static_bytes))
+        step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
+        costs = self._costs(graph, sizes)
+        in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
+        study = replace(
+            self.study,
+            graph=in_place.graph,
+            costs=in_place.costs(costs),
+            in_place=in_place,
+            origin=replace(
+                self.study.origin,
+                fingerprint=fingerprint_of(self.model, step),
+                capture_seconds=0.0,
+                eager=eager,
+            ),
+            static_memory=around,
+        )
+        return step, study
+
+    @timings.stage("lowering")
+    def planned(self, given: Sequence[Any], sizes: Sizes, options: Options, reuse: Plan | None) -> PlannedStep:
+        """Plan the step for what the program is given."""
+        step, study = self.at(given, sizes, eager_step(options.eager))
+        plan = plan_study(study, options, reuse=reuse)
+        assert study.in_place is not None
+        schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
+        return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
+
+    def agrees(self, other: SizedStep, given: Sequence[Any]) -> bool:
+        """Whether what is said here of the sizes of another step is what that is."""
+        try:
+            _, study = self.at(given, other.sizes)
+        except UnknownSizeError:
+            return False
+        mine, theirs = study.graph, other.study.graph
+        return (
+            [(o.key, o.inputs, o.outputs, o.then, o.state_bytes, o.recomputable) for o in mine.operations]
+            == [(o.key, o.inputs, o.outputs, o.then, o.state_bytes, o.recomputable) for o in theirs.operations]
+            and mine.values == theirs.values
+            and mine.static_bytes == theirs.static_bytes
+            and study.static_memory == other.study.static_memory
+            and [c.workspace_bytes for c in study.costs] == [c.workspace_bytes for c in other.study.costs]
+        )
+
+    @property
+    def _single_costs(self) -> tuple[OperationCost, ...]:
+        assert self.study.in_place is not None
+        return self.study.in_place.single_costs
+
+    # Bytes of values.
+
+    @cached_property
+    def _formulas(self) -> tuple[Any, ...]:
+        """For each value, its bytes in symbols."""
+        lowered = self.step.lowered
+        makers = [lowered.operation_nodes[index] for index in lowered.graph.producer]
+        nodes = [*lowered.value_nodes, *[None] * (len(makers) - len(lowered.value_nodes))]
+        return tuple(
+            self._formula(value.size_bytes, node or maker)
+            for value, node, maker in zip(lowered.graph.values, nodes, makers, strict=True)
+        )
+
+    def _formula(self, size_bytes: int, node: fx.Node | None) -> Any:
+        for expression in _sizes_about(node):
+            if self._rounded(self.sizes.of(expression)) == size_bytes:
+                return expression
+        return size_bytes
+
+    def _values_bytes(self, sizes: Sizes) -> list[int]:
+        known = {expression: self._rounded(sizes.of(expression)) for expression in set(self._formulas)}
+        return [known[expression] for expression in self._formulas]
+
+    def _rounded(self, size_bytes: int) -> int:
+        return round_up(size_bytes, self.step.lowered.graph.alignment_bytes)
+
+    def _around(self, inputs: Sequence[Tensor]) -> StaticMemory:
+        """Return what is resident, with these inputs."""
+        around, alignment = self.step.static_memory, self.step.lowered.graph.alignment_bytes
+        now = {id(tensor): tensor for tensor in inputs}
+        sizes = around.tensor_bytes
+        if len(sizes) > 1:
+            of_inputs = [self._rounded(tensor.nbytes) for tensor in now.values()]
+            sizes = (*sizes[: len(sizes) - 1 - len(of_inputs)], *of_inputs, sizes[-1])
+        resident = {**around.static_bytes, "inputs": new_bytes(inputs, set(), alignment)}
+        return replace(around, static_bytes=resident, tensor_bytes=sizes)
+
+    def inputs(self, given: Sequence[Any]) -> list[Tensor]:
+        """Return what the model is called with, of all that the program is given: parameters and buffers stay."""
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        return [tensors[position] for position in self._positions]
+
+    @cached_property
+    def _positions(self) -> tuple[int, ...]:
+        joint = self.step.lowered.joint
+        asked = {id(tensor) for tensor in called_with(self.model, joint)}
+        return tuple(at for at, tensor in enumerate(joint.inputs) if id(tensor) in asked)
+
+    # What operations cost.
+
+    def _costs(self, graph: TrainingGraph, sizes: Sizes) -> tuple[OperationCost, ...]:
+        """Return the costs here, with times scaled by bytes, and workspace measured where there was some."""
+        before, now = self.step.lowered.graph.values, graph.values
+        workspaces = self._workspaces(sizes)
+        made = []
+        for index, (operation, cost) in enumerate(zip(graph.operations, self._single_costs, strict=True)):
+            touched = (*operation.inputs, *operation.outputs)
+            old_bytes = sum(before[value].size_bytes for value in touched)
+            scale = sum(now[value].size_bytes for value in touched) / old_bytes if old_bytes else 1.0
+            workspace_bytes = workspaces.get(index, cost.workspace_bytes)
+            made.append(replace(cost, seconds=cost.seconds * scale, workspace_bytes=workspace_bytes))
+        return tuple(made)
+
+    def _workspaces(self, sizes: Sizes) -> dict[int, int]:
+        """Measure the workspace of what has some."""
+        signatures, calls = self._with_workspace
+        operations = self.step.lowered.graph.operations
+        with fake_mode_of(self.step.lowered.joint.graph), torch.no_grad():
+            made = [_at(node, self.sizes, sizes) for node in calls.values()]
+        found = dict(zip(calls, of_calls(made, devices.of_model(self.model), TO_RUN), strict=True))
+        return {index: found[text] + operations[index].state_bytes for index, text in signatures.items()}
+
+    @cached_property
+    def _with_workspace(self) -> tuple[dict[int, str], dict[str, fx.Node]]:
+        """Operations whose kernels need some, by index, as signatures; and a call of each."""
+        lowered, signatures = self.step.lowered, {}
+        for index, (operation, cost) in enumerate(zip(lowered.graph.operations, self._single_costs, strict=True)):
+            if operation.signature and cost.workspace_bytes > operation.state_bytes:
+                signatures[index] = operation.signature
+        nodes = {text: lowered.operation_nodes[index] for index, text in signatures.items()}
+        return signatures, {text: node for text, node in nodes.items() if node is not None}
+
+
+def _sizes_about(node: fx.Node | None) -> Iterator[Any]:
+    """Return, in symbols, bytes that a value made by a node may have: its own, or those of what the node reads."""
+    if node is None:
+        return
+    read = list(node.all_input_nodes)
+    for one in (node, *read, *(deeper for source in read for deeper in source.all_input_nodes)):
+        recorded = one.meta.get(SYMBOLIC_VALUE, one.meta.get("val"))
+        for tensor in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
+            if isinstance(tensor, Tensor):
+                yield expression_of(tensor.untyped_storage().nbytes())
+                yield expression_of(tensor.numel() * tensor.element_size())
+
+
+def _at(node: fx.Node, known: Sizes, sizes: Sizes) -> fx.Node:
+    """Return a call like a node's, of tensors of other sizes; UnknownSizeError if their strides are not known."""
+    graph = fx.Graph()
+
+    def copied(source: fx.Node) -> fx.Node:
+        plain, symbolic = source.meta["val"], source.meta.get(SYMBOLIC_VALUE)
+        placeholder = graph.placeholder(source.name)
+        placeholder.meta["val"] = _resized(plain, symbolic, known, sizes)
+        return placeholder
+
+    def replaced(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return copied(argument)
+        return sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
+
+    args, kwargs = map_aggregate((node.args, node.kwargs), replaced)
+    call = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    call.meta["val"] = _resized(node.meta["val"], node.meta.get(SYMBOLIC_VALUE), known, sizes)
+    return call
+
+
+def _resized(plain: Any, symbolic: Any, known: Sizes, sizes: Sizes) -> Any:
+    if isinstance(plain, (list, tuple)):
+        return type(plain)(_resized(a, b, known, sizes) for a, b in zip(plain, symbolic, strict=True))
+    if not isinstance(plain, Tensor):
+        return plain
+    if not isinstance(symbolic, Tensor):
+        raise UnknownSizeError("a kernel lays its result out in its own way")
+    layout = [*symbolic.shape, *symbolic.stride()]
+    before = [known.of(expression_of(n)) for n in layout]
+    if before != [*plain.shape, *plain.stride()]:
+        raise UnknownSizeError("a kernel lays its result out in its own way")
+    now = [sizes.of(expression_of(n)) for n in layout]
+    if now == before:
+        return plain
+    return torch.empty_strided(now[: plain.dim()], now[plain.dim() :], dtype=plain.dtype, device=plain.device)

@@ -1,0 +1,93 @@
+"""A capture that fails says why in the user's words, and leaves nothing behind for the next one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.errors import CaptureError
+from tests.models import Stack, rows
+from tests.tiers import tiered
+
+BUDGET = {"budget": "100%", "time_limit_seconds": 0.5}
+
+Use = Callable[[torch.Tensor, int], torch.Tensor]
+
+OF_DRAWN: dict[str, Use] = {
+    "a slice": lambda x, number: x[number:],
+    "copies": lambda x, number: x.repeat(number, 1),
+    "a shift": lambda x, number: torch.roll(x, number, 0),
+    "a size": lambda x, number: x + torch.zeros(number, 1).sum(),
+    "a position": lambda x, number: x * [1.0, 2.0, 3.0][number],
+}
+
+
+class Drawing(Stack):
+    """Uses a whole number that it draws anew in every call."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__()
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.use(x, random.randint(1, 2)))
+
+
+class DependingOnData(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 1 if x.sum() > 0 else x)
+
+
+def steps(model: nn.Module) -> list[float]:
+    random.seed(3)
+    losses = []
+    for _ in range(4):
+        losses.append(model(rows()))
+        losses[-1].backward()
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.filterwarnings("ignore:runtime 'modules'")
+@pytest.mark.parametrize("use", tiered(OF_DRAWN, quick=("a slice", "a size")))
+def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
+    plain, model = Drawing(OF_DRAWN[use]), Drawing(OF_DRAWN[use])
+    model.load_state_dict(plain.state_dict())
+    with pytest.raises(CaptureError, match=r"that it draws|depends on data|known only when") as refused:
+        planner.plan(model, rows(), runtime="graph", **BUDGET)
+    assert "SymInt" not in str(refused.value) and "u0" not in str(refused.value)
+    planner.auto_wrap(model, **BUDGET)
+    assert steps(model) == steps(plain)
+
+
+@pytest.mark.filterwarnings("ignore:runtime 'modules'")
+def test_what_the_user_compiles_and_what_fails_leave_later_captures_alone() -> None:
+    compiled = torch.compile(Stack(), backend="aot_eager", dynamic=True)
+    for count in (64, 32):
+        compiled(rows(count)).backward()
+    for build in (DependingOnData, lambda: Drawing(OF_DRAWN["a slice"])):
+        model = planner.auto_wrap(build(), runtime="graph", **BUDGET)
+        for _ in range(2):
+            with pytest.raises(CaptureError):
+                model(rows())
+        planner.plan(Stack(), rows(), runtime="graph", **BUDGET)
+        planner.auto_wrap(Stack(), runtime="graph", **BUDGET)(rows()).backward()
+        compiled(rows(48)).backward()
+
+
+def test_hidden_states_of_hugging_face_are_collected_in_a_graph_from_the_first_call_on() -> None:
+    """The model puts hooks in, once for all and under a lock, when it is first asked for them."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, use_cache=False
+    )
+    tokens = torch.randint(0, 64, (2, 16))
+    model = transformers.LlamaForCausalLM(config)
+    planner.auto_wrap(model, runtime="graph", **BUDGET)
+    outputs = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    outputs.loss.backward()
+    assert len(outputs.hidden_states) == 3

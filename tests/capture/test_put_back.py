@@ -1,0 +1,129 @@
+"""A recorded step leaves nothing behind: no tensor without data in a cache, an attribute, a list or a global."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture.eager.record import record
+from planner.capture.inputs import Inputs
+from planner.capture.torch_internals import FakeTensor
+
+TABLES: dict[int, torch.Tensor] = {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_again() -> Iterator[None]:
+    """Freeze what is imported once more: looking for a cache thaws it, and every collection would walk it."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.last: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+
+
+class Keeping(nn.Module):
+    """Keeps a tensor from one call to the next wherever programs do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.helper, self.tables = nn.Linear(8, 8), Helper(), [Helper()]
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  (what is tested)
+    def table(self, size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    @functools.cache  # noqa: B019
+    def twice(self, size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return torch.ones(size), {"two": 2 * torch.ones(size)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[1]
+        TABLES.setdefault(size, torch.ones(size))
+        self.helper.last = self.linear(x) + self.table(size) * TABLES[size] + self.twice(size)[1]["two"]
+        self.tables[0].seen.append(self.helper.last.detach())
+        self.helper.seen.append(self.helper.last.detach())
+        return self.helper.last.sum()
+
+
+def test_nothing_of_a_recording_is_kept(recwarn: pytest.WarningsRecorder) -> None:
+    TABLES.clear()
+    model, x = Keeping(), torch.randn(4, 8)
+    record(model, Inputs((x,), {}))
+    assert not TABLES and not model.helper.seen and model.helper.last is None and not model.tables[0].seen
+    loss = model(x)
+    loss.backward()
+    assert not isinstance(loss, FakeTensor) and not isinstance(model.linear.weight.grad, FakeTensor)
+    assert not recwarn.list
+
+
+class Net(nn.Module):
+    """Blocks that keep a table each time that they are asked for another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def table(self, size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x) + self.table(x.shape[1]))
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules", "regional"])
+@pytest.mark.parametrize("loss_fn", [None, torch.sum])
+def test_a_planned_model_computes_with_data(runtime: str, loss_fn: Any) -> None:
+    """Not a recorded step alone runs a model without data: so do a loss that is measured, and the search for blocks."""
+    model, x = Net(), torch.randn(64, 8)
+    planner.plan(model, x, loss_fn=loss_fn, budget="1GiB", runtime=runtime, compare=False)
+    assert not isinstance(model(x), FakeTensor)
+
+
+def test_what_was_kept_before_is_kept_still() -> None:
+    TABLES.clear()
+    model, x = Keeping(), torch.randn(4, 8)
+    model(x)
+    last, seen = model.helper.last, list(model.helper.seen)
+    record(model, Inputs((x,), {}))
+    assert model.helper.last is last and len(model.helper.seen) == len(seen) == 1
+    assert list(TABLES) == [8] and not isinstance(TABLES[8], FakeTensor)
+
+
+def test_what_cannot_be_taken_back_is_said() -> None:
+    held: list[Any] = []
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held.append(self.linear(x))
+            return held[-1].sum()
+
+    with pytest.warns(UserWarning, match="Hidden keeps tensors of a step that was recorded without data"):
+        record(Hidden(), Inputs((torch.randn(4, 8),), {}))

@@ -1,0 +1,65 @@
+"""A loss outside the model is measured wherever the model and the loss run, with data where they need that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from tests.models import Stack, mean_square, perceptron, rows
+from tests.runtimes.steps import assert_same, hold_peak, train
+
+BUDGET = {"budget": "85%", "time_limit_seconds": 0.5}
+
+
+class OnData(Stack):
+    """Looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__(has_loss=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 1 if x.sum() > 1e9 else x)
+
+
+class Forces(nn.Module):
+    """Differentiates an energy by its own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.after = perceptron(), Stack(4, has_loss=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return self.after(forces)
+
+
+def of_the_large(y: torch.Tensor) -> torch.Tensor:
+    """Chooses rows by what is in them, as losses of detection do."""
+    chosen = y.square().sum(1) > y.square().sum(1).median()
+    return y[chosen.nonzero()[:, 0]].square().mean()
+
+
+def plain_stack() -> nn.Module:
+    return Stack(has_loss=False)
+
+
+@pytest.mark.filterwarnings("ignore:runtime 'modules'")
+@pytest.mark.parametrize(
+    ("build", "loss_fn"), [(OnData, mean_square), (Forces, mean_square), (plain_stack, of_the_large)]
+)
+def test_what_needs_data_is_planned(build: Callable[[], nn.Module], loss_fn: Any) -> None:
+    plain, model = build(), build()
+    model.load_state_dict(plain.state_dict())
+    x = rows(512)
+    before = torch.get_rng_state()
+    planner.auto_wrap(model, x, loss_fn=loss_fn, **BUDGET)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_same(train(plain, x, loss_fn), train(model, x, loss_fn), 1e-6)
+    if build is not Forces:
+        hold_peak(model, x, loss_fn=loss_fn, least=0.99)

@@ -1,0 +1,97 @@
+"""Steps that run other modules than the one before, under the runtime that records one: planned for, or said."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture.memory import record
+from tests.models import Stack, mean_square, rows
+from tests.runtimes.steps import assert_same, peak_of, step, train
+
+
+class Dropping(Stack):
+    """Drops each of its layers, but the first, at random."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if not number or random.random() < 0.6:
+                x = x + block(x)
+        return mean_square(x)
+
+
+class Switched(Stack):
+    """Runs as many layers as it is told to, of which no random state says anything."""
+
+    layers = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[: self.layers]:
+            x = x + block(x)
+        return mean_square(x)
+
+
+def peak_bytes(model: nn.Module) -> int:
+    model.zero_grad()
+    x = rows(512)
+    with record() as recording:
+        step(model, x)
+    return planner.plan_of(model).total_static_bytes + peak_of(recording, alignment_bytes=1)
+
+
+def wrap(model: nn.Module, budget_bytes: int) -> nn.Module:
+    return planner.auto_wrap(model, budget=budget_bytes, runtime="modules", time_limit_seconds=0.5)
+
+
+def unplanned_bytes(model: nn.Module) -> int:
+    return planner.plan(model, rows(512), budget="100%", runtime="modules").baseline_peak_bytes
+
+
+@pytest.mark.filterwarnings("error:.*runs other modules", "error:some steps")
+def test_layers_that_are_dropped_at_random_keep_the_budget() -> None:
+    whole = unplanned_bytes(Stack(6))
+    plain, model = Dropping(6), Dropping(6)
+    model.load_state_dict(plain.state_dict())
+    wrap(model, int(0.6 * whole))
+    for number in range(8):
+        random.seed(number)
+        expected = train(plain, rows(512))
+        random.seed(number)
+        assert_same(expected, train(model, rows(512)))
+        random.seed(number)
+        assert peak_bytes(model) <= 0.6 * whole
+
+
+def test_a_step_that_runs_more_than_was_planned_for_is_said_and_planned() -> None:
+    model = Switched(6)
+    budget_bytes = int(0.6 * unplanned_bytes(Stack(6)))
+    wrap(model, budget_bytes)
+    step(model, rows(512))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Switched runs")
+        for _ in range(2):
+            assert peak_bytes(model) <= budget_bytes
+    model.layers = 6
+    with pytest.warns(UserWarning, match=r"Switched runs other modules .*\(blocks.2"):
+        assert peak_bytes(model) > budget_bytes
+    step(model, rows(512))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Switched runs")
+        for model.layers in (6, 3, 2, 6):
+            assert peak_bytes(model) <= budget_bytes
+
+
+def test_what_no_plan_fits_is_said() -> None:
+    model = Switched(6)
+    wrap(model, int(0.9 * unplanned_bytes(Switched(6))))
+    step(model, rows(512))
+    model.layers = 6
+    with pytest.warns(UserWarning, match="runs other modules"):
+        step(model, rows(512))
+    with pytest.warns(UserWarning, match="some steps of Switched break the budget"):
+        step(model, rows(512))

@@ -1,0 +1,188 @@
+"""One capture with symbolic sizes: each size has the step, the peak and the bits of a capture at that size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import planner
+from planner.capture import joint_capture
+from planner.plans.plan import Plan
+from planner.runtimes import _sized
+from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
+from tests.tiers import tiered
+
+
+class Attention(nn.Module):
+    """Queries and keys of two lengths, with dropout inside the kernel and after it."""
+
+    def __init__(self, heads: int = 4, *, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        memory = x if memory is None else memory
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q(x), *self.kv(memory).chunk(2, dim=-1))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=self.causal)
+        return self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+
+class EncoderDecoder(nn.Module):
+    """Two lengths that have nothing to do with each other, and an embedding by position."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(50, WIDTH), nn.Embedding(64, WIDTH)
+        self.encoder = nn.ModuleList(nn.ModuleList([Attention(), perceptron()]) for _ in range(depth))
+        self.decoder = nn.ModuleList(
+            nn.ModuleList([Attention(causal=True), Attention(), perceptron()]) for _ in range(depth)
+        )
+        self.head = nn.Linear(WIDTH, 50)
+
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory = self.embedded(source)
+        for attention, block in self.encoder:
+            memory = memory + attention(memory)
+            memory = memory + block(memory)
+        x = self.embedded(target)
+        for own, across, block in self.decoder:
+            x = x + own(x)
+            x = x + across(x, memory)
+            x = x + block(x)
+        return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+
+
+class Means(nn.Module):
+    """Numbers that sizes decide: scales, reshapes, padding to a multiple, and a mean over what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.inner(x)) * x.shape[1] ** -0.5
+        y = F.pad(y, (0, 0, 0, -y.shape[1] % 4)).unflatten(1, (-1, 4)).amax(2)
+        z = self.outer(y).transpose(1, 2).cumsum(-1)
+        return (z / y.numel()).std(0).mean() + F.avg_pool1d(z, 2).square().mean()
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(x)
+
+
+def upsampling() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1), nn.SiLU(), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, stride=2, padding=1)
+    )
+
+
+def floats(*size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def ids(*size: int) -> torch.Tensor:
+    return torch.randint(50, size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+IMAGES = ((4, 16, 16), (3, 12, 20), (5, 15, 9), (4, 14, 17))
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...]]]] = {
+    "perceptron": (
+        lambda: Stack(3, lambda: perceptron(dropout=0.1)),
+        [(floats(rows, WIDTH),) for rows in (64, 48, 33, 57)],
+    ),
+    "attention": (
+        lambda: Stack(2, lambda: nn.Sequential(nn.LayerNorm(WIDTH), Attention(causal=True))),
+        [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 24), (7, 7), (6, 11), (5, 19))],
+    ),
+    "convolutions": (
+        lambda: Convolutions(2),
+        [(floats(batch, 16, *image),) for batch, *image in IMAGES],
+    ),
+    "channels last": (
+        lambda: Convolutions(2, channels_last=True),
+        [(floats(batch, 16, *image),) for batch, *image in IMAGES],
+    ),
+    "upsampling": (
+        lambda: nn.Sequential(*(upsampling() for _ in range(4)), Mean()),
+        [(floats(batch, 4, *image),) for batch, *image in IMAGES],
+    ),
+    "encoder and decoder": (
+        EncoderDecoder,
+        [(ids(3, a), ids(3, b)) for a, b in ((16, 12), (13, 13), (30, 9), (8, 17), (11, 21))],
+    ),
+    "means": (Means, [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 15), (6, 22), (5, 27))]),
+}
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return what grows by one for each program that is captured."""
+    seen: list[int] = []
+    call = joint_capture.Backend.__call__
+
+    def spy(self: joint_capture.Backend, *arguments: object) -> object:
+        seen.append(1)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(joint_capture.Backend, "__call__", spy)
+    return seen
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return planner.auto_wrap(
+        copy.deepcopy(model), activation_budget="85%", runtime="graph", time_limit_seconds=0.2, cost_model="roofline"
+    )
+
+
+def step(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor], Plan]:
+    """Train one step from the same random state; give loss, gradients with buffers, and the plan."""
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(*inputs)
+    loss.backward()
+    state = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    state |= {name: b.clone() for name, b in model.named_buffers()}
+    return loss.detach(), state, planner.plan_of(model)
+
+
+@pytest.mark.parametrize("name", tiered(CASES, slow=("channels last", "upsampling", "means", "encoder and decoder")))
+def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
+    name: str, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, sizes = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    varying = wrapped(model)
+    for inputs in sizes[:-1]:
+        step(varying, inputs)
+    assert len(captures) == 2
+    monkeypatch.setattr(_sized, "at_sizes", refuse)
+    fixed = wrapped(model)
+    fixed.load_state_dict(varying.state_dict())
+    loss, state, plan = step(varying, sizes[-1])
+    assert len(captures) == 2
+    expected_loss, expected, expected_plan = step(fixed, sizes[-1])
+    assert torch.equal(loss, expected_loss)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert plan.fingerprint == expected_plan.fingerprint
+    assert plan.baseline_peak_bytes == expected_plan.baseline_peak_bytes
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("the formula should say what is needed")

@@ -1,0 +1,177 @@
+"""Plans are held against the model's own step: percentages, overheads, and what capture makes slower or larger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import planner
+from planner import runtimes
+from planner.capture.inputs import Inputs
+from planner.capture.memory import measure_peak
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.session.recorded import with_eager
+from planner.session.step import Options
+
+CPU = torch.device("cpu")
+
+
+def eager_peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    """Measure a step of the model as it is, with what is resident around it."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    resident = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), x))
+    return measure_peak(step, CPU)[0] + resident
+
+
+class Own(torch.autograd.Function):
+    """An activation that saves its input alone, and computes all else again: capture keeps more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x).exp().sin().cos()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        inner = torch.sigmoid(x).exp()
+        return grad * (inner.sin().cos() - x * inner.sin().sin() * inner.cos() * inner)
+
+
+class Thrifty(nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Own.apply(layer(x))
+        return x.square().sum()
+
+
+class Relus(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(m for _ in range(6) for m in (nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Dropout(0.1)))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().sum()
+
+
+@pytest.mark.parametrize("make", [Relus, Thrifty])
+def test_a_percentage_is_of_what_eager_takes(make: Any) -> None:
+    model, x = make(), torch.randn(1024, 64)
+    plan = planner.plan(model, x, budget="80%", runtime="graph")
+    assert plan.eager is not None
+    assert plan.eager.peak_bytes == pytest.approx(eager_peak_bytes(model, x), rel=1e-3)
+    assert plan.budget_bytes == plan.eager.peak_bytes * 8 // 10
+    planner.auto_wrap(model, budget="80%", runtime="graph")
+    model(x).backward()
+    assert planner.plan_of(model).budget_bytes == plan.budget_bytes
+
+
+def test_what_capture_makes_larger_is_named() -> None:
+    plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", time_limit_seconds=1, runtime="graph")
+    assert plan.eager is not None and plan.baseline_peak_bytes > 1.5 * plan.eager.peak_bytes
+    (found,) = [w for w in plan.warnings if w.rule == "larger-than-eager"]
+    assert "of eager's" in found.evidence and "cos +" in found.evidence
+    assert plan.peak_bytes <= plan.eager.peak_bytes
+
+
+def test_auto_takes_the_eager_step_where_that_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Thrifty(), torch.randn(1024, 64)
+    asked = {"example_inputs": x, "budget": "100%", "time_limit_seconds": 1.0}
+    chosen = planner.plan(model, **asked)
+    captured, eager = (planner.plan(model, runtime=name, **asked) for name in ("graph", "modules"))
+    assert chosen.step_seconds == min(captured.step_seconds, eager.step_seconds)
+    dearer = replace(captured, baseline_step_seconds=2 * eager.step_seconds)
+    monkeypatch.setattr(runtimes.get("graph"), "plan", lambda *_, **__: dearer, raising=False)
+    plan = planner.plan(model, **asked)
+    assert plan.runtime == "modules"
+    assert [w.rule for w in plan.warnings if "planned as captured" in w.evidence] == ["runtime"]
+    planner.auto_wrap(model, plan=plan)
+    model(x).backward()
+
+
+def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan_of_graph(*_: Any, **__: Any) -> Plan:
+        raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
+
+    monkeypatch.setattr(runtimes.get("graph"), "plan", plan_of_graph, raising=False)
+    plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", time_limit_seconds=1)
+    assert plan.runtime == "modules" and any("does not fit" in w.evidence for w in plan.warnings)
+
+
+def test_nothing_runs_to_learn_it() -> None:
+    """A model whose eager step does not fit must be plannable; what only running shows is then not known."""
+
+    class Watched(nn.LSTM):
+        ran = False
+
+        def forward(self, *args: Any) -> Any:
+            if not isinstance(args[0], torch._subclasses.FakeTensor) and not torch.compiler.is_compiling():
+                Watched.ran = True
+            return super().forward(*args)[0]
+
+    plan = planner.plan(
+        Watched(16, 16), torch.randn(4, 4, 16), loss_fn=torch.sum, budget="100%", time_limit_seconds=1, runtime="graph"
+    )
+    assert plan.eager is None and not Watched.ran
+    (note,) = [w for w in plan.warnings if w.rule == "eager-unknown"]
+    assert "known only when they run" in note.evidence and plan.budget_bytes == plan.baseline_peak_bytes
+
+
+def test_a_model_that_checkpoints_itself_is_not_held_against_itself() -> None:
+    class Checkpointing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    x = torch.randn(256, 64)
+    plan = planner.plan(Checkpointing(), x, loss_fn=torch.sum, budget="100%", time_limit_seconds=1, runtime="graph")
+    assert plan.eager is None and any(w.rule == "eager-unknown" for w in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [({"budget": 2**30, "compare": False}, False), ({"budget": 2**30, "compare": True}, True),
+     ({"budget": "50%", "compare": False}, True)],
+)  # fmt: skip
+def test_it_is_recorded_only_where_something_is_made_of_it(options: dict[str, Any], asked: bool) -> None:
+    found = with_eager(Relus(), Options.of(options), Inputs.of(torch.randn(8, 64)))
+    assert (found.eager is not None) is asked
+
+
+def test_a_plan_file_and_a_report_have_it(tmp_path: Any) -> None:
+    plan = planner.plan(Relus(), torch.randn(256, 64), budget="80%", runtime="graph")
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    loaded = Plan.load(file)
+    assert loaded.eager == plan.eager and plan.report()["eager"]["peak_bytes"] == plan.eager.peak_bytes
+    assert replace(plan, eager=None).report().get("eager") is None
+
+
+def test_verify_runs_the_step_as_it_is_too() -> None:
+    model, x = Relus(), torch.randn(512, 64)
+    plan = planner.plan(model, x, budget="80%", runtime="graph")
+    found = planner.verify(model, x, plan, timed_steps=2).eager
+    assert plan.eager is not None and found is not None
+    assert found.peak_bytes == pytest.approx(plan.eager.peak_bytes, rel=1e-3)
+    assert found.equal
+    assert planner.verify(model, x, replace(plan, eager=None), timed_steps=1).eager is None
