@@ -85,7 +85,7 @@ class Step:
     def find_blocks(self) -> dict[str, nn.Module]:
         """Return the blocks of the model that have parameters, by their paths; see :mod:`planner.ir.layers`."""
         recorder = self._recorder()
-        with recorder.modules(), self._following(recorder):
+        with self._following({}, recorder):
             self._forward()
         forward = Counter(event.module for event in recorder.events if isinstance(event, Run))
         found = {path: self.model.get_submodule(path) for path in find_blocks(forward, kinds_of(self.model))}
@@ -108,7 +108,7 @@ class Step:
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): _StandIn(block, recorder) for path, block in blocks.items()
         }
-        with forwards(replacing), recorder.modules(), self._following(recorder):
+        with self._following(replacing, recorder):
             self._follow(recorder, loss)
         return recorder
 
@@ -165,16 +165,20 @@ class Step:
 
             return run
 
-        with forwards({block: noting(path, block) for path, block in blocks.items()}), self._following():
+        with self._following({block: noting(path, block) for path, block in blocks.items()}):
             self._forward()
         calls = {path: found[0] for path, found in seen.items() if len(found) == 1}
         return calls, {path: f"it is called {len(seen[path])} times in a step" for path in seen if path not in calls}
 
     @contextmanager
-    def _following(self, recorder: Recorder | None = None) -> Iterator[None]:
-        """Let the model's code run on fake tensors, parameters and buffers among them."""
+    def _following(
+        self, replacing: Mapping[nn.Module, Callable[..., Any]], recorder: Recorder | None = None
+    ) -> Iterator[None]:
+        """Let the model's code run on fake tensors, parameters and buffers among them; ``replacing`` stand in."""
         with (
             put_back(self.model),
+            forwards(replacing),
+            recorder.modules() if recorder else nullcontext(),
             as_with_data(self.masking),
             InPlaceOfAttention(self.attention),
             self.mode,

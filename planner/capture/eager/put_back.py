@@ -26,6 +26,7 @@ _CACHE = type(functools.lru_cache(lambda: None))
 _LINK = "_lru_list_elem"
 """What such a cache with a size keeps each of its entries in."""
 
+_OWN = __name__.partition(".")[0]
 _CONTAINERS = (dict, OrderedDict, list, set)
 _ABSENT = object()
 
@@ -82,8 +83,9 @@ def _globals(classes: Iterable[type]) -> Iterator[dict[str, Any]]:
 
 
 def _may_hold(one: Any) -> bool:
-    """Whether something may keep tensors from one call to the next; code, and tensors themselves, may not."""
-    return not isinstance(one, (torch.Tensor, type, ModuleType, FunctionType, str, int, float, bytes, type(None)))
+    """Whether something may keep tensors of a recording: not code, not tensors themselves, nothing of the planner."""
+    is_code = isinstance(one, (torch.Tensor, type, ModuleType, FunctionType, str, int, float, bytes, type(None)))
+    return not is_code and type(one).__module__.partition(".")[0] != _OWN
 
 
 def _restore(holder: Any, before: Any) -> None:
