@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.parallel import check_not_distributed
-from planner.capture.torch_internals import has_full_backward_hooks, storage_id
+from planner.capture.torch_internals import has_full_backward_hooks, storage_id, strided_parts
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.ir.static_memory import LossMemory
@@ -21,14 +21,15 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree."""
+    """Return the tensors in a tree; of a sparse one those that hold its indices and values."""
     if isinstance(tree, torch.Tensor):
-        return [tree]
+        return strided_parts(tree)
     if type(tree) in (tuple, list):  # by far the most are: recorders ask at every operator
         return [tensor for part in tree for tensor in tensors_in(part)]
     if tree is None or type(tree) in (int, float, bool, str):
         return []
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return [tensor for leaf in leaves for tensor in strided_parts(leaf)]
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,11 @@ from planner.capture.cuda_attention import Attention, replace_attention
 from planner.capture.failures import explain_forward, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
-from planner.capture.joint import JointGraph
+from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import correct_layouts
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
+from planner.capture.provenance import places_of
 from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
 from planner.capture.torch_internals import (
@@ -269,6 +270,7 @@ class Backend:
             outside_bytes = gradients_outside(narrowed, differentiable)
             captured = JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
             joints.append(captured)
+            _check_strided(captured)
             return programs.captured(captured) if programs is not None else backend.partition(captured)
 
         with eager_kernels() if self.compiler is aot_backend else nullcontext():  # Inductor compiles what tracing makes
@@ -281,6 +283,16 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under(assumption, run) if assumption else run
+
+
+def _check_strided(joint: JointGraph) -> None:
+    """Raise an UnsupportedModelError for what is sparse."""
+    for node in joint.graph.nodes:
+        if any(tensor.layout is not torch.strided for tensor in tensors_of(node)):
+            source = places_of(joint.graph)[node].source
+            raise UnsupportedModelError(
+                f"{node.target}{f' ({source})' if source else ''} makes a sparse tensor, whose memory depends on data"
+            )
 
 
 def _under(assumption: Assumption, run: Callable[..., Any]) -> Callable[..., Any]:

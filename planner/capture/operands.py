@@ -75,6 +75,8 @@ def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
     """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
     if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
         return False
+    if any(isinstance(argument.meta.get("val"), list) for argument in node.all_input_nodes):
+        return False  # the parts of a sparse tensor
     return in_place or not mutates(node)
 
 

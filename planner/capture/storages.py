@@ -17,14 +17,14 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.inputs import tensors_in
 from planner.capture.layouts import as_kernel_gives
-from planner.capture.torch_internals import OpOverload, called, is_mutable, storage_id, written_arguments
+from planner.capture.torch_internals import OpOverload, called, is_mutable, storage_id, strided_parts, written_arguments
 from planner.common.units import round_up
 
 
@@ -304,19 +304,24 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Describe a call by tensors like its own, which hold none of the step's storages and share as those do."""
         numbers: dict[tuple[int, torch.dtype], int] = {}
+        leaves = tree_leaves((args, kwargs, result))
+        parts = {t: strided_parts(t) for t in leaves if isinstance(t, torch.Tensor) and t.layout is not torch.strided}
 
         def like(tensor: torch.Tensor) -> torch.Tensor:
             number = numbers.setdefault((storage_id(tensor), tensor.dtype), len(numbers))
             return self._stand_in(tensor, number)
 
+        def described(tensor: torch.Tensor) -> Any:
+            return like(tensor) if tensor.layout is torch.strided else list(map(like, parts[tensor]))
+
         def operand(tensor: torch.Tensor) -> fx.Node:
             node = self._nodes.placeholder("operand")
-            node.meta["val"] = like(tensor)
+            node.meta["val"] = described(tensor)
             return node
 
         with self.fakes, torch.no_grad():
             node = self._nodes.call_function(function, *tree_map_only(torch.Tensor, operand, (args, kwargs)))
-            node.meta["val"] = tree_map_only(torch.Tensor, like, result)
+            node.meta["val"] = tree_map_only(torch.Tensor, described, result)
         return node
 
     def _stand_in(self, tensor: torch.Tensor, number: int) -> torch.Tensor:

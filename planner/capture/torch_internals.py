@@ -78,8 +78,6 @@ class _Functions(set[Callable[..., Any]]):
         return set()
 
 
-_LOGGING = _Functions(method for method in vars(logging.Logger).values() if callable(method))
-
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 Compiler = Callable[[PartitionFunction], Callable[..., Any]]
@@ -186,6 +184,29 @@ def number_of(size: Any, numbers: Numbers) -> Any:
 def storage_id(tensor: torch.Tensor) -> int:
     """Identify a tensor's storage, fake or real, for as long as the storage lives."""
     return id(tensor.untyped_storage())  # torch gives one Python object for each storage
+
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with memory that a tensor consists of: itself, or what a sparse one keeps its data in.
+
+    A NotImplementedError says that it has no data: then nothing knows how many elements it has.
+    """
+    parts = _SPARSE_PARTS.get(tensor.layout)
+    if parts is None:
+        return [tensor]
+    if isinstance(tensor, FakeTensor):
+        raise NotImplementedError("how large a sparse tensor is depends on data")
+    with torch.no_grad():
+        return [getattr(tensor, part)() for part in parts]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -480,7 +501,7 @@ def dynamo_settings() -> Iterator[None]:
         accumulated_recompile_limit=_NO_LIMIT,
         skip_nnmodule_hook_guards=False,  # a hook that is added later would not run, and nobody would know
         allow_rnn=True,
-        ignore_logging_functions=_LOGGING,
+        ignore_logging_functions=_logging_functions(),
         suppress_errors=False,
         use_numpy_random_stream=True,  # traced draws would come from torch's stream: such a forward is refused
         record_runtime_overhead=False,  # it would tell the profiler, in every call, of what takes no time
@@ -489,6 +510,11 @@ def dynamo_settings() -> Iterator[None]:
     # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
     with settings, patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm):
         yield
+
+
+def _logging_functions() -> _Functions:
+    """Return the methods of loggers; libraries add theirs when they are imported."""
+    return _Functions(method for method in vars(logging.Logger).values() if callable(method))
 
 
 def is_marked_dynamic(tensor: torch.Tensor) -> bool:

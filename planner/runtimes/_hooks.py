@@ -51,7 +51,11 @@ class Waiting:
         """Send, of what is saved meanwhile, those of these tensors that the plan names by their numbers."""
         module = self.of[name]
         chosen = {storage_id(tensors[number]) for number in module.numbers if number < len(tensors)}
-        return saved_tensors_hooks(lambda tensor: module.pack(tensor, storage_id(tensor) in chosen), module.unpack)
+
+        def pack(tensor: torch.Tensor) -> _Stays | _Saved:
+            return module.pack(tensor, is_plain(tensor) and storage_id(tensor) in chosen)
+
+        return saved_tensors_hooks(pack, module.unpack)
 
     def ended(self, name: str) -> None:
         """Let go of what leaves with the end of a module's call."""

@@ -32,7 +32,8 @@ def train(model: nn.Module, x: Any, loss_fn: LossFunction | None = None) -> Left
     """Train one step from no gradients, and give all that it leaves behind."""
     model.zero_grad()
     left: Left = {"loss": step(model, x, loss_fn), "random state": torch.get_rng_state()}
-    left |= {f"gradient of {name}": None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    left |= {name: None if g is None else g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
     return left | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
 

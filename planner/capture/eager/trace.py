@@ -106,8 +106,10 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, save: Save) -> None:
         self.save = save
-        self.device, self.layout = tensor.device, (tensor.shape, tensor.stride(), tensor.storage_offset())
-        self.tensor = tensor if save.storage is None else self._copied(tensor)
+        self.tensor = tensor
+        if save.storage is not None:
+            self.device, self.layout = tensor.device, (tensor.shape, tensor.stride(), tensor.storage_offset())
+            self.tensor = self._copied(tensor)
 
     def restored(self) -> torch.Tensor:
         if self.save.storage is None:
@@ -183,7 +185,9 @@ class Recorder(StepRecorder[Run]):
 
     def pack(self, tensor: torch.Tensor) -> _Saved:
         """Note that a tensor is saved, and give a copy to be held in its place."""
-        save = Save(self.number(tensor), self.module, self.now, is_plain(tensor))
+        # A sparse tensor stays as it is: its parts count as long as anybody holds it.
+        storage = self.number(tensor) if tensor.layout is torch.strided else None
+        save = Save(storage, self.module, self.now, is_plain(tensor))
         self.trace.saves.append(save)
         for _, call in self._stack:
             call.saves.append(save)
