@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
@@ -29,6 +29,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables import TensorVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
@@ -493,6 +495,13 @@ def eager_kernels() -> Iterator[None]:
             operator._dispatch_cache.clear()
 
 
+DIFFERENTIATING = {"trace_autograd_ops": True} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
+"""What a forward differentiates (gradient penalties, force fields) is part of the step, where Dynamo can follow that."""
+
+_RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"
+_check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
+
+
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
     """Capture again whenever something differs, hooks too; log messages inside a model pass in silence."""
@@ -501,6 +510,7 @@ def dynamo_settings() -> Iterator[None]:
         accumulated_recompile_limit=_NO_LIMIT,
         skip_nnmodule_hook_guards=False,  # a hook that is added later would not run, and nobody would know
         allow_rnn=True,
+        **DIFFERENTIATING,
         ignore_logging_functions=_logging_functions(),
         suppress_errors=False,
         use_numpy_random_stream=True,  # traced draws would come from torch's stream: such a forward is refused
@@ -508,8 +518,23 @@ def dynamo_settings() -> Iterator[None]:
         optimize_ddp=False,  # it would cut blocks that are compiled inside DDP at the borders of buckets
     )
     # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
-    with settings, patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm):
+    with (
+        settings,
+        patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm),
+        patch.object(OutputGraph, _RETURNED_LEAVES, _returned_leaves) if _check_returned_leaves else nullcontext(),
+    ):
         yield
+
+
+def _returned_leaves(graph: OutputGraph, returned: list[Any], tracer: Any) -> None:
+    """Let Dynamo refuse outputs that are made leaves of autograd in the forward, but not what is computed from those.
+
+    It refuses both: AOTAutograd gives back no gradient of such a leaf. Nobody can ask for it who does not hold it.
+    """
+    leaves = {v.as_proxy().node for v in graph.leaf_var_creation_order if isinstance(v, TensorVariable)}
+    are_leaves = [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node in leaves]
+    assert _check_returned_leaves is not None
+    _check_returned_leaves(graph, are_leaves, tracer)
 
 
 def _logging_functions() -> _Functions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from planner.capture.inputs import Inputs, LossFunction, differentiable_in, stat
 from planner.capture.joint_capture import fake_mode, is_fake, mode_of
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensor, FakeTensorMode, call_implementation, other_state
+from planner.common.units import round_up
 from planner.errors import PlannerError, UsageError
 from planner.ir.static_memory import LossMemory
 from planner.measure import workspace
@@ -32,7 +33,7 @@ class _Followed:
     recorder: StepRecorder[Run]
     leaves: list[torch.Tensor]
     gradients: Sequence[torch.Tensor | None]
-    held_bytes: int
+    held_bytes: tuple[int, ...]
 
 
 def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None = None) -> LossMemory:
@@ -44,13 +45,18 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: s
     """
     followed = _followed(model, inputs, loss_fn)
     recorder, gradients = followed.recorder, followed.gradients
-    handed_over = sum(g.untyped_storage().nbytes() for g in gradients if g is not None)
-    here = device_here(model, device_spec(model, device))
+    spec = device_spec(model, device)
+    aligned = partial(round_up, unit=spec.alignment_bytes)
+    for storage in recorder.storages:
+        storage.size_bytes = aligned(storage.size_bytes)
+    handed_over = sum(aligned(g.untyped_storage().nbytes()) for g in gradients if g is not None)
+    held_bytes = sum(map(aligned, followed.held_bytes))
+    here = device_here(model, spec)
     nodes = [run.node for run in recorder.events]
     workspace_bytes = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [0] * len(nodes)
-    working_bytes = max(0, _peak_bytes(recorder, workspace_bytes) - handed_over - followed.held_bytes)
+    working_bytes = max(0, _peak_bytes(recorder, workspace_bytes) - handed_over - held_bytes)
     outputs = tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True))
-    return LossMemory(working_bytes=working_bytes, held_bytes=followed.held_bytes, is_known=True, outputs=outputs)
+    return LossMemory(working_bytes=working_bytes, held_bytes=held_bytes, is_known=True, outputs=outputs)
 
 
 def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Followed:
@@ -104,7 +110,7 @@ def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossFunc
         sums.watch([value])
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         # Autograd holds the gradient that it starts from as long as the loss is held.
-        held_bytes = recorder.size_bytes(value) + value.element_size()
+        held_bytes = recorder.size_bytes(value), value.element_size()
         recorder.finish()
     return _Followed(recorder, leaves, gradients, held_bytes)
 

@@ -9,6 +9,7 @@ the captured program; a backward of the backward is refused.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None
         return
     node.register_prehook(_refuse_double_backward)
     if reach is not None:
-        node.register_hook(partial(_without_unreached, reach))
+        node.register_prehook(partial(_see_what_arrives, reach, weakref.ref(node)))
 
 
 def _refuse_double_backward(_gradients: Any) -> None:
@@ -64,12 +65,20 @@ def _refuse_double_backward(_gradients: Any) -> None:
         )
 
 
-def _without_unreached(reach: Reach, gradients: tuple[Any, ...], arrived: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _see_what_arrives(reach: Reach, node: Callable[[], Any], arrived: tuple[Any, ...]) -> None:
+    """Watch the end of a backward that not all gradients come to: a hook there makes autograd hold those that do."""
+    raw_outputs, _ = reach
+    present = frozenset(tangent for tangent, raw in enumerate(raw_outputs) if arrived[raw] is not None)
+    watched = node()
+    if watched is not None and len(present) < len(raw_outputs):
+        watched.register_hook(partial(_without_unreached, reach, present))
+
+
+def _without_unreached(
+    reach: Reach, present: frozenset[int], gradients: tuple[Any, ...], _arrived: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """Turn the zeros of gradients that no arriving gradient reaches into None."""
-    raw_outputs, depends = reach
-    present = {tangent for tangent, raw in enumerate(raw_outputs) if arrived[raw] is not None}
-    if len(present) == len(raw_outputs):
-        return None
+    _, depends = reach
     if len(gradients) != len(depends):
         raise PlannerError(f"{len(gradients)} gradients, planned are {len(depends)}; please report this as a bug")
     return tuple(

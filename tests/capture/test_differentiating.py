@@ -1,0 +1,107 @@
+"""Forwards that differentiate: gradient penalties, equations of physics, force fields, learning to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture import torch_internals as internals
+from planner.errors import CaptureError
+from tests.runtimes.steps import wrap_and_hold
+
+pytestmark = pytest.mark.skipif(
+    not internals.DIFFERENTIATING, reason="this torch cannot capture a forward that differentiates"
+)
+
+ROWS, WIDTH = 256, 32
+
+
+def network(inputs: int) -> nn.Sequential:
+    between = (layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.Tanh(), *between, nn.Linear(WIDTH, 1))
+
+
+class Equation(nn.Module):
+    """Learns a solution of the heat equation: a derivative, and one of a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(2)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        points = points.clone().requires_grad_(True)
+        value = self.net(points)
+        (slope,) = torch.autograd.grad(value.sum(), points, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope[:, 0].sum(), points, create_graph=True)
+        return (slope[:, 1] - curvature[:, 0]).square().mean() + value.square().mean()
+
+
+class Penalty(nn.Module):
+    """Judges what is real and what is made, with a penalty for steepness between the two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = network(8)
+
+    def forward(self, real: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        share = torch.rand(len(real), 1)
+        between = (share * real + (1 - share) * made).requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.judge(between).sum(), between, create_graph=True)
+        return self.judge(made).mean() - self.judge(real).mean() + (slope.norm(dim=1) - 1).square().mean()
+
+
+class Field(nn.Module):
+    """An energy and its forces, for a loss of both; the positions too, if asked for."""
+
+    def __init__(self, *, returns_positions: bool = False) -> None:
+        super().__init__()
+        self.energy, self.returns_positions = network(3), returns_positions
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positions = positions.detach().requires_grad_(True)
+        energy = self.energy(positions).sum()
+        (slope,) = torch.autograd.grad(energy, positions, create_graph=self.training)
+        return (energy, -slope, positions) if self.returns_positions else (energy, -slope)
+
+
+class Learner(nn.Module):
+    """Takes two steps of gradient descent, and is judged after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        parameters = dict(self.net.named_parameters())
+        for _ in range(2):
+            loss = (torch.func.functional_call(self.net, parameters, (x,)) - y).square().mean()
+            slopes = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
+            parameters = {n: p - 0.1 * s for (n, p), s in zip(parameters.items(), slopes, strict=True)}
+        return (torch.func.functional_call(self.net, parameters, (x,)) - y).square().mean()
+
+
+def of_both(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return outputs[0].square() / ROWS + (outputs[1] - 1).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "widths", "loss_fn"),
+    [(Equation, (2,), None), (Penalty, (8, 8), None), (Field, (3,), of_both), (Learner, (4, 1), None)],
+)
+def test_it_is_one_graph_with_eagers_bits(
+    kind: type[nn.Module], widths: tuple[int, ...], loss_fn: Callable[[Any], torch.Tensor] | None
+) -> None:
+    inputs = tuple(torch.randn(ROWS, width) for width in widths)
+    plan = wrap_and_hold(kind(), inputs, loss_fn=loss_fn, rounded=True, activation_budget="70%")
+    assert plan.runtime == "graph"
+    assert plan.overhead > 0
+
+
+def test_a_leaf_that_the_forward_makes_and_returns_is_refused() -> None:
+    with pytest.raises(CaptureError, match="requires_grad_"):
+        planner.plan(Field(returns_positions=True), torch.randn(ROWS, 3), activation_budget="70%", runtime="graph")
