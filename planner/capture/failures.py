@@ -15,6 +15,11 @@ from planner.errors import CaptureError, PlannerError
 
 _RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
 
+_CULPRIT = re.compile(
+    r"Developer debug context: (?:module: .*?, qualname: |builtin )?(?P<name>[\w.]+)(?:$| \[|,)", re.MULTILINE
+)
+"""What Dynamo could not follow, where it names that by one word."""
+
 _NOT_ONE_GRAPH = "{} cannot be captured as one graph: {}{}"
 _ON_DATA = "what it runs depends on data"
 
@@ -37,6 +42,8 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             reason = f"{raised['kind']}: {raised['message']}"
         elif isinstance(error, Unsupported):
             problem = _NOT_ONE_GRAPH
+            if culprit := _CULPRIT.search(str(error)):
+                reason += f": {culprit['name']}"
         raise CaptureError(problem.format(type(model).__name__, reason, raised_at(error))) from error
 
 

@@ -190,25 +190,37 @@ def _at_work(work: _Work) -> Iterator[None]:
 def _backend_at_work(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile by the backend of the call that is being captured: torch keeps every backend that it was ever given."""
     work = _work.get()
-    with _explain_drawn_numbers(graph_module):
+    with _explain_unknown_sizes(graph_module):
         run = work.backend(graph_module, example_inputs)
     work.is_done = True
     return run
 
 
 @contextmanager
-def _explain_drawn_numbers(graph_module: fx.GraphModule) -> Iterator[None]:
-    """Say where a capture fails because the program computes sizes, or positions, with numbers that it draws."""
+def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
+    """Say where a capture fails because sizes or positions are known only when the program runs."""
     try:
         yield
     except Exception as error:
         is_known = isinstance(error, PlannerError) and not isinstance(error, UnsupportedModelError)
-        if is_known or not any(is_drawn(node.meta.get("example_value")) for node in graph_module.graph.nodes):
+        unknown = None if is_known else next(filter(_is_unknown, graph_module.graph.nodes), None)
+        if unknown is None:
             raise
-        raise CaptureError(
-            "the forward computes sizes or positions with a whole number that it draws (random.randint and the like), "
-            f"so they differ from call to call{raised_at(error)}"
-        ) from error
+        if isinstance(unknown.meta["example_value"], torch.Tensor):
+            source = places_of(graph_module.graph)[unknown].source
+            what = f"with what {_called(unknown)} gives, whose size depends on data{f' (at {source})' if source else ''}"
+        else:
+            what = f"with a whole number that it draws (random.randint and the like){raised_at(error)}"
+        raise CaptureError(f"the forward computes {what}, so sizes or positions differ from call to call") from error
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return any(map(is_drawn, value.shape if isinstance(value, torch.Tensor) else [value]))
+
+
+def _called(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", None) or str(node.target)
 
 
 @dataclass(frozen=True, eq=False)

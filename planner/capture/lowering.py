@@ -99,9 +99,10 @@ class _Lowering(GraphBuilder[fx.Node]):
         for node in graph.nodes:
             for tensor in tensors_of(node):
                 if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+                    source = self.places[node].source
                     raise UnsupportedModelError(
-                        f"{node.name} has a size that is known only when the forward runs, by a number that it draws "
-                        "or by data: plans hold for fixed sizes"
+                        f"{node.name}{f' (at {source})' if source else ''} has a size that is known only when the "
+                        "forward runs, by data or by a number that it draws: plans hold for fixed sizes"
                     )
         for node in [*self.joint.placeholders, *graph.find_nodes(op="get_attr")]:
             if node not in given:

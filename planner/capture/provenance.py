@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ _ROOT = re.compile(r"^[LG]\[(['\"]).*?\1\]")
 _LIBRARIES = tuple(os.path.join(package.__path__[0], "") for package in (torch, planner, cost_models))
 _ZOO = os.path.join(planner.__path__[0], "zoo", "")
 """Folders by which files are told from those of users, whatever their base names."""
+
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
+"""Where Python's own modules lie, and installed packages may."""
 
 _STEP = re.compile(r"\._modules\[(['\"])(.*?)\1\]|\[(['\"])(.*?)\3\]|\[(\d+)\]")
 
@@ -98,5 +102,7 @@ def short_path(file: str) -> str:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is torch's or the planner's, and not a user's code; a model of the zoo is as good as a user's."""
+    """Whether a file is Python's, torch's or the planner's; a model of the zoo is as good as a user's."""
+    if file.startswith(_PYTHON) and not any(f"{os.sep}{kind}-packages{os.sep}" in file for kind in ("site", "dist")):
+        return True
     return file.startswith(("<", *_LIBRARIES)) and not file.startswith(_ZOO)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor import config as inductor_config
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
@@ -68,10 +70,6 @@ _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize
 
 BatchNorm = _BatchNorm
 """The batch norms of every dimension."""
-
-eliminate_common_subexpressions: Callable[[fx.Graph], fx.Graph] = fx_graph_cse
-"""Merges equal pure operations, as torch's own partitioner does before it partitions."""
-
 
 class _Functions(set[Callable[..., Any]]):
     """A setting whose copies are empty: torch 2.11 sorts one of its settings for a log, and functions have no order."""
@@ -166,6 +164,28 @@ def evaluated(expression: Any, numbers: Numbers) -> Any:
     """Return an expression's number for given symbols."""
     found = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
     return int(found) if getattr(found, "is_integer", isinstance(found, int)) else float(found)
+
+
+def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
+    """Merge equal pure operations, as torch's own partitioner does before it partitions; outputs stay apart.
+
+    Torch keeps an operation whose result is an output, but not one that has several results.
+    """
+    of_outputs = {storage_id(t) for node in graph.output_node().all_input_nodes for t in _tensors_of(node)}
+    several = {n.name: n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), (tuple, list))}
+    for node in graph.nodes:
+        if node.name in several:
+            node.meta["val"] = next((t for t in _tensors_of(node) if storage_id(t) in of_outputs), several[node.name])
+    merged = fx_graph_cse(graph)
+    for node in (*graph.nodes, *merged.nodes):
+        if node.name in several:
+            node.meta["val"] = several[node.name]
+    return merged
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    leaves = tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def is_drawn(number: Any) -> bool:
@@ -479,7 +499,10 @@ def symbolic_kernels() -> Iterator[None]:
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """Trace operators as the kernels that eager training calls: upsampling as one operation, not as thirty."""
+    """Trace operators as the kernels that eager training calls: upsampling as one operation, not as thirty.
+
+    What draws random numbers stays, also where nobody reads the result: what is drawn after it would differ.
+    """
     operators = _decomposed_by_tracing()
     before = [dict(operator.py_kernels) for operator in operators]
     try:
@@ -488,7 +511,8 @@ def eager_kernels() -> Iterator[None]:
                 operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
         torch.ops.aten.dropout.default.py_kernels.update(dict.fromkeys(_COMPOSITE, _dropout))
-        yield
+        with inductor_config.patch(fallback_random=True):  # asked for by what eliminates dead code
+            yield
     finally:
         for operator, kernels in zip(operators, before, strict=True):
             operator.py_kernels.update(kernels)
@@ -520,9 +544,11 @@ def dynamo_settings() -> Iterator[None]:
     # oneDNN's LSTM is traced as one that will not train, and then keeps nothing for its backward.
     with (
         settings,
+        warnings.catch_warnings(),
         patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm),
         patch.object(OutputGraph, _RETURNED_LEAVES, _returned_leaves) if _check_returned_leaves else nullcontext(),
     ):
+        warnings.filterwarnings("ignore", "Dynamo does not know how to trace")  # a CaptureError says so
         yield
 
 

@@ -64,6 +64,36 @@ def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
     assert steps(model) == steps(plain)
 
 
+CULPRITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "a selection": (
+        lambda x: x[x.detach() > 0],
+        r"getitem gives, whose size depends on data \(at .*:\d+\)",
+    ),
+    "numbers of Python": (
+        lambda x: x * random.random(),
+        r"marked as skipped: Random.random \(at .*test_isolation.py:\d+\)",
+    ),
+    "a print": (lambda x: print("") or x, r"builtin operator: print \(at .*test_isolation.py:\d+\)"),
+}
+
+
+class Doing(Stack):
+    def __init__(self, what: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.blocks[0](x)) * self.what(self.blocks[0](x)).sum()
+
+
+@pytest.mark.parametrize("culprit", CULPRITS)
+def test_a_refusal_names_what_cannot_be_captured(culprit: str, recwarn: pytest.WarningsRecorder) -> None:
+    what, says = CULPRITS[culprit]
+    with pytest.raises(CaptureError, match=says):
+        planner.plan(Doing(what), rows(), runtime="graph", **BUDGET)
+    assert not list(recwarn)
+
+
 @pytest.mark.filterwarnings("ignore:runtime 'modules'")
 def test_what_the_user_compiles_and_what_fails_leave_later_captures_alone() -> None:
     compiled = torch.compile(Stack(), backend="aot_eager", dynamic=True)

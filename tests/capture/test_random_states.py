@@ -17,6 +17,7 @@ import planner
 from planner.capture.random_states import RandomStates
 from planner.errors import CaptureError, UsageError
 from tests.models import Stack, mean_square, perceptron, rows
+from tests.runtimes.steps import wrap_and_hold
 from tests.tiers import tiered
 
 BUDGET = {"budget": "90%", "time_limit_seconds": 0.5}
@@ -95,3 +96,25 @@ def test_what_would_draw_from_another_stream_is_refused() -> None:
     """Dynamo traces numpy's functions with torch's random numbers."""
     with pytest.raises(CaptureError, match=r"test_random_states.py:\d+"):
         planner.plan(FromNumpy(), rows(), runtime="graph", **BUDGET)
+
+
+class Unread(nn.Module):
+    """Draws for results that nobody reads: those of a second head, say, when the first is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = perceptron(), perceptron(), perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.body(x)
+        nn.functional.dropout(self.other(shared), 0.3)
+        torch.rand(5)
+        torch.bernoulli(torch.full((3,), 0.5))
+        return nn.functional.dropout(self.one(shared), 0.3).square().mean()
+
+
+@pytest.mark.parametrize("runtime", ["graph", "regional"])
+def test_what_is_drawn_for_nobody_is_drawn(runtime: str) -> None:
+    wrap_and_hold(
+        Stack(2, Unread) if runtime == "regional" else Unread(), rows(), activation_budget="100%", runtime=runtime
+    )

@@ -93,9 +93,7 @@ def test_the_switches_of_a_model_are_those_of_its_modules_and_parameters():
     assert len({switches, without_mode, internals.training_switches(model)}) == 3
 
 
-def test_compilation_with_the_settings_logs_no_error(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
+def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     logger = logging.getLogger("model")
     added = lambda self, message: self.error(message)  # noqa: E731
     monkeypatch.setattr(logging.Logger, "error_once", added, raising=False)  # as transformers does, when it is imported

@@ -18,6 +18,7 @@ from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import graph as graph_runtime
 from tests.models import Stack, perceptron
+from tests.runtimes.steps import wrap_and_hold
 from tests.tiers import tiered
 
 WIDTH, ROWS = 64, 256
@@ -386,6 +387,26 @@ def test_parameters_of_an_unused_output_stay_without_gradient() -> None:
         return losses
 
     assert_exact(TwoHeads, step)
+
+
+class Alike(nn.Module):
+    """Computes two outputs alike: in eager they are two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = wide(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.body(x)
+        return self.norm(y), self.norm(y)
+
+
+def test_outputs_that_are_computed_alike_stay_apart() -> None:
+    model, x = Alike(), torch.randn(ROWS, WIDTH)
+    wrap_and_hold(model, (x,), loss_fn=lambda both: both[0].square().mean() + both[1].sum(), activation_budget="80%")
+    one, other = model(x)
+    one.data.zero_()
+    assert other.any()
 
 
 def test_an_output_beside_the_loss_still_has_its_gradient() -> None:
