@@ -208,7 +208,9 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
             raise
         if isinstance(unknown.meta["example_value"], torch.Tensor):
             source = places_of(graph_module.graph)[unknown].source
-            what = f"with what {_called(unknown)} gives, whose size depends on data{f' (at {source})' if source else ''}"
+            what = (
+                f"with what {_called(unknown)} gives, whose size depends on data{f' (at {source})' if source else ''}"
+            )
         else:
             what = f"with a whole number that it draws (random.randint and the like){raised_at(error)}"
         raise CaptureError(f"the forward computes {what}, so sizes or positions differ from call to call") from error

@@ -71,6 +71,7 @@ _BESIDE_MARKS = {"_dynamo_dynamic_range", "_dynamo_hint_overrides", "_specialize
 BatchNorm = _BatchNorm
 """The batch norms of every dimension."""
 
+
 class _Functions(set[Callable[..., Any]]):
     """A setting whose copies are empty: torch 2.11 sorts one of its settings for a log, and functions have no order."""
 
@@ -519,7 +520,9 @@ def eager_kernels() -> Iterator[None]:
             operator._dispatch_cache.clear()
 
 
-DIFFERENTIATING = {"trace_autograd_ops": True} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
+DIFFERENTIATING: dict[str, Any] = (
+    {"trace_autograd_ops": True} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
+)
 """What a forward differentiates (gradient penalties, force fields) is part of the step, where Dynamo can follow that."""
 
 _RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"

@@ -1,8 +1,9 @@
-"""Steps that run other modules than the one before: layers that are dropped at random, routing in Python.
+"""Steps that differ from the one before though their inputs do not: layers dropped at random, experts, routing.
 
 What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, several
-steps are recorded, and what is chosen in any of them is chosen. Each call is watched: one that runs more than any of
-the recorded ones may break the budget, which is said, and the next call is planned for it too.
+steps are recorded, and what is chosen in any of them is chosen. Each call is watched: one that calls modules more
+often than any of the recorded ones, or gives them more, may break the budget, which is said, and the next call is
+planned for it too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -33,20 +36,32 @@ Kept = Mapping[str, Sequence[int]]
 Keeps = Callable[[Study, Mapping[str, Kept]], bool]
 
 
+@dataclass
+class _Course:
+    """What one step ran: by the names of modules, how often each was called and how many elements it was given."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    elements: Counter[str] = field(default_factory=Counter)
+
+    def covers(self, other: _Course) -> bool:
+        """Whether another step ran no more."""
+        return other.calls <= self.calls and other.elements <= self.elements
+
+
 class Routes:
-    """How often each module is called in the steps that were planned for, and their plans."""
+    """What ran in the steps that were planned for, and their plans."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {m: name for name, m in model.named_modules() if m is not model and installed_call(m) is None}
-        self._called: Counter[str] = Counter()
+        self._course = _Course()
         self._begun: HostStates | None = None
         """The random states that the call began with."""
         self._missed: HostStates | None = None
         """Those of a call that no plan is for, until it is planned."""
         self._misses = 0
         self._draws = False
-        self._covered: list[Counter[str]] = []
+        self._covered: list[_Course] = []
         self._studies: list[Study] = []
         self.plans: list[Plan] = []
         self.chosen: dict[str, Kept] = {}
@@ -54,19 +69,21 @@ class Routes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count which modules are called since the model's own call began."""
+        """Note what runs since the model's own call began."""
         hook = register_module_forward_pre_hook(self._begins)
         try:
             yield
         finally:
             hook.remove()
 
-    def _begins(self, module: nn.Module, _given: object) -> None:
+    def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
-            self._called.clear()
+            self._course = _Course()
             self._begun = HostStates()
         elif module in self._names:
-            self._called[self._names[module]] += 1
+            name = self._names[module]
+            self._course.calls[name] += 1
+            self._course.elements[name] += sum(x.numel() for x in given if isinstance(x, torch.Tensor))
 
     def _ends(self, module: nn.Module, _given: object, _result: object) -> None:
         if module is self._model:
@@ -80,8 +97,8 @@ class Routes:
         """
         refused: list[str] = []
         infeasible: InfeasibleBudgetError | None = None
-        for called, study in sorted(self._recorded(record), key=lambda each: -each[1].whole_bytes):
-            self._covered.append(called)
+        for course, study in sorted(self._recorded(record), key=lambda each: -each[1].whole_bytes):
+            self._covered.append(course)
             self._studies.append(study)
             if self.plans and keeps(study, self.chosen):
                 continue
@@ -104,7 +121,7 @@ class Routes:
             warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=5)
         return self.plans[0]
 
-    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[Counter[str], Study]]:
+    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[_Course, Study]]:
         """Record steps that differ in what they run: the one that was missed, or a few of a forward that draws."""
         seen = [*self._covered]
         with random_states_kept():
@@ -122,8 +139,8 @@ class Routes:
                     random.seed(number)
                     if numpy := sys.modules.get("numpy"):
                         numpy.random.seed(number)
-                if not _covers(seen, self._called):
-                    seen.append(self._called.copy())
+                if not any(course.covers(self._course) for course in seen):
+                    seen.append(self._course)
                     yield seen[-1], study
                 # What data decides is not tried: each of those steps runs for real.
                 if not self._draws or study.varies or self._missed is not None:
@@ -131,24 +148,28 @@ class Routes:
 
     def are_left(self) -> bool:
         """Whether the call that was watched ran more than any that was planned for; says so."""
-        if self._misses == TRIES or _covers(self._covered, self._called):
+        if self._misses == TRIES or any(course.covers(self._course) for course in self._covered):
             return False
         self._misses += 1
         self._missed = self._begun
-        known = Counter({name: max(called[name] for called in self._covered) for name in self._called})
-        more = [*(self._called - known)] or [*self._called]
+        differs, more = self._difference()
         then = "the next is planned for such steps too" if self._misses < TRIES else "others may too, unplanned"
         warnings.warn(
-            f"{type(self._model).__name__} runs other modules in this step than in those that it was planned for "
+            f"{type(self._model).__name__} {differs} in this step than in those that it was planned for "
             f"({', '.join(more[:3])}{', ...' if len(more) > 3 else ''}): it may break the budget, and {then}",
             stacklevel=5,
         )
         return True
 
-
-def _covers(known: Sequence[Counter[str]], called: Counter[str]) -> bool:
-    """Whether a step runs no more than one of those that are known."""
-    return any(called <= other for other in known)
+    def _difference(self) -> tuple[str, list[str]]:
+        now = self._course
+        often = Counter({name: max(course.calls[name] for course in self._covered) for name in now.calls})
+        if more := [*(now.calls - often)]:
+            return "runs other modules", more
+        much = Counter({name: max(course.elements[name] for course in self._covered) for name in now.elements})
+        if more := [*(now.elements - much)]:
+            return "gives modules more", more
+        return "runs other modules", [*now.calls]
 
 
 @contextmanager

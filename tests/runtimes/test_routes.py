@@ -11,7 +11,7 @@ from torch import nn
 
 import planner
 from planner.capture.memory import record
-from tests.models import Stack, mean_square, rows
+from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, peak_of, step, train
 
 
@@ -95,3 +95,36 @@ def test_what_no_plan_fits_is_said() -> None:
         step(model, rows(512))
     with pytest.warns(UserWarning, match="some steps of Switched break the budget"):
         step(model, rows(512))
+
+
+class Experts(nn.Module):
+    """Sends each row to one of two experts, as it says itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(perceptron() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = ((x[:, 0] > 0) == bool(number)).nonzero()[:, 0]
+            y = y.index_add(0, chosen, expert(x[chosen]))
+        return y
+
+
+def test_experts_that_are_given_more_rows_are_said_and_planned() -> None:
+    model = Stack(3, Experts)
+    wrap(model, 10**9)
+    few, many = rows(512), rows(512)
+    few[:, 0], many[:, 0] = 1.0, -1.0
+    few[:8, 0], many[:8, 0] = -1.0, 1.0
+    step(model, few)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Stack gives")
+        step(model, few)
+    with pytest.warns(UserWarning, match=r"Stack gives modules more .*\(blocks.0.experts.0, "):
+        step(model, many)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Stack gives")
+        for x in (many, few):
+            step(model, x)
