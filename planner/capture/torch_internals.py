@@ -523,7 +523,7 @@ def eager_kernels() -> Iterator[None]:
 DIFFERENTIATING: dict[str, Any] = (
     {"trace_autograd_ops": True} if hasattr(torch._dynamo.config, "trace_autograd_ops") else {}
 )
-"""What a forward differentiates (gradient penalties, force fields) is part of the step, where Dynamo can follow that."""
+"""What a forward differentiates (gradient penalties, force fields) is part of the step, where Dynamo follows that."""
 
 _RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"
 _check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
