@@ -64,8 +64,6 @@ _UNWRITTEN = {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_e
 def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> int:
     """Count the floating-point operations of one call, given its (fake) tensors; what makes no tensor counts nothing.
 
-    What reads a sparse tensor multiplies each of its elements by a row of what is dense.
-
     Examples
     --------
     >>> import torch
@@ -77,10 +75,6 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     if _is_view(target) or str(packet) in _UNWRITTEN:
         return 0
     formula = _formulas().get(packet) or _OUTSIDE_TORCH.get(str(packet))
-    sparse = [tensor for tensor in _tensors((args, kwargs)) if _is_sparse(tensor)]
-    if sparse:
-        columns = (_hint(t.shape[-1]) for t in _tensors((args, kwargs)) if t.dim() and not _is_sparse(t))
-        return 2 * sum(tensor._nnz() for tensor in sparse) * max(columns, default=1)
     if formula is None:
         return max((_numel(tensor) for tensor in _tensors(output)), default=0)
     args, kwargs, output = _without_symbols((tuple(args), dict(kwargs), output))
@@ -204,10 +198,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _is_sparse(tensor: torch.Tensor) -> bool:
-    return str(tensor.layout).startswith("torch.sparse")
 
 
 def _hint(size: Any) -> int:

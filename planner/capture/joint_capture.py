@@ -259,7 +259,7 @@ class Backend:
         assumption = simplify_masks(narrowed, given, assume=self.assume)
         if self.attention is not None:
             replace_attention(narrowed, self.attention)
-        is_sized = any(isinstance(x, torch.SymInt) for x in example_inputs)
+        is_sized = any(isinstance(x, torch.SymInt) for x in example_inputs) or _takes_numbers(narrowed)
         own = weakref.ref(self)  # what is compiled must not keep the model: AOTAutograd keeps these functions
 
         def make_program(joint: JointGraph, given: Sequence[Any]) -> Program:
@@ -297,6 +297,12 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under(assumption, run) if assumption else run
+
+
+def _takes_numbers(graph_module: fx.GraphModule) -> bool:
+    """Whether a program takes numbers that change, which Dynamo passes as tensors."""
+    items = graph_module.graph.find_nodes(op="call_method", target="item")
+    return any(isinstance(n.meta.get("example_value"), torch.SymFloat) and n.args[0].op == "placeholder" for n in items)
 
 
 def _check_strided(joint: JointGraph) -> None:

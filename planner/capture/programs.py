@@ -16,8 +16,12 @@ import torch
 from torch import fx
 
 from planner.capture.joint import JointGraph
-from planner.capture.symbolic import at_sizes, is_symbolic
-from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbolic_kernels
+from planner.capture.symbolic import at_sizes, is_number, is_symbolic, symbols_of_sizes
+from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbol_of, symbolic_kernels
+from planner.errors import RuntimeUnsupportedError
+
+_KEPT = 4096
+"""How many programs are kept, those that differ in nothing but a number among them."""
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -30,6 +34,8 @@ class Program:
     backward: Callable[[list[Any]], Any]
     entered: Callable[[], None] | None = None
     """Is called before each run."""
+    at: Callable[[Sequence[Any]], Program] | None = None
+    """Returns what runs at the same sizes where other numbers change."""
 
 
 MakeProgram = Callable[[JointGraph, Sequence[Any]], Program]
@@ -49,17 +55,23 @@ def plainly(partition: Callable[[JointGraph], Halves]) -> MakeProgram:
 class ProgramsBySize:
     """The forwards and backwards of one captured program.
 
-    ``make`` is asked for them whenever there are none for the sizes of a call, before anything of it has run.
+    ``make`` is asked for them whenever there are none for the sizes of a call, before anything of it has run. For the
+    same sizes and another of the numbers that decide none there is nothing to make.
     """
 
     def __init__(self, make: MakeProgram) -> None:
         self._make = make
         self._joint: JointGraph | None = None
         self._tensors: list[int] = []
-        """Positions of the program's inputs that are no sizes."""
-        self._numbers: dict[tuple[int, ...], int] = {}
-        """By sizes, the number of the program that runs there."""
-        self._programs: list[Program] = []
+        """Positions of the program's inputs that are no numbers."""
+        self._changing: list[int] = []
+        """Positions of those that are, and decide no size."""
+        self._saves_tensor = False
+        """Whether the number of a program is saved as a tensor, since none that the program is given is an integer."""
+        self._made: dict[tuple[int, ...], Program] = {}
+        self._numbers: dict[tuple[Any, Any], int] = {}
+        """By sizes and what changes, the number of the program that runs there."""
+        self._programs: dict[int, Program] = {}
         self._current = 0
 
     def compiled(self, partition: PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -76,35 +88,64 @@ class ProgramsBySize:
     def captured(self, joint: JointGraph) -> Halves:
         """Remember the joint graph, and return what stands for a partition of it."""
         self._joint = joint
-        self._tensors = [at for at, node in enumerate(joint.placeholders) if not is_symbolic(node.meta["val"])]
+        placeholders = list(enumerate(joint.placeholders))
+        self._tensors = [at for at, node in placeholders if not is_number(node)]
+        deciding = symbols_of_sizes(joint.graph)
+        self._changing = [at for at, n in placeholders if is_number(n) and symbol_of(n.meta["val"]) not in deciding]
+        self._saves_tensor = not any(is_symbolic(node.meta["val"]) for node in joint.placeholders)
         return _stand_in(joint)
 
     def choose(self, given: Sequence[Any]) -> None:
         """Let what runs next be the program for these inputs."""
         if self._joint is None:
             return  # nothing requires gradients
-        sizes = tuple(value for value in given if not isinstance(value, torch.Tensor))
-        if sizes not in self._numbers:
-            self._programs.append(self._make(self._joint, given))
-            self._numbers[sizes] = len(self._programs) - 1
-        self._current = self._numbers[sizes]
+        numbers = {at: x.item() if isinstance(x := given[at], torch.Tensor) else x for at in self._changing}
+        given = [numbers.get(at, value) for at, value in enumerate(given)]
+        sizes = tuple(x for at, x in enumerate(given) if at not in numbers and not isinstance(x, torch.Tensor))
+        key = sizes, tuple(numbers.values())
+        if key not in self._numbers:
+            self._remember(key, self._program(sizes, given))
+        self._current = self._numbers[key]
         entered = self._programs[self._current].entered
         if entered is not None:
             entered()
+
+    def _program(self, sizes: tuple[int, ...], given: Sequence[Any]) -> Program:
+        assert self._joint is not None
+        made = self._made.get(sizes)
+        if made is not None and made.at is not None:
+            return made.at(given)
+        self._made[sizes] = self._make(self._joint, given)
+        return self._made[sizes]
+
+    def _remember(self, key: tuple[Any, Any], program: Program) -> None:
+        """Give a program a number; the oldest is forgotten, where numbers change in every call."""
+        if len(self._numbers) >= _KEPT:
+            oldest = next(iter(self._numbers))
+            del self._programs[self._numbers.pop(oldest)]
+        number = max(self._programs, default=-1) + 1
+        self._numbers[key], self._programs[number] = number, program
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward that was chosen; beside what it saves, save its number."""
         number, tensors = self._current, [arguments[at] for at in self._tensors]
         arguments.clear()
-        return [*self._programs[number].forward(tensors), number]
+        results = list(self._programs[number].forward(tensors))
+        if self._saves_tensor:  # tensors are saved before integers
+            assert self._joint is not None
+            results.insert(self._joint.num_forward_outputs, torch.tensor(number, dtype=torch.float64))
+            return results
+        return [*results, number]
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        """Run the backward whose number was saved; sizes have no gradients."""
+        """Run the backward whose number was saved; numbers have no gradients."""
         number, *tensors = arguments
         arguments.clear()
         assert self._joint is not None
+        if int(number) not in self._programs:
+            raise RuntimeUnsupportedError(f"over {_KEPT} forwards, each with another number, wait for their backwards")
         gradients = [None] * len(self._joint.placeholders)
-        for at, gradient in zip(self._tensors, self._programs[number].backward(tensors), strict=True):
+        for at, gradient in zip(self._tensors, self._programs[int(number)].backward(tensors), strict=True):
             gradients[at] = gradient
         return gradients
 
@@ -112,7 +153,8 @@ class ProgramsBySize:
 def _stand_in(joint: JointGraph) -> Halves:
     """Return two graph modules with the outputs of a forward and of a backward, and one saved number."""
     forward_outputs, backward_outputs = joint.outputs
-    number = next(node for node in joint.placeholders if is_symbolic(node.meta["val"]))
+    numbers = [node for node in joint.placeholders if is_number(node)]
+    number = next((node for node in numbers if is_symbolic(node.meta["val"])), numbers[0])
     forward = _outline(joint, joint.placeholders, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
 

@@ -227,6 +227,14 @@ class Run:
         return {"source": self.source, "flops": self.flops, "moved_bytes": self.moved_bytes, **described}
 
 
+def _sparse_flops(args: Any, kwargs: Any) -> int:
+    """Count what is computed with sparse tensors: each of their elements is multiplied by a row of what is dense."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    elements = sum(strided_parts(tensor)[-1].numel() for tensor in tensors if tensor.layout is not torch.strided)
+    columns = (tensor.shape[-1] for tensor in tensors if tensor.layout is torch.strided and tensor.dim())
+    return 2 * elements * max(columns, default=1)
+
+
 EventT = TypeVar("EventT")
 
 
@@ -291,7 +299,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             writes_resident=any(self.number(t) is None for t in writes),
             module=self.module,
             source=self.source(),
-            flops=count_flops(function, args, kwargs, result),
+            flops=_sparse_flops(args, kwargs) or count_flops(function, args, kwargs, result),
             moved_bytes=moved_bytes(function, args, kwargs, result),
         )
         self.events.append(run)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
@@ -33,6 +34,8 @@ aten = torch.ops.aten
 
 _SLICES = {aten.slice.Tensor: 2, aten.slice_backward.default: 3, aten.slice_scatter.default: 3}
 """Operators of slices, and after how many arguments these say where the slice begins."""
+
+_NUMBER_IN = aten._local_scalar_dense.default
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -71,16 +74,34 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, SYMBOLIC)
 
 
-def has_symbolic_sizes(graph: fx.Graph) -> bool:
-    """Whether a graph is given sizes."""
-    return any(is_symbolic(node.meta.get("val")) for node in graph.find_nodes(op="placeholder"))
+def is_number(placeholder: fx.Node) -> bool:
+    """Whether a program is given a number there: a size, or one that changes, for which Dynamo passes a tensor."""
+    recorded = placeholder.meta.get("val")
+    if not isinstance(recorded, Tensor):
+        return is_symbolic(recorded)
+    if recorded.dim() or recorded.dtype != torch.float64 or not placeholder.users:
+        return False
+    return all(user.target is _NUMBER_IN and is_symbolic(user.meta.get("val")) for user in placeholder.users)
+
+
+def symbols_of_sizes(graph: fx.Graph) -> set[Any]:
+    """Return the symbols that decide how tensors are laid out."""
+    tensors = [leaf for node in graph.nodes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    sizes = (n for t in tensors for n in (*t.shape, *t.stride(), t.storage_offset()))
+    expressions = {expression_of(size) for size in sizes if isinstance(size, torch.SymInt)}
+    return {symbol for expression in expressions for symbol in expression.free_symbols}
+
+
+def is_given_numbers(graph: fx.Graph) -> bool:
+    """Whether a graph is given sizes, or numbers that change."""
+    return any(map(is_number, graph.find_nodes(op="placeholder")))
 
 
 @timings.stage("capture")
 def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
-    """Return the joint graph for what the program is given, sizes as numbers among it; O(nodes).
+    """Return the joint graph for what the program is given, sizes and what changes as numbers among it; O(nodes).
 
-    The result has no placeholders for sizes, and no gradients for them. Raises OtherProgramError if the program does
+    The result has no placeholders for numbers, and no gradients for them. Raises OtherProgramError if the program does
     not run at these sizes.
     """
     numbers = bound(joint, given)
@@ -125,7 +146,7 @@ class Sizes:
         self.symbols = bound(joint, given)
         self._evaluated: dict[Any, Any] = {}
         self._known: dict[fx.Node, Any] = {
-            node: value for node, value in zip(joint.placeholders, given, strict=True) if is_symbolic(node.meta["val"])
+            node: value for node, value in zip(joint.placeholders, given, strict=True) if is_number(node)
         }
 
     def of(self, expression: Any) -> Any:
@@ -137,7 +158,10 @@ class Sizes:
     def number(self, node: fx.Node) -> Any:
         """Return a node's number, computed as Python computes it."""
         if node not in self._known:
-            if any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes):
+            source = node.args[0] if node.target is _NUMBER_IN else None
+            if isinstance(source, fx.Node) and source in self._known:
+                self._known[node] = self._known[source]
+            elif any(isinstance(source.meta.get("val"), Tensor) for source in node.all_input_nodes):
                 self._known[node] = self.of(expression_of(node.meta["val"]))
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), self.number)
@@ -174,7 +198,7 @@ class _AtSizes:
         for node in self.joint.graph.find_nodes(op="placeholder"):
             recorded = node.meta["val"]
             value = self._tangent(recorded) if is_tangent(node) else next(given)
-            if is_symbolic(recorded):
+            if is_number(node):
                 self._put(node, value)
                 continue
             if isinstance(value, Tensor) and not is_tangent(node):
@@ -200,6 +224,9 @@ class _AtSizes:
                 self.made[node], self.values[node] = args[position], values[position]
                 return
             target, args, values = aten.alias.default, args[:1], values[:1]
+        if target is _NUMBER_IN and not isinstance(values[0], Tensor):
+            self._put(node, values[0])
+            return
         result = target(*values, **keywords)
         if is_symbolic(node.meta.get("val")):
             self._put(node, result)
@@ -219,7 +246,7 @@ class _AtSizes:
         flat: Any = output.args[0]
         descriptors = output.meta.get("desc") or [None] * len(flat)
         forward = self.joint.num_forward_outputs
-        sizes = {forward + at for at, node in enumerate(self.joint.placeholders) if is_symbolic(node.meta["val"])}
+        sizes = {forward + at for at, node in enumerate(self.joint.placeholders) if is_number(node)}
         kept = [at for at in range(len(flat)) if at not in sizes]
         self.graph.output(fx.map_arg([flat[at] for at in kept], self.made.__getitem__))
         self.graph.output_node().meta = {**output.meta, "desc": [descriptors[at] for at in kept]}

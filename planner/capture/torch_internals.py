@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
@@ -31,7 +34,8 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.variables import TensorVariable, builder
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
@@ -238,11 +242,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def compile_isolated(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function whole, with static shapes; ``function`` must own its code object.
+    """Compile a function whole, by :func:`dynamo_settings`; ``function`` must own its code object.
 
     Dynamo caches by code object, so two functions that share one would share graphs and plans.
     """
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    return torch.compile(function, backend=backend, fullgraph=True)
 
 
 def run_compiled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -531,12 +535,15 @@ _check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:
-    """Capture again whenever something differs, hooks too; log messages inside a model pass in silence."""
+    """Capture again whenever something differs, hooks too, with fixed sizes; log messages pass in silence."""
     settings = torch._dynamo.config.patch(
         recompile_limit=_NO_LIMIT,  # the limit is ours: see planner.runtimes.graph
         accumulated_recompile_limit=_NO_LIMIT,
         skip_nnmodule_hook_guards=False,  # a hook that is added later would not run, and nobody would know
         allow_rnn=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=True,  # but by _has_changed: of numbers, not of sizes
+        allow_unspec_int_on_nn_module=True,
         **DIFFERENTIATING,
         ignore_logging_functions=_logging_functions(),
         suppress_errors=False,
@@ -548,6 +555,7 @@ def dynamo_settings() -> Iterator[None]:
     with (
         settings,
         warnings.catch_warnings(),
+        patch.object(builder, "process_automatic_dynamic", _has_changed),
         patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm),
         patch.object(OutputGraph, _RETURNED_LEAVES, _returned_leaves) if _check_returned_leaves else nullcontext(),
     ):
@@ -609,6 +617,32 @@ def with_symbolic_sizes(varying: Iterable[tuple[torch.Tensor, Iterable[int]]]) -
             for tensor, _ in varying:
                 for name in vars(tensor).keys() & (_DYNAMIC_MARKS | _BESIDE_MARKS):
                     delattr(tensor, name)
+
+
+_numbers_seen: ContextVar[dict[str, float]] = ContextVar("numbers of earlier captures")
+
+
+@contextmanager
+def varying_numbers(seen: dict[str, float]) -> Iterator[None]:
+    """Let numbers that changed since an earlier capture be inputs of the captured program, not parts of it.
+
+    ``seen`` is what each number was, by Dynamo's name: it is kept from capture to capture.
+    """
+    token = _numbers_seen.set(seen)
+    try:
+        yield
+    finally:
+        _numbers_seen.reset(token)
+
+
+def _has_changed(_tracer: Any, name: str, entry: Any, **_: Any) -> Any:
+    """Tell Dynamo which numbers are inputs. Its own memory ends with the code object, and makes sizes dynamic too."""
+    seen = _numbers_seen.get(None)
+    if seen is None or type(entry.scalar) not in (int, float):
+        return entry
+    if seen.setdefault(name, entry.scalar) != entry.scalar:
+        seen[name] = math.nan  # unlike any number from now on
+    return replace(entry, scalar=auto_dynamic) if math.isnan(seen[name]) else entry
 
 
 def dynamic_dimensions(tensor: torch.Tensor) -> set[int]:

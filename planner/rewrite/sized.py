@@ -25,7 +25,7 @@ class SizedGraph:
 
     @classmethod
     def of(cls, module: fx.GraphModule) -> SizedGraph:
-        """Let the sized numbers among the arguments of a graph's calls come from a list of numbers; it is changed."""
+        """Let the sized numbers that a graph calls with, or gives, come from a list of numbers; it is changed."""
         graph = module.graph
         taken: dict[fx.Node, fx.Node] = {}
         first = next(iter(graph.nodes))
@@ -42,7 +42,7 @@ class SizedGraph:
             return taken[number.made_by]
 
         for node in list(graph.nodes):
-            if node.op == "call_function" and node.args[:1] != (given,):
+            if node.op in ("call_function", "output") and node.args[:1] != (given,):
                 node.args, node.kwargs = map_aggregate((node.args, node.kwargs), replaced)
         return cls(module, boxed(module), tuple(taken))
 

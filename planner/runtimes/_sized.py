@@ -7,6 +7,7 @@ what sizes decide, one is the formula for all others: these are planned as plain
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -53,8 +54,7 @@ class SizedPrograms:
         else:
             assert self._formula is not None
             code = self._code_for(self._formula, planned)
-        forward, backward = code
-        return Program(forward.at(sizes), backward.at(sizes), weakly(self._entered, planned.plan))
+        return _bound(code, weakly(self._entered, planned.plan), joint, given)
 
     def _by_formula(self, given: Sequence[Any], sizes: Sizes) -> PlannedStep | None:
         if self._formula is None or not self._is_confirmed:
@@ -82,6 +82,13 @@ class SizedPrograms:
         if run not in self._code:
             self._code[run] = _written(formula, planned)
         return self._code[run]
+
+
+def _bound(code: Code, entered: Callable[[], None], joint: JointGraph, given: Sequence[Any]) -> Program:
+    """Return what runs some code with the numbers that a program is given."""
+    sizes = Sizes(joint, given)
+    forward, backward = (half.at(sizes) for half in code)
+    return Program(forward, backward, entered, partial(_bound, code, entered, joint))
 
 
 def _run_by(planned: PlannedStep) -> Any:

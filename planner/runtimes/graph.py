@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,12 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.programs import Program
-from planner.capture.symbolic import OtherProgramError, Sizes, has_symbolic_sizes
+from planner.capture.symbolic import OtherProgramError, Sizes, is_given_numbers
 from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
     call_implementation,
+    varying_numbers,
     with_symbolic_sizes,
     without_dynamic_marks,
 )
@@ -64,6 +66,8 @@ class GraphRuntime(PlannedCalls):
         self._calls_seen = CallsSeen()
         self._may_vary = compiler is aot_backend
         """Whether sizes that vary are captured as symbols."""
+        self._numbers: dict[str, float] = {}
+        """Numbers that the program depends on, by Dynamo's names: what each was when it was captured."""
         self._sized: dict[fx.Graph, SizedPrograms] = {}
         """By the graph with symbols that was captured."""
         self._inputs: Inputs | None = None
@@ -105,7 +109,8 @@ class GraphRuntime(PlannedCalls):
         symbolic = varying_sizes if self._may_vary else []
         begun, graphs = time.perf_counter(), self._graphs
         try:
-            with without_dynamic_marks(varying), explain_failures(self.model):
+            changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
+            with without_dynamic_marks(varying), changing, explain_failures(self.model):
                 for fixed, sized in self._calls:
                     try:
                         result = self._capture(inputs, fixed, sized, symbolic)
@@ -139,7 +144,8 @@ class GraphRuntime(PlannedCalls):
                     return sized(*inputs.args, **inputs.kwargs)
             except OtherProgramError:
                 pass
-            except CaptureError:
+            except CaptureError as error:
+                _log.info("sizes that vary cannot be symbols, so each is captured: %s", error)
                 fails = True
         result = fixed(*inputs.args, **inputs.kwargs)
         self._may_vary = self._may_vary and not fails  # it is the symbols that cannot be captured
@@ -260,7 +266,7 @@ class GraphRuntime(PlannedCalls):
         self._graphs += 1
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
-        plan = None if has_symbolic_sizes(joint.graph) else self.plan  # each of its sizes has its own
+        plan = None if is_given_numbers(joint.graph) else self.plan  # each of its sizes has its own
         late = None
         reach = reach_of(joint)
         if others:

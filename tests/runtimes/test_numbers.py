@@ -1,0 +1,96 @@
+"""Numbers that change from step to step: captured once more as inputs of the program, never again."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture import programs
+from tests.models import Stack, mean_square, rows
+from tests.runtimes.steps import assert_same, hold_peak, train
+
+
+class Annealed(Stack):
+    """Scales what each block adds by a number of its own, or by one that it is called with."""
+
+    share = 0.25
+
+    def forward(self, x: torch.Tensor, share: float | None = None) -> torch.Tensor:
+        share = self.share if share is None else share
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x) * share, 0.1)
+        return mean_square(x) * (1 - share / 2)
+
+
+class Counting(Stack):
+    """Counts its steps, and scales what each block adds by that."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 2
+        for block in self.blocks:
+            x = x + block(x) * min(1.0, self.count / 50)
+        return mean_square(x)
+
+
+def wrapped() -> tuple[nn.Module, nn.Module]:
+    model = Annealed(3)
+    return copy.deepcopy(model), planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_a_number_that_changes_costs_one_more_capture(is_argument: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="planner")
+    plain, model = wrapped()
+    for step in range(6):
+        share = 0.1 + step / 7
+        inputs = (rows(), share) if is_argument else (rows(),)
+        plain.share = model.share = share
+        assert_same(train(plain, inputs), train(model, inputs))
+        hold_peak(model, inputs)
+    assert len(caplog.records) == 2
+
+
+def test_a_counter_that_the_forward_moves_is_captured_three_times_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="planner")
+    model = Counting(3)
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    for _ in range(6):
+        assert_same(train(plain, rows()), train(model, rows()))
+        assert model.count == plain.count
+    assert len(caplog.records) <= 3
+
+
+def test_each_backward_has_the_number_of_its_forward() -> None:
+    plain, model = wrapped()
+    for share in (0.1, 0.2):
+        plain(rows(), share).backward(), model(rows(), share).backward()
+    left = []
+    for trained in (plain, model):
+        trained.zero_grad()
+        torch.manual_seed(1)
+        losses = [trained(rows(), share) for share in (0.3, 0.4, 0.5)]
+        for loss in reversed(losses):
+            loss.backward()
+        left.append([p.grad for p in trained.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*left, strict=True))
+
+
+def test_sizes_and_numbers_change_together() -> None:
+    plain, model = wrapped()
+    for count, share in ((256, 0.1), (128, 0.2), (64, 0.3), (256, 0.4), (192, 0.5), (192, 0.6)):
+        assert_same(train(plain, (rows(count), share)), train(model, (rows(count), share)))
+
+
+def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_KEPT", 2)
+    plain, model = wrapped()
+    for share in (0.1, 0.2, 0.3, 0.4, 0.2, 0.1):
+        assert_same(train(plain, (rows(), share)), train(model, (rows(), share)))
