@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.libraries import LIBRARIES, absent, architectures
-from benchmarks.trial import Case, run
+from benchmarks.trial import TOLERANCE, Case, run
 
 PRELOADED = ["torch", "torch._dynamo", *LIBRARIES, "planner.api", "planner.runtimes.auto", "pulp", "benchmarks.trial"]
 """What every process needs, imported once; what is not installed is passed over."""
@@ -120,8 +120,6 @@ def failures(row: Result) -> list[str]:
     found = []
     if row["status"] == "crashed":
         found.append(f"crashed: {row['reason']}")
-    if row["status"] == "late":
-        found.append(row["reason"])
     if row.get("wrong") and row["eager_repeats_itself"]:
         found.append(f"unlike eager: {row['wrong'][0]}")
     if over := [step for step in row.get("steps", []) if step["measured_bytes"] > step["budget_bytes"]]:
@@ -187,8 +185,8 @@ def _markdown(result: Result) -> str:
         "Smallest peak is of eager's. Overheads are predicted, at 60% of what eager's step allocates (the proven bound "
         "beside it), or at the smallest budget that fits where that does not (*). Bits: loss, gradients, buffers and "
         "random states of two optimizer steps, or the largest difference as a share of the length. Measured peaks are "
-        f"the largest of five steps on new data. A failure is a difference above {1e-4:g}, a step over its budget without "
-        "a warning, or an exception."
+        f"the largest of five steps on new data. A failure is a difference above {TOLERANCE:g}, a step over its budget "
+        "without a warning, or an exception."
     )
     headings = [
         "model",

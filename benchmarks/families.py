@@ -7,23 +7,21 @@ needs more is an entry of :data:`_OWN`.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-BATCH, LENGTH, TOKENS, SPECIAL, CLASSES, PIXELS, SAMPLES = 4, 64, 320, 40, 5, 64, 4000
-"""Sizes of the inputs; the last of the tokens are special ones."""
+from benchmarks.family_inputs import CLASSES, LENGTH, PIXELS, SPECIAL, TOKENS, arguments
 
 MOST_PARAMETERS = 30_000_000
 """What is larger is not made small by what is known here, and not run."""
 
 TASKS = (
-    "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "CTC",
+    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CTC",
     "IMAGE_CLASSIFICATION", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION",
     "OBJECT_DETECTION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "DEPTH_ESTIMATION", "TIME_SERIES_PREDICTION",
     "MASKED_IMAGE_MODELING", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "PRETRAINING",
@@ -58,13 +56,21 @@ _SIZES: tuple[tuple[str, Callable[[int], int]], ...] = (
 )  # fmt: skip
 """What the names of sizes look like, and what becomes of their values; the first that fits counts."""
 
+_FORECASTS = {
+    "input_size": 1,
+    "prediction_length": 8,
+    "context_length": 16,
+    "lags_sequence": [1, 2, 3],
+    "num_time_features": 1,
+}
+
 _OWN: dict[str, dict[str, Any]] = {
+    "autoformer": _FORECASTS,
+    "informer": _FORECASTS,
+    "time_series_transformer": _FORECASTS,
     "mamba2": {"num_heads": 8},
-    **dict.fromkeys(
-        ("autoformer", "informer", "time_series_transformer"),
-        {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1},
-    ),
-    "bros": {"dim_bbox": 8},
+    "swin": {"window_size": 4, "image_size": 128},
+    "donut-swin": {"window_size": 4, "image_size": 128},
 }
 """Fields that a model type needs beside those of :data:`_SIZES`; those of a part of it are in a dictionary."""
 
@@ -105,7 +111,7 @@ def build(kind: str) -> tuple[nn.Module, Callable[[], dict[str, Any]]]:
     if parameters > MOST_PARAMETERS:
         raise ValueError(f"{parameters:,} parameters are left, above {MOST_PARAMETERS:,}")
     model: nn.Module = model_class(config).train()
-    return model, lambda: _called(task, model)
+    return model, partial(arguments, task, model)
 
 
 # Configurations.
@@ -140,205 +146,24 @@ def _small(default: Any) -> Iterator[tuple[str, Any]]:
                 yield name, change(value)
     if fields.get("num_key_value_heads") == fields.get("num_attention_heads") is not None:
         yield "num_key_value_heads", min(fields["num_attention_heads"], 4)
-    if isinstance(rope := fields.get("rope_parameters"), dict) and "mrope_section" in rope:
+    if fields.get("head_dim", 0) is None:
+        yield "head_dim", 16
+    rope = fields.get("rope_parameters")
+    if isinstance(rope, dict) and ("mrope_section" in rope or re.search(_WITH_SECTIONS, default.model_type)):
         yield "rope_parameters", {**rope, "mrope_section": [2, 3, 3]}  # of half of a head
+    if getattr(default, "is_encoder_decoder", False) and getattr(default, "decoder_start_token_id", None) is None:
+        yield "decoder_start_token_id", 0
     if "use_cache" in fields:
         yield "use_cache", False
 
 
 _KEPT = r"^num_(feat_extract|conv|extract)_|^num_stages|^conv_dim$"
+_WITH_SECTIONS = r"^glm.*(v|ocr|image|ga)|^qwen2.*(vl|thinker)|^paddleocr"
+"""Model types whose code has sections of rotary positions for large heads, if their configuration has none."""
+
 _STAGED = r"embed_dim$|^num_heads$|hidden_size$|layers$|^dim$"
 """Sizes that others must fit: those of a list beside them."""
 
 
 def _rule(name: str) -> Callable[[int], int] | None:
     return next((change for pattern, change in _SIZES if re.search(pattern, name)), None)
-
-
-# Inputs.
-
-
-def _called(task: str, model: nn.Module) -> dict[str, Any]:
-    """Return arguments for one call: those that it must have, its main input, and what to learn."""
-    parameters = inspect.signature(model.forward).parameters
-    needed = [name for name, each in parameters.items() if _is_needed(each)]
-    main = _main_input(model, parameters)
-    both = ("input_ids", "pixel_values") if task == "BASE" else ()
-    masks = ("attention_mask", "input_features_mask") if main == "input_features" else ()
-    wanted = dict.fromkeys([main, *needed, *(name for name in (*both, *masks, *_LEARNED) if name in parameters)])
-    given = {}
-    for name in wanted:
-        value = _value(name, task, model)
-        if value is not None:
-            given[name] = value
-    if "return_loss" in parameters:
-        given["return_loss"] = True
-    return given
-
-
-def _is_needed(parameter: inspect.Parameter) -> bool:
-    named = parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return named and parameter.default is inspect.Parameter.empty
-
-
-def _main_input(model: Any, parameters: Any) -> str:
-    usual = (model.main_input_name, "input_ids", "pixel_values", "input_features", "input_values")
-    return next((name for name in usual if name in parameters), model.main_input_name)
-
-
-_LEARNED = (
-    "labels",
-    "mask_labels",
-    "class_labels",
-    "start_positions",
-    "end_positions",
-    "future_values",
-    "decoder_input_ids",
-)
-
-
-def _value(name: str, task: str, model: Any) -> Any:
-    """Return a random value of one argument, or None if none is known, or none is needed."""
-    config = model.config
-    shape = _image_shape(config)
-    if name == "labels":
-        return _labels(task, config, shape)
-    if name == "decoder_input_ids":  # made of the labels, where there are any
-        has_labels = "labels" in inspect.signature(model.forward).parameters
-        return (
-            None
-            if has_labels
-            or ("encoder" not in type(config).__name__.lower() and not getattr(config, "is_encoder_decoder", False))
-            else _tokens()
-        )
-    if name in ("mask_labels", "class_labels"):
-        if task not in ("UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION"):
-            return None
-        made = {
-            "mask_labels": lambda: torch.randint(2, (2, *shape[1:])).float(),
-            "class_labels": lambda: torch.randperm(CLASSES)[:2],
-        }
-        return [made[name]() for _ in range(BATCH)]
-    if name in ("start_positions", "end_positions"):
-        return torch.randint(LENGTH, (BATCH,))
-    if name in ("input_ids", "decoder_input_ids", "text_input_ids"):
-        return _tokens()
-    if (
-        name in ("attention_mask", "input_features_mask")
-        and "input_features" in inspect.signature(model.forward).parameters
-    ):
-        return torch.ones(_features(config).shape[:2], dtype=torch.long)
-    if name in ("attention_mask", "pixel_mask"):
-        return torch.ones((BATCH, LENGTH) if name == "attention_mask" else (BATCH, *shape[1:]), dtype=torch.long)
-    if name == "bbox":
-        corner = torch.randint(200, (BATCH, LENGTH, 2))
-        return torch.cat([corner, corner + torch.randint(1, 200, (BATCH, LENGTH, 2))], -1)
-    if name == "pixel_values":
-        return (
-            torch.randn(BATCH, *shape)
-            if task != "VIDEO_CLASSIFICATION"
-            else torch.randn(BATCH, _frames(config), *shape)
-        )
-    if name in ("pixel_values_videos", "pixel_values_video"):
-        return torch.randn(BATCH, _frames(config), *shape)
-    if name == "input_values":
-        if "spectrogram" in type(config).__name__.lower() or (
-            hasattr(config, "max_length") and hasattr(config, "num_mel_bins")
-        ):
-            return torch.randn(BATCH, config.max_length, config.num_mel_bins)
-        return (
-            torch.randn(BATCH, SAMPLES)
-            if not hasattr(config, "audio_channels")
-            else torch.randn(BATCH, config.audio_channels, SAMPLES)
-        )
-    if name in ("input_features", "input_audio_embeds"):
-        return _features(config)
-    if name in ("inputs_embeds", "hidden_states"):
-        return torch.randn(BATCH, LENGTH, config.hidden_size)
-    if name in (
-        "past_values",
-        "past_time_features",
-        "past_observed_mask",
-        "future_values",
-        "future_time_features",
-        "future_observed_mask",
-    ):
-        return _series(name, config)
-    if name == "bool_masked_pos":
-        patches = (shape[-1] // config.patch_size) ** 2
-        return (torch.arange(patches) % 2).bool().expand(BATCH, patches)
-    if name == "inputs":
-        return _tokens()
-    return None
-
-
-def _tokens() -> torch.Tensor:
-    return torch.randint(5, TOKENS - SPECIAL, (BATCH, LENGTH))
-
-
-def _image_shape(config: Any) -> tuple[int, int, int]:
-    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", PIXELS)
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
-    return getattr(config, "num_channels", 3) or 3, height, width
-
-
-def _frames(config: Any) -> int:
-    return next((getattr(config, name) for name in ("num_frames", "frames_per_clip") if hasattr(config, name)), 4)
-
-
-def _features(config: Any) -> torch.Tensor:
-    """Return features of sounds: Whisper's have the time last, most others first."""
-    part = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
-    if (
-        hasattr(part, "num_mel_bins")
-        and hasattr(part, "max_source_positions")
-        and not hasattr(part, "input_feat_per_channel")
-    ):
-        return torch.randn(BATCH, part.num_mel_bins, 2 * part.max_source_positions)
-    width = next(
-        (
-            getattr(part, n)
-            for n in (
-                "feature_projection_input_dim",
-                "input_feat_per_channel",
-                "num_mel_bins",
-                "input_dim",
-                "feature_size",
-            )
-            if hasattr(part, n)
-        ),
-        80,
-    )
-    return torch.randn(BATCH, 2 * LENGTH, width)
-
-
-def _series(name: str, config: Any) -> torch.Tensor:
-    past = getattr(config, "context_length", LENGTH) + max(getattr(config, "lags_sequence", None) or [0])
-    future = getattr(config, "prediction_length", 8) or 8
-    length = past if name.startswith("past") else future
-    if "time_features" in name:
-        return torch.randn(BATCH, length, config.num_time_features)
-    width = getattr(config, "num_input_channels", getattr(config, "input_size", 1))
-    shape = (BATCH, length) if hasattr(config, "lags_sequence") and width == 1 else (BATCH, length, width)
-    return torch.ones(shape) if "mask" in name else torch.rand(shape) + 1
-
-
-def _labels(task: str, config: Any, shape: tuple[int, int, int]) -> Any:
-    count = getattr(config, "num_labels", CLASSES) or CLASSES
-    if task in ("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION", "SEQUENCE_CLASSIFICATION"):
-        return torch.randint(count, (BATCH,))
-    if task == "TOKEN_CLASSIFICATION":
-        return torch.randint(count, (BATCH, LENGTH))
-    if task in ("SEMANTIC_SEGMENTATION",):
-        return torch.randint(count, (BATCH, *shape[1:]))
-    if task in ("OBJECT_DETECTION", "INSTANCE_SEGMENTATION"):
-        return [
-            {"class_labels": torch.randint(count, (2,)), "boxes": torch.rand(2, 4) * 0.4 + 0.2} for _ in range(BATCH)
-        ]
-    if task == "CTC":
-        return torch.randint(5, 30, (BATCH, 4))
-    if task == "SPEECH_SEQ_2_SEQ":
-        return torch.randint(5, TOKENS - SPECIAL, (BATCH, 16))
-    if task in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "PRETRAINING"):
-        return _tokens()
-    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -21,7 +22,7 @@ BATCH, WIDTH, TOKENS = 32, 64, 200
 
 
 def _perceptron(*widths: int) -> nn.Sequential:
-    layers = [part for a, b in zip(widths, widths[1:], strict=False) for part in (nn.Linear(a, b), nn.Tanh())]
+    layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -439,8 +440,8 @@ class GANStep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.generator = nn.Sequential(
-            nn.Linear(16, 64 * 16), nn.Unflatten(1, (64, 4, 4)), nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.BatchNorm2d(32),
-            nn.ReLU(), nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh(),
+            nn.Linear(16, 64 * 16), nn.Unflatten(1, (64, 4, 4)), nn.ConvTranspose2d(64, 32, 4, 2, 1),
+            nn.BatchNorm2d(32), nn.ReLU(), nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh(),
         )  # fmt: skip
         self.discriminator = nn.Sequential(
             nn.utils.spectral_norm(nn.Conv2d(3, 32, 4, 2, 1)), nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(32 * 64, 1)

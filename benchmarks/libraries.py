@@ -33,7 +33,7 @@ Named = Iterator[tuple[str, Callable[[], Case]]]
 def _handwritten() -> Named:
     from benchmarks.handwritten import HANDWRITTEN
 
-    for name, make in HANDWRITTEN.items():
+    for name in HANDWRITTEN:
         yield f"module/{name}", partial(_own, name)
 
 

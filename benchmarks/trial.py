@@ -242,6 +242,7 @@ def _planned(make: Callable[[], Case], reference: _Reference, seconds_to_solve: 
 def _facts(plan: Plan) -> Result:
     return {
         "plan_status": plan.status,
+        "findings": sorted({warning.rule for warning in plan.warnings}),
         "planned_runtime": plan.runtime,
         "operations": len(plan.operations),
         "static_bytes": plan.total_static_bytes,
