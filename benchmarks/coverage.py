@@ -150,6 +150,7 @@ def _summary(rows: Sequence[Result]) -> list[tuple[str, int]]:
         ("crashed", sum(row["status"] == "crashed" for row in counted)),
         ("not done in time", sum(row["status"] == "late" for row in counted)),
         ("bits equal to eager's", sum(row["bitwise_equal"] for row in ran)),
+        ("drew random numbers otherwise than eager", sum("drew_otherwise" in row for row in ran)),
         ("wrong", sum(bool(row["wrong"]) and row["eager_repeats_itself"] for row in ran)),
         ("60% fits", sum("infeasible" not in row for row in ran)),
         ("over budget in a step", len(over)),
