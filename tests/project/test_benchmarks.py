@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,21 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from benchmarks import capture, cases, common, comparison, exactness, full_save, kernels, levers, partitioner, runtimes
+from benchmarks import (
+    capture,
+    cases,
+    common,
+    comparison,
+    coverage,
+    exactness,
+    full_save,
+    kernels,
+    levers,
+    partitioner,
+    runtimes,
+    trial,
+)
+from benchmarks.libraries import architectures
 from planner.errors import UsageError
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
@@ -305,3 +320,65 @@ def test_kernels_names_what_capture_changed(tmp_path: Path) -> None:
     assert found["native_dropout"]["eager"][0] == 0 and found["native_dropout"]["captured"][0] == 1
     assert found["addmm"]["eager"][0] == found["addmm"]["captured"][0] == 2
     assert "| `native_dropout` | 0 | 1 |" in file.with_suffix(".md").read_text()
+
+
+class Dying(nn.Module):
+    """Ends the process, as what runs out of memory does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        os._exit(3)
+
+
+def _dying() -> trial.Case:
+    return trial.Case(Dying(), lambda: ((torch.randn(2),), {}))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(context: object, name: str, make: Callable[[], trial.Case], limits: tuple[float, float, int]) -> Any:
+        return {"model": name, **trial.tried(make, limits[1]), "seconds": 0.0}
+
+    monkeypatch.setattr(coverage, "_row", row)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_coverage_trains_beside_eager_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "coverage.json"
+    names = ["module/dataclass-output", "module/numpy-noise", "module/feature-queue"]
+    assert set(names) < architectures().keys()
+    arguments = ["--models", ",".join(names), "--time-limit", "0.2", "--json", str(file)]
+    assert coverage.main(arguments) == 0
+    result = _results(file)
+    rows = result["models"]
+    assert [(row["model"], row["status"]) for row in rows] == [(name, "run") for name in names]
+    assert [row["runtime"] for row in rows] == ["graph", "modules", "graph"]
+    assert all(row["bitwise_equal"] and not row["touched"] and len(row["steps"]) == 5 for row in rows)
+    assert "numpy" in rows[1]["reason"] and any("runtime 'modules'" in warning for warning in rows[1]["warnings"])
+    assert "| architectures | 3 |" in file.with_suffix(".md").read_text()
+
+    monkeypatch.setattr(coverage, "_row", None)  # nothing is run again
+    assert coverage.main([*arguments, "--resume"]) == 0
+    assert _results(file)["models"] == rows
+
+
+def test_coverage_fails_where_a_promise_is_broken() -> None:
+    step = {"measured_bytes": 10, "predicted_bytes": 10, "budget_bytes": 10}
+    row = {"status": "run", "wrong": [], "eager_repeats_itself": True, "steps": [step], "warnings": [], "errors": ""}
+    assert not coverage.failures(row)
+    over = {**row, "steps": [step, {**step, "measured_bytes": 11}]}
+    assert "1 steps over the budget, by up to 10.0%" in coverage.failures(over)[0]
+    assert not coverage.failures({**over, "warnings": ["UserWarning: some steps of M break the budget"]})
+    assert coverage.failures({**row, "wrong": ["step 1: loss or outputs differ"]})
+    assert coverage.failures({**row, "touched": ["the random state is another"]})
+    assert coverage.failures({**row, "errors": "Traceback (most recent call last):"})
+    assert coverage.failures({"status": "crashed", "reason": "KeyError: 1"})
+    assert not coverage.failures({"status": "refused", "reason": "CaptureError: no"})
+
+
+@pytest.mark.slow
+def test_coverage_outlives_what_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "coverage.json"
+    monkeypatch.setattr(coverage, "architectures", lambda: {"dying": _dying})
+    assert coverage.main(["--json", str(file)]) == 1
+    (row,) = _results(file)["models"]
+    assert (row["status"], row["reason"]) == ("crashed", "the process ended with exit code 3")
