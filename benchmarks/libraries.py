@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import torch
 from benchmarks.trial import Case, Inputs
 
 LIBRARIES = ("transformers", "timm", "torchvision", "diffusers", "torch_geometric")
-IMAGES, PIXELS, CLASSES = 4, 64, 10
+IMAGES, PIXELS, CLASSES = 2, 224, 10
 
 
 def absent() -> list[str]:
@@ -59,17 +60,29 @@ def _family(kind: str) -> Case:
 
 
 def _timm() -> Named:
-    """Yield the smallest name of each of its files, which are its families."""
+    """Yield one of each of its files, which are its families."""
     timm: Any = import_module("timm")
     for family in timm.list_modules():
-        if names := sorted(timm.list_models(module=family), key=len):
-            yield f"timm/{names[0]}", partial(_pictures, "timm", "create_model", names[0], num_classes=CLASSES)
+        if names := timm.list_models(module=family):
+            name = _smallest(names)
+            yield f"timm/{name}", partial(_pictures, "timm", "create_model", name, num_classes=CLASSES)
 
 
 def _torchvision() -> Named:
+    """Yield one of the names that begin alike."""
     models: Any = import_module("torchvision.models")
+    families: dict[str, list[str]] = {}
     for name in models.list_models(module=models):
+        families.setdefault(re.split(r"[_\d]", name)[0], []).append(name)
+    for name in map(_smallest, families.values()):
         yield f"torchvision/{name}", partial(_pictures, "torchvision.models", "get_model", name, num_classes=CLASSES)
+
+
+def _smallest(names: Sequence[str]) -> str:
+    """Return the name that sounds smallest."""
+    sizes = ("atto", "femto", "pico", "nano", "xxs", "test", "tiny", "xs", "mini", "small", "18", "b0", "_s", "_t")
+    rank = {name: next((n for n, size in enumerate(sizes) if size in name), len(sizes)) for name in names}
+    return min(names, key=lambda name: (rank[name], len(name), name))
 
 
 def _pictures(module: str, function: str, name: str, **options: Any) -> Case:
