@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -104,12 +105,17 @@ def _row(context: object, name: str, make: Callable[[], Case], limits: tuple[flo
             process.kill()
             process.join()
         if found.exists():
-            row: Result = json.loads(found.read_text())
+            row: Result = json.loads(_without_places(found.read_text()))
         else:
             reason = f"not done after {seconds:g} s" if late else f"the process ended with exit code {process.exitcode}"
-            said = errors.read_text(errors="replace")[-2000:] if errors.exists() else ""
+            said = _without_places(errors.read_text(errors="replace")[-2000:]) if errors.exists() else ""
             row = {"status": "late" if late else "crashed", "reason": reason, "errors": said}
     return {"model": name, **row, "seconds": round(time.perf_counter() - begun, 1)}
+
+
+def _without_places(text: str) -> str:
+    """Leave out of a text where on this machine libraries and this project are."""
+    return re.sub(r"/[^\s\"'():]*/(?:site-packages|python3\.\d+)/", "", text).replace(f"{common.ROOT}/", "")
 
 
 # Verdicts.
