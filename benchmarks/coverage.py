@@ -58,8 +58,7 @@ def main(arguments: Sequence[str]) -> int:
         common.progress(" | ".join(map(str, _cells(row))))
         result["models"].append(row)
         common.write(args.json, result, _markdown(result)) if args.json != "-" else None
-    if args.json == "-":
-        common.write("-", result, "")
+    common.write(args.json, result, _markdown(result))
     return 1 if any(map(failures, result["models"])) else 0
 
 
