@@ -24,6 +24,7 @@ from planner.analysis.study import Study
 from planner.capture.random_states import HostStates, random_states_kept
 from planner.capture.torch_internals import installed_call
 from planner.errors import CaptureError, InfeasibleBudgetError
+from planner.ir.layers import is_within
 from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
 
@@ -108,7 +109,7 @@ class Routes:
                 infeasible = error
                 refused.append(str(error))
                 continue
-            together = {**{name: made.kept.get(name, {}) for name in modules_of(made)}, **self.chosen}
+            together = outermost({**{name: made.kept.get(name, {}) for name in modules_of(made)}, **self.chosen})
             if not self.plans or all(keeps(other, together) for other in self._studies):
                 self.chosen = together
             else:
@@ -170,6 +171,11 @@ class Routes:
         if more := [*(now.elements - much)]:
             return "gives modules more", more
         return "runs other modules", [*now.calls]
+
+
+def outermost(chosen: Mapping[str, Kept]) -> dict[str, Kept]:
+    """Leave out modules inside of others: what runs again runs whole, and a checkpoint in it would not be there."""
+    return {n: kept for n, kept in chosen.items() if not any(is_within(n, other) for other in chosen if other != n)}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 
 import planner
 from planner.capture.memory import record
+from planner.runtimes._routes import outermost
 from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, peak_of, step, train
 
@@ -128,3 +129,9 @@ def test_experts_that_are_given_more_rows_are_said_and_planned() -> None:
         warnings.filterwarnings("error", "Stack gives")
         for x in (many, few):
             step(model, x)
+
+
+def test_what_two_steps_need_checkpointed_is_never_one_inside_the_other() -> None:
+    """A module that runs again is not checkpointed inside: what it saves then would not be what it saved before."""
+    chosen = {"layers.1.mlp": {}, "layers.1": {"mm": (0,)}, "layers.10": {}, "layers.2.mlp": {}, "layers.2.norm": {}}
+    assert list(outermost(chosen)) == ["layers.1", "layers.10", "layers.2.mlp", "layers.2.norm"]
