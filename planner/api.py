@@ -20,7 +20,7 @@ from planner.analysis.compatibility import (
     offloading_runtime,
     whole_graph,
 )
-from planner.capture.inputs import Inputs, LossFunction, check_model
+from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
 from planner.capture.joint_capture import is_fake
 from planner.capture.parallel import has_several_ranks
 from planner.capture.torch_internals import install_call, install_untraced_call, installed_call, untraced_call
@@ -314,6 +314,7 @@ def auto_wrap(
     """
     asked = locals()
     check_model(model)
+    check_is_called(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:

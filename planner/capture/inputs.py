@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [tensor for leaf in leaves for tensor in strided_parts(leaf)]
 
 
+def _is_object(leaf: Any) -> bool:
+    """Whether something may hold tensors that nobody sees from outside: a batch of graphs, say."""
+    plain = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Tensor)
+    return not isinstance(leaf, (*plain, Mapping, tuple, list, type)) and not callable(leaf)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Positional and keyword arguments of one call of the model."""
@@ -41,11 +48,14 @@ class Inputs:
 
     @classmethod
     def of(cls, example_inputs: Any, example_kwargs: Mapping[str, Any] | None = None) -> Inputs:
-        """Read example inputs as people write them: a tensor, a tuple or list of arguments, a dict; else UsageError."""
+        """Read example inputs as people write them: a tensor, a tuple or list of arguments, a dict, an object.
+
+        A UsageError says that they are none of these, or hold no tensor. What an object holds is its own business.
+        """
         kwargs = dict(example_kwargs or {})
         if isinstance(example_inputs, Inputs):
             return example_inputs
-        if isinstance(example_inputs, torch.Tensor):
+        if isinstance(example_inputs, torch.Tensor) or _is_object(example_inputs):
             args: tuple[Any, ...] = (example_inputs,)
         elif isinstance(example_inputs, Mapping):
             args, kwargs = (), {**example_inputs, **kwargs}
@@ -59,7 +69,7 @@ class Inputs:
                 f"not {type(example_inputs).__name__}"
             )
         inputs = cls(args, kwargs)
-        if not inputs.tensors():
+        if not any(isinstance(x, torch.Tensor) or _is_object(x) for x in pytree.tree_leaves((args, kwargs))):
             raise UsageError("the example inputs hold no tensor: pass what one training step passes to the model")
         return inputs
 
@@ -85,6 +95,21 @@ def check_module(model: Any) -> None:
         raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
+
+
+def check_is_called(model: nn.Module) -> None:
+    """Warn of a model that is trained by its ``training_step``; UsageError if nothing else of it can be called."""
+    if not callable(getattr(model, "training_step", None)):
+        return
+    name = type(model).__name__
+    parts = [f"{name}.{part}" for part, _ in model.named_children()]
+    hint = (
+        f"{name} has a training_step, which a trainer calls in place of the model: wrap the module that it calls"
+        f"{f', say {parts[0]}' if parts else ''}"
+    )
+    if type(model).forward.__module__.partition(".")[0] in ("torch", "lightning", "pytorch_lightning"):
+        raise UsageError(hint)
+    warnings.warn(f"{hint}, unless that is {name} itself", stacklevel=3)
 
 
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:

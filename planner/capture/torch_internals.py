@@ -437,6 +437,13 @@ def is_watched() -> bool:
     return bool(asked() if asked else _python_dispatch.is_in_torch_dispatch_mode(include_infra_modes=False))
 
 
+def is_transformed() -> bool:
+    """Whether what runs is being traced, exported or transformed by ``torch.func``, by somebody else."""
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether hooks wait for the gradients of a module's inputs and outputs."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

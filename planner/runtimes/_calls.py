@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
-from planner.capture.torch_internals import call_implementation, is_watched, training_switches
+from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.session.step import Options
@@ -62,7 +62,9 @@ class PlannedCalls:
         return self._must_match and not self.is_confirmed
 
     def runs_plainly(self) -> bool:
-        """Whether this call runs the model as it is: without gradients, or where torch runs no captured graph."""
+        """Whether this call runs the model as it is: without gradients, or where no plan can be carried out."""
+        if is_transformed():
+            return True
         if torch.is_grad_enabled() and self.needs_graphs and is_watched():
             warnings.warn(f"{_WATCHED} {type(self.model).__name__} runs as it is, and keeps no budget", stacklevel=4)
             return True

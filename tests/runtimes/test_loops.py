@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 import planner
 from planner.errors import UsageError
 from tests.models import WIDTH, Stack, perceptron, rows
-from tests.runtimes.steps import assert_same, train
+from tests.runtimes.steps import assert_same, train, wrap_and_hold
 
 
 def build() -> Stack:
@@ -185,3 +185,64 @@ def test_wrapping_a_compiled_model_is_refused() -> None:
     model.compile(backend="eager")
     with pytest.raises(UsageError, match="compiled by its compile"):
         planner.auto_wrap(model, budget="1GiB")
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "torch.func.grad": lambda model, x: torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)))(
+        {name: p.detach() for name, p in model.named_parameters()}
+    ),
+    "torch.vmap": lambda model, x: torch.vmap(model)(x[None]),
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, x)(x),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module()(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_under_a_transform_the_model_runs_as_it_is(transform: str, runtime: str) -> None:
+    plain = Stack(2)
+    model = planner.auto_wrap(copy.deepcopy(plain), activation_budget="80%", runtime=runtime)
+    expected, found = (TRANSFORMS[transform](one, rows()) for one in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Lightning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Stack(2)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x)
+        return loss
+
+
+class Called(Lightning):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.training_step(x)
+
+
+def test_a_model_with_a_training_step_is_told_to_wrap_what_that_calls() -> None:
+    with pytest.raises(UsageError, match=r"wrap the module that it calls, say Lightning.model"):
+        planner.auto_wrap(Lightning(), budget="1GiB")
+    with pytest.warns(UserWarning, match=r"say Called.model, unless that is Called itself"):
+        planner.auto_wrap(Called(), budget="1GiB")
+
+
+class Batch:
+    """What a library for graphs passes about: a tensor is in it somewhere."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class TakesBatch(Stack):
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return super().forward(batch.x)
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_objects_are_inputs(runtime: str) -> None:
+    model, batch = TakesBatch(3), Batch(rows())
+    assert planner.plan(model, batch, activation_budget="80%", runtime=runtime).overhead > 0
+    wrap_and_hold(model, (batch,), activation_budget="80%", runtime=runtime)
