@@ -78,8 +78,9 @@ def plan(
     ----------
     model : torch.nn.Module
         Real, or built under ``planner.capture.fake_mode()`` to need no memory.
-    example_inputs : tensor, tuple or dict
-        What one step passes to the model: one tensor, a tuple of arguments, or a dict of keywords.
+    example_inputs : tensor, tuple, dict or object
+        What one step passes to the model: one tensor, a tuple of arguments, a dict of keywords, or one object that
+        holds tensors.
     budget : int, float or str, optional
         What the device may hold at any moment, everything included: bytes, ``"8GiB"``, ``"8GB"``, or
         ``"60%"`` of the peak of the model's own eager step.
@@ -359,7 +360,7 @@ def verify(
     ----------
     model : torch.nn.Module
         A real model; its parameters, buffers, gradients and the random state are put back afterwards.
-    example_inputs : tensor, tuple or dict
+    example_inputs : tensor, tuple, dict or object
         What the plan was made for.
     plan : Plan
     example_kwargs, loss_fn
