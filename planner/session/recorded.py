@@ -37,6 +37,9 @@ from planner.session.step import (
     static_memory_of,
 )
 
+DEPENDS_ON_DATA = "depends-on-data"
+"""The rule that a plan breaks which holds for the batch that was recorded."""
+
 _NO_TROUBLE = ("full-backward-hooks",)
 """Rules that an eager step may break."""
 
@@ -161,9 +164,10 @@ def _notes(trace: Trace, *, has_attention_of_here: bool) -> Iterator[Finding]:
             fix="plan there, or a model that can be followed without data",
         )
     if trace.is_real:
+        known = "what the model runs" if trace.depends_on_data else "what its kernels keep"
         yield Finding(
-            rule="recorded-for-real",
-            evidence="a real step was recorded: what the model runs, or what its kernels keep, is known only with data",
+            rule=DEPENDS_ON_DATA if trace.depends_on_data else "recorded-for-real",
+            evidence=f"a real step was recorded: {known} is known only with data",
             cause="another batch may need more, or less, than is predicted",
             fix="plan with a batch of the kind that needs most, and leave some room in the budget",
         )

@@ -196,7 +196,7 @@ def test_every_runtime_plans_with_the_kernels_of_that_gpu(device: str) -> None:
 def test_a_step_that_must_be_run_has_the_kernels_of_here_and_says_so() -> None:
     x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
     plan = planner.plan(Tower(looks=True), x, budget="100%", device="h100", runtime="modules", compare=False)
-    assert {"recorded-for-real", "attention-of-here"} <= {warning.rule for warning in plan.warnings}
+    assert {"depends-on-data", "attention-of-here"} <= {warning.rule for warning in plan.warnings}
     assert any("softmax" in row.operation for row in plan.operations)
     here = planner.plan(Tower(looks=True), x, budget="100%", runtime="modules", compare=False)
     assert "attention-of-here" not in {warning.rule for warning in here.warnings}

@@ -365,7 +365,7 @@ def test_auto_falls_back_and_says_why() -> None:
     with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
         plan = planner.plan(Branching(), rows(), activation_budget="70%", compare=False)
     assert plan.runtime == "modules"
-    assert {"runtime", "recorded-for-real"} <= {warning.rule for warning in plan.warnings}
+    assert {"runtime", "depends-on-data"} <= {warning.rule for warning in plan.warnings}
     with pytest.raises(CaptureError, match="one graph"):
         planner.plan(Branching(), rows(), activation_budget="70%", runtime="graph")
     with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):

@@ -38,7 +38,10 @@ class Graph(nn.Module):
         self.layers, self.is_made_here = _layers(), is_made_here
 
     def forward(self, neighbours: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        matrix = neighbours.to_sparse() if self.is_made_here else neighbours
+        matrix = neighbours
+        if self.is_made_here:
+            where = neighbours.nonzero().T
+            matrix = torch.sparse_coo_tensor(where, torch.ones(where.shape[1]), neighbours.shape).coalesce()
         for layer in self.layers:
             x = layer(torch.sparse.mm(matrix, x))
         return x.square().mean()

@@ -48,6 +48,7 @@ def record(
     that the model calls ``torch.utils.checkpoint`` itself.
     """
     follow = partial(_record, model, inputs, loss=loss)
+    depends_on_data = False
     try:
         trace = follow(attention=attention)
         if trace.repeats:
@@ -58,13 +59,16 @@ def record(
     except PlannerError:
         raise
     except Exception as error:
+        depends_on_data = True
         if is_fake(model) or not may_run:
             hint = "; if it depends on data, build the model for real" if is_fake(model) else ""
             raise _failed(model, error, hint) from error
     if not may_run:
         raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
     try:
-        return follow(real=True)
+        trace = follow(real=True)
+        trace.depends_on_data = depends_on_data
+        return trace
     except PlannerError:
         raise
     except Exception as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.inputs import tensors_in
@@ -83,7 +84,8 @@ class Trace:
     """A recorded step.
 
     ``runs`` from ``backward`` on, -1 until it begins, are of the backward; before ``tangents`` those that stand for a
-    loss outside have given the outputs their gradients. ``is_real`` says that the step was run with data.
+    loss outside have given the outputs their gradients. ``is_real`` says that the step was run with data,
+    ``depends_on_data`` that only data tell what runs.
     ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
     it gives a cache of keys and values back, ``repeats`` that an operator gave one tensor
     for two of its results.
@@ -96,6 +98,7 @@ class Trace:
     backward: int = -1
     tangents: int = -1
     is_real: bool = False
+    depends_on_data: bool = False
     outside_bytes: int = 0
     returned_cache: bool = False
     repeats: bool = False
@@ -139,7 +142,8 @@ class Recorder(StepRecorder[Run]):
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down, with its workspace where only the run itself can show that."""
         given = tensors_in((args, kwargs))
-        if not is_opaque(function) or isinstance(given[0], FakeTensor) or profiler_is_running():
+        shows = is_opaque(function) or _takes_sparse(args, kwargs)
+        if not shows or isinstance(given[0], FakeTensor) or profiler_is_running():
             return super().watch(function, args, kwargs)
         peak_bytes, result = measure_peak(lambda: function(*args, **kwargs), given[0].device)
         run = self.note(function, args, kwargs, result)
@@ -228,6 +232,11 @@ class Recorder(StepRecorder[Run]):
             call.end = self.now
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
+
+
+def _takes_sparse(args: Any, kwargs: Any) -> bool:
+    leaves = tree_leaves((args, kwargs))
+    return any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in leaves)
 
 
 def is_plain(leaf: Any) -> bool:
