@@ -539,6 +539,9 @@ DIFFERENTIATING: dict[str, Any] = (
 _RETURNED_LEAVES = "_check_requires_grad_intermediate_outputs"
 _check_returned_leaves = getattr(OutputGraph, _RETURNED_LEAVES, None)
 
+FOLLOWS_LEAVES = _check_returned_leaves is not None
+"""Whether Dynamo follows ``requires_grad_()`` of what a forward computes."""
+
 
 @contextmanager
 def dynamo_settings() -> Iterator[None]:

@@ -14,8 +14,8 @@ from planner.capture import torch_internals as internals
 from planner.errors import CaptureError
 from tests.runtimes.steps import wrap_and_hold
 
-pytestmark = pytest.mark.skipif(
-    not internals.DIFFERENTIATING, reason="this torch cannot capture a forward that differentiates"
+follows_leaves = pytest.mark.skipif(
+    not internals.FOLLOWS_LEAVES, reason="this torch cannot capture a forward that differentiates by what it computes"
 )
 
 ROWS, WIDTH = 256, 32
@@ -91,7 +91,12 @@ def of_both(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "widths", "loss_fn"),
-    [(Equation, (2,), None), (Penalty, (8, 8), None), (Field, (3,), of_both), (Learner, (4, 1), None)],
+    [
+        pytest.param(Equation, (2,), None, marks=follows_leaves),
+        pytest.param(Penalty, (8, 8), None, marks=follows_leaves),
+        pytest.param(Field, (3,), of_both, marks=follows_leaves),
+        (Learner, (4, 1), None),
+    ],
 )
 def test_it_is_one_graph_with_eagers_bits(
     kind: type[nn.Module], widths: tuple[int, ...], loss_fn: Callable[[Any], torch.Tensor] | None
