@@ -31,13 +31,21 @@ def _same_random_numbers() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported by now out of collections of garbage to come: each walks a million objects of torch."""
+    """Keep what is imported by now out of collections of garbage to come: each walks a million objects of torch.
+
+    What torch does beside a capture for services that watch it is left out.
+    """
     if "torch" in sys.modules:
-        import torch._dynamo  # noqa: F401  # the larger half of them
+        import torch._dynamo.config  # the larger half of them
+        import torch._dynamo.guards
 
         from planner.measure import costing
 
+        # Dynamo would collect garbage after every capture, and flush the processor's caches to log how quick guards are.
+        torch._dynamo.config.run_gc_after_compile = False
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         # What a plan decides is to be the same on every machine: tests of measured costs take this back.
         costing._measured_for_a_moment = lambda lowered, costs, *_: costing.Costing(tuple(costs), "roofline")
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # most of what a capture makes lives until it ends, and is walked in vain
