@@ -261,6 +261,9 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
 def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
+    torch._dynamo.config.run_gc_after_compile = False
+    gc.collect()
+    gc.freeze()  # what is imported: each of the many collections to come would walk it
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=RANKS)
     for name in names:
