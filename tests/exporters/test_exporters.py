@@ -487,7 +487,7 @@ def test_deepspeed(exported: dict[str, Export], monkeypatch: pytest.MonkeyPatch)
 def test_huggingface_checkpoints_just_these_layers(family: str):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256}
     sizes |= {"vocab_size": 128, "max_position_embeddings": 64, "use_cache": False}
     if family == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **sizes))
@@ -498,7 +498,7 @@ def test_huggingface_checkpoints_just_these_layers(family: str):
     study = planner.study(model, inputs, runtime="modules")
     plan = planner.plan(model, inputs, budget="85%", time_limit_seconds=0.5, deterministic=True, compare=False)
     made = planner.export(plan, to="huggingface", study=study)
-    assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 5
+    assert made.label is Label.APPROXIMATE and 0 < len(made.modules) < 3
     checkpointed = run(made)["checkpoint_layers"](copy.deepcopy(model))
     flagged = [
         name for name, module in checkpointed.named_modules() if getattr(module, "gradient_checkpointing", False)

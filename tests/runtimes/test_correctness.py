@@ -259,7 +259,7 @@ def test_one_step(case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", tiered([torch.bfloat16, torch.float16], quick=[torch.bfloat16]))
-@pytest.mark.parametrize("case", tiered(AUTOCAST, slow=["plain", "native dropout"]))
+@pytest.mark.parametrize("case", tiered(AUTOCAST, slow=["plain", "native dropout", "tied weights"]))
 def test_autocast(case: str, dtype: torch.dtype) -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         with torch.autocast("cpu", dtype=dtype):
