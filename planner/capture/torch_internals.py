@@ -108,6 +108,10 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
     return run
 
 
+_MOST_SAVED = 2**14
+"""More tensors than any step saves."""
+
+
 def aot_backend(
     partition: PartitionFunction,
     forward: Callable[[list[Any]], Any] | None = None,
@@ -131,13 +135,23 @@ def aot_backend(
     def compiled(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         # The switch for it, ``donated_buffer``, is asked when a backward runs too, and would have to be off then.
         with (
-            patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
+            patch.object(graph_compile, "collect_bw_donated_buffer_idxs", partial(_donates_nothing, forward)),
             # Numbers that sizes decide stay numbers: as tensors they would be rounded in other places.
             patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda _: None),
         ):
             return backend(graph_module, example_inputs)
 
     return compiled
+
+
+def _donates_nothing(
+    forward: Callable[[list[Any]], Any] | None, _forward: Any, _backward: Any, metadata: Any
+) -> list[int]:
+    """Give nothing that is saved away. Since torch 2.14 it is listed too: what runs in its place may save more."""
+    listed = getattr(metadata, "saved_tensor_is_graph_input", None)
+    if forward is not None and listed is not None:
+        listed.extend([False] * _MOST_SAVED)
+    return []
 
 
 def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:

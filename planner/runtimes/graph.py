@@ -100,28 +100,23 @@ class GraphRuntime(PlannedCalls):
 
     def _captured(self, inputs: Inputs) -> Any:
         """Run the model on what is new to it, or marked as dynamic."""
-        if not self.is_confirmed:
-            check_plannable(self.model, inputs)
+        check_plannable(self.model, inputs)
         self._complete_for(inputs)
         if varying := marked(inputs):
             self._plan_ahead(inputs)
         varying_sizes = self._calls_seen.varying(inputs)
         symbolic = varying_sizes if self._may_vary else []
         begun, graphs = time.perf_counter(), self._graphs
-        try:
-            changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
-            with without_dynamic_marks(varying), changing, explain_failures(self.model):
-                for fixed, sized in self._calls:
-                    try:
-                        result = self._capture(inputs, fixed, sized, symbolic)
-                        if self._graphs != graphs:
-                            self._tell(symbolic, time.perf_counter() - begun)
-                        return result
-                    except AssumptionBrokenError:
-                        continue
-        except CaptureError:
-            check_plannable(self.model, inputs)  # what was added since may say it better
-            raise
+        changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
+        with without_dynamic_marks(varying), changing, explain_failures(self.model):
+            for fixed, sized in self._calls:
+                try:
+                    result = self._capture(inputs, fixed, sized, symbolic)
+                    if self._graphs != graphs:
+                        self._tell(symbolic, time.perf_counter() - begun)
+                    return result
+                except AssumptionBrokenError:
+                    continue
         raise AssertionError("a program without assumptions holds for every call")
 
     def _tell(self, symbolic: Sequence[Varying], seconds: float) -> None:

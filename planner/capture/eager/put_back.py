@@ -136,8 +136,12 @@ def forget(alive: Callable[[], Collection[int]], name: str) -> None:
     gc.collect()
     if not alive():
         return
+    was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()  # what is frozen is not listed
-    for cache in [one for one in gc.get_objects() if type(one) is _CACHE]:
+    caches = [one for one in gc.get_objects() if type(one) is _CACHE]
+    if was_frozen:
+        gc.freeze()
+    for cache in caches:
         if not alive().isdisjoint(map(storage_id, _tensors_of(cache))):  # type: ignore[attr-defined]
             cache.cache_clear()
     if alive():
