@@ -221,7 +221,7 @@ def test_what_one_of_many_solves_does_not_use_is_left_to_the_others():
 
 @pytest.mark.parametrize("rate", tiered([1e8, 1e9], slow=[1e9]))
 def test_both_together_are_no_worse_than_either_alone(rate: float):
-    graph, costs = transformer(4)
+    graph, costs = transformer(3)
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
     problem = replace(problem, budget_bytes=int(0.45 * problem.baseline.peak_bytes))
     host = Host(bytes_per_second=rate, budget_bytes=2**40)
