@@ -179,6 +179,10 @@ def walk(problem: Problem, schedule: Schedule) -> list[int]:
                 return False
         return False
 
+    def first_read(u: int, position: int) -> int:
+        """Of several that come back at a position, the first to be read comes first."""
+        return next(p for p in range(position, len(order)) if u in operations[order[p]].inputs)
+
     held: set[int] = set()
     ran: set[int] = set()
     timeline = []
@@ -194,7 +198,7 @@ def walk(problem: Problem, schedule: Schedule) -> list[int]:
         operation, first = operations[index], index not in ran
         held -= {u for u in held if leaves.get(u) == position}
         moments = []
-        for u in sorted(u for u, p in returns if p == position):
+        for u in sorted((u for u, p in returns if p == position), key=lambda u: (first_read(u, position), u)):
             held.add(u)
             moments.append(held_bytes() + states(position, ran) + (values[u].size_bytes // 2 if lossy[u] else 0))
         assert held.issuperset(operation.inputs)

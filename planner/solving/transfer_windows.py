@@ -24,13 +24,14 @@ def widened(problem: Problem, schedule: Schedule) -> Schedule:
     returning_first.leave(at_once=True)
     returning_first.come_back()
     returning_first.leave()
-    found = (Schedule(schedule.order, windows.offloads()) for windows in (leaving_first, returning_first))
+    found = [Schedule(schedule.order, windows.offloads()) for windows in (leaving_first, returning_first)]
 
-    def cost(wide: Schedule) -> tuple[bool, float]:
+    def cost(wide: Schedule) -> tuple[int, float]:
         evaluation = problem.evaluate(wide)
-        return evaluation.peak_bytes > problem.budget_bytes, evaluation.stall_seconds
+        return max(evaluation.peak_bytes, problem.budget_bytes), evaluation.stall_seconds
 
-    return min(found, key=cost)
+    # Windows do not see all that a piece of a rounded value needs for a moment: then what was there is kept.
+    return min((*found, schedule), key=cost)
 
 
 def without_unneeded(problem: Problem, schedule: Schedule) -> Schedule:

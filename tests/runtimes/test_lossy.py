@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -61,6 +61,8 @@ def test_a_piece_counts_where_it_is_more_than_what_is_gone_or_not_there_yet():
 
 
 @settings(max_examples=60, deadline=None)
+@example(seed=8656, share=0.75, rate=1.0)  # what may stay leaves no room for the piece of what is rounded
+@example(seed=1256, share=0.9, rate=1.0)  # two come back at once, and the second in the graph is read first
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.6, 0.75, 0.9]), rate=st.sampled_from([0.3, 1.0, 5.0]))
 def test_bytes_are_those_of_a_walk_through_the_step(seed: int, share: float, rate: float):
     graph, costs = random_graph(seed, plain=seed % 2 == 0)
