@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         "models": [row for row in done if row["model"] in known],
     }
     kept = {row["model"] for row in result["models"]}
+    result["kept"] = len(kept)
     until = time.monotonic() + 60 * args.minutes
     limits = (args.limit, args.time_limit, round(args.gib * 2**30))
     for row in _rows({name: known[name] for name in names if name not in kept}, args.jobs, limits, until):
@@ -186,6 +187,8 @@ def _cells(row: Result) -> list[object]:
 def _markdown(result: Result) -> str:
     rows = sorted(result["models"], key=lambda row: row["model"])
     here = f"{len(rows)} of {result['known']} known names were run. "
+    if result["kept"]:
+        here += f"{result['kept']} of these rows are of earlier runs with the same file, of the code as it was then. "
     missing = f"Not installed, so nothing of them: {', '.join(result['absent'])}." if result["absent"] else ""
     legend = (
         "Smallest peak is of eager's. Overheads are predicted, at 60% of what eager's step allocates (the proven bound "

@@ -23,14 +23,22 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree; of a sparse one those that hold its indices and values."""
+    return [part for tensor in _leaves_in(tree) for part in strided_parts(tensor)]
+
+
+def sparse_in(tree: Any) -> list[torch.Tensor]:
+    """Return the sparse tensors in a tree."""
+    return [tensor for tensor in _leaves_in(tree) if tensor.layout is not torch.strided]
+
+
+def _leaves_in(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
-        return strided_parts(tree)
+        return [tree]
     if type(tree) in (tuple, list):  # by far the most are: recorders ask at every operator
-        return [tensor for part in tree for tensor in tensors_in(part)]
-    if tree is None or type(tree) in (int, float, bool, str):
+        return [tensor for part in tree for tensor in _leaves_in(part)]
+    if tree is None or type(tree) in (int, float, bool, str) or (type(tree) is dict and not tree):
         return []
-    leaves = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-    return [tensor for leaf in leaves for tensor in strided_parts(leaf)]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_object(leaf: Any) -> bool:

@@ -22,7 +22,7 @@ from planner.capture.cuda_attention import Attention, replace_attention
 from planner.capture.failures import explain_forward, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
-from planner.capture.joint import JointGraph, tensors_of
+from planner.capture.joint import JointGraph, eliminate_common_subexpressions, tensors_of
 from planner.capture.layouts import correct_layouts
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
@@ -40,7 +40,6 @@ from planner.capture.torch_internals import (
     call_implementation,
     dynamo_settings,
     eager_kernels,
-    eliminate_common_subexpressions,
     hint_of,
     is_drawn,
     storage_id,
@@ -138,8 +137,7 @@ class IsolatedCall:
 
     def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph that Dynamo's guards find for these arguments, or give ``NOT_CAPTURED`` if there is none."""
-        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
-        return NOT_CAPTURED if is_traced else self._function().run(args, kwargs)
+        return self._function().run(args, kwargs)
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         install_output_hooks(self._module, kwargs)

@@ -7,6 +7,7 @@ backward finds its other half.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class ProgramsBySize:
         self._numbers: dict[tuple[Any, Any], int] = {}
         """By sizes and what changes, the number of the program that runs there."""
         self._programs: dict[int, Program] = {}
+        self._count = itertools.count()
         self._current = 0
 
     def compiled(self, partition: PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -123,8 +125,8 @@ class ProgramsBySize:
         if len(self._numbers) >= _KEPT:
             oldest = next(iter(self._numbers))
             del self._programs[self._numbers.pop(oldest)]
-        number = max(self._programs, default=-1) + 1
-        self._numbers[key], self._programs[number] = number, program
+        number = self._numbers[key] = next(self._count)
+        self._programs[number] = program
 
     def forward(self, arguments: list[Any]) -> list[Any]:
         """Run the forward that was chosen; beside what it saves, save its number."""

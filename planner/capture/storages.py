@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.inputs import tensors_in
+from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.layouts import as_kernel_gives
 from planner.capture.torch_internals import OpOverload, called, is_mutable, storage_id, strided_parts, written_arguments
 from planner.common.units import round_up
@@ -229,9 +229,11 @@ class Run:
 
 def _sparse_flops(args: Any, kwargs: Any) -> int:
     """Count what is computed with sparse tensors: each of their elements is multiplied by a row of what is dense."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    elements = sum(strided_parts(tensor)[-1].numel() for tensor in tensors if tensor.layout is not torch.strided)
-    columns = (tensor.shape[-1] for tensor in tensors if tensor.layout is torch.strided and tensor.dim())
+    elements = sum(strided_parts(tensor)[-1].numel() for tensor in sparse_in((args, kwargs)))
+    if not elements:
+        return 0
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    columns = (leaf.shape[-1] for leaf in leaves if leaf.layout is torch.strided and leaf.dim())
     return 2 * elements * max(columns, default=1)
 
 
@@ -312,8 +314,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
         """Describe a call by tensors like its own, which hold none of the step's storages and share as those do."""
         numbers: dict[tuple[int, torch.dtype], int] = {}
-        leaves = tree_leaves((args, kwargs, result))
-        parts = {t: strided_parts(t) for t in leaves if isinstance(t, torch.Tensor) and t.layout is not torch.strided}
+        parts = {tensor: strided_parts(tensor) for tensor in sparse_in((args, kwargs, result))}
 
         def like(tensor: torch.Tensor) -> torch.Tensor:
             number = numbers.setdefault((storage_id(tensor), tensor.dtype), len(numbers))

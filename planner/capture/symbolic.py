@@ -16,12 +16,11 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
-from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
+from planner.capture.joint import JointGraph, eliminate_common_subexpressions, fake_mode_of, is_tangent
 from planner.capture.layouts import correct_layouts
 from planner.capture.torch_internals import (
     Numbers,
     eager_kernels,
-    eliminate_common_subexpressions,
     evaluated,
     expression_of,
     number_of,

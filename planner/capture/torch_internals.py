@@ -40,7 +40,7 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
-from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
 from torch._inductor import config as inductor_config
 from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload as OpOverload
@@ -183,28 +183,6 @@ def evaluated(expression: Any, numbers: Numbers) -> Any:
     """Return an expression's number for given symbols."""
     found = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
     return int(found) if getattr(found, "is_integer", isinstance(found, int)) else float(found)
-
-
-def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
-    """Merge equal pure operations, as torch's own partitioner does before it partitions; outputs stay apart.
-
-    Torch keeps an operation whose result is an output, but not one that has several results.
-    """
-    of_outputs = {storage_id(t) for node in graph.output_node().all_input_nodes for t in _tensors_of(node)}
-    several = {n.name: n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), (tuple, list))}
-    for node in graph.nodes:
-        if node.name in several:
-            node.meta["val"] = next((t for t in _tensors_of(node) if storage_id(t) in of_outputs), several[node.name])
-    merged = fx_graph_cse(graph)
-    for node in (*graph.nodes, *merged.nodes):
-        if node.name in several:
-            node.meta["val"] = several[node.name]
-    return merged
-
-
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    leaves = tree_leaves(node.meta.get("val"))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
 
 
 def is_drawn(number: Any) -> bool:

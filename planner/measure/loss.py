@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.eager.put_back import put_back
 from planner.capture.failures import in_one_line
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
 from planner.capture.joint_capture import fake_mode, is_fake, mode_of
+from planner.capture.put_back import put_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensor, FakeTensorMode, call_implementation, other_state
 from planner.common.units import round_up

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from planner.capture.inputs import Inputs
-from planner.capture.joint import JointGraph
+from planner.capture.joint import JointGraph, eliminate_common_subexpressions
 from planner.capture.lowering import LoweredGraph
-from planner.capture.torch_internals import eliminate_common_subexpressions, min_cut_partition
+from planner.capture.torch_internals import min_cut_partition
 from planner.errors import PlannerError
 from planner.ir.schedule import Schedule
 from planner.session.step import Options, captured, lower_step, study_lowered

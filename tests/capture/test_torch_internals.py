@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils import checkpoint as checkpointing
 
 from planner.capture import torch_internals as internals
+from planner.capture.joint import eliminate_common_subexpressions
 
 
 def differences() -> list[str]:
@@ -23,9 +24,9 @@ def differences() -> list[str]:
         from torch._functorch.partitioners import default_partition
 
         seen["descriptors"] = [n.meta.get("desc") for n in joint.graph.nodes if n.op == "placeholder"]
-        joint.graph = internals.eliminate_common_subexpressions(joint.graph)
+        joint.graph = eliminate_common_subexpressions(joint.graph)
         seen["halves"] = internals.min_cut_partition(
-            fx.GraphModule(joint, internals.eliminate_common_subexpressions(joint.graph)), 0.5, num_fwd_outputs
+            fx.GraphModule(joint, eliminate_common_subexpressions(joint.graph)), 0.5, num_fwd_outputs
         )
         return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs)
 

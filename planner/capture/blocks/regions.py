@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Recorder
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
-from planner.capture.eager.put_back import put_back
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
 from planner.capture.joint_capture import capture, differentiable_outputs, mode_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
+from planner.capture.put_back import put_back
 from planner.capture.storages import Run
 from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
 from planner.errors import CaptureError, UnsupportedModelError

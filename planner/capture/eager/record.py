@@ -13,13 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.cuda_attention import Attention, InPlaceOfAttention
-from planner.capture.eager.put_back import forget, put_back
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
 from planner.capture.joint_capture import is_fake, mode_of
 from planner.capture.operands import is_opaque
+from planner.capture.put_back import forget, put_back
 from planner.capture.torch_internals import (
     FakeTensor,
     call_implementation,

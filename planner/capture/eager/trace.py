@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.inputs import tensors_in
+from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
 from planner.capture.provenance import is_library, short_path
@@ -142,7 +141,7 @@ class Recorder(StepRecorder[Run]):
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down, with its workspace where only the run itself can show that."""
         given = tensors_in((args, kwargs))
-        shows = is_opaque(function) or _takes_sparse(args, kwargs)
+        shows = is_opaque(function) or sparse_in((args, kwargs))
         if not shows or isinstance(given[0], FakeTensor) or profiler_is_running():
             return super().watch(function, args, kwargs)
         peak_bytes, result = measure_peak(lambda: function(*args, **kwargs), given[0].device)
@@ -232,11 +231,6 @@ class Recorder(StepRecorder[Run]):
             call.end = self.now
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
-
-
-def _takes_sparse(args: Any, kwargs: Any) -> bool:
-    leaves = tree_leaves((args, kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided for leaf in leaves)
 
 
 def is_plain(leaf: Any) -> bool:
