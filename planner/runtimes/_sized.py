@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from planner.analysis.study import Study
 from planner.capture.joint import JointGraph
 from planner.capture.programs import Program
 from planner.capture.symbolic import Sizes, at_sizes
@@ -28,7 +29,8 @@ Code = tuple[SizedGraph, SizedGraph]
 class SizedPrograms:
     """Programs of one joint graph with symbols; ``plan`` plans a plain one, ``follow`` what a formula says of a size.
 
-    ``entered`` is told in every call which plan is in force.
+    ``eager`` gives the recording of eager's own step beside which a plain one was planned, and ``entered`` is told in
+    every call which plan is in force.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class SizedPrograms:
         model: nn.Module,
         plan: Callable[[JointGraph], PlannedStep],
         follow: Callable[[SizedStep, Sequence[Any], Sizes], PlannedStep],
+        eager: Callable[[], Study | None],
         entered: Callable[[Plan], None],
     ) -> None:
-        self._model, self._plan, self._follow, self._entered = model, plan, follow, entered
+        self._model, self._plan, self._follow, self._eager, self._entered = model, plan, follow, eager, entered
         self._formula: SizedStep | None = None
         self._is_confirmed = False
         self._code: dict[Any, Code] = {}
@@ -72,10 +75,16 @@ class SizedPrograms:
             same = self._code_for(self._formula, planned)
             if [half.text for half in same] == [half.text for half in code]:
                 self._is_confirmed = True
+                self._learn_eager(sizes)
                 return same
         if not self._is_confirmed:
             self._formula, self._code = step, {_run_by(planned): code}
+            self._learn_eager(sizes)
         return code
+
+    def _learn_eager(self, sizes: Sizes) -> None:
+        if self._formula is not None and (recorded := self._eager()) is not None:
+            self._formula.learn_eager(recorded, sizes)
 
     def _code_for(self, formula: SizedStep, planned: PlannedStep) -> Code:
         run = _run_by(planned)

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from planner.analysis.beside_eager import eager_step
+from planner.analysis.study import Study
 from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
@@ -193,7 +195,9 @@ class GraphRuntime(PlannedCalls):
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         """Return what runs at some sizes of a program that was captured with symbols."""
         if joint.graph not in self._sized:
-            self._sized[joint.graph] = SizedPrograms(self.model, self._at_new_sizes, self._followed, self._enter)
+            self._sized[joint.graph] = SizedPrograms(
+                self.model, self._at_new_sizes, self._followed, self._recorded, self._enter
+            )
         return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
@@ -211,15 +215,21 @@ class GraphRuntime(PlannedCalls):
         if self.options.loss is not None or self.options.chunk != 1:
             raise UnknownSizeError("what is outside of the graph depends on sizes too")
         elements = sum(tensor.numel() for tensor in formula.inputs(given))
-        if self._inputs is not None and elements > self._plans.largest:
-            self._complete_for(self._inputs)  # a percentage of more than before
-            options = self.options
-        else:
-            options = replace(self.options, eager=None)
-        step = formula.planned(given, sizes, options, self._plans.nearest(elements))
+        eager = None
+        if elements > self._plans.largest and self._recorded() is not None:
+            eager = formula.eager_at(given, sizes)  # a percentage of more than before
+            if eager is None and self._inputs is not None:
+                self._complete_for(self._inputs)
+                if (recorded := self._recorded()) is not None:
+                    formula.learn_eager(recorded, sizes)
+                eager = eager_step(self.options.eager)
+        step = formula.planned(given, sizes, self.options, eager, self._plans.nearest(elements))
         self.put_in_force(step.plan)
         self._plans.add(elements, step.plan)
         return step
+
+    def _recorded(self) -> Study | None:
+        return self.options.eager if isinstance(self.options.eager, Study) else None
 
     def _enter(self, plan: Plan) -> None:
         self.plan = plan

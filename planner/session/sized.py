@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import fake_mode_of
@@ -29,6 +28,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.measure import devices
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
+from planner.session.sized_eager import RecordedAt, SizedEager
 from planner.session.step import LoweredStep, Options, PlannedStep, called_with, fingerprint_of, plan_study
 
 
@@ -45,6 +45,20 @@ class SizedStep:
     study: Study
     sizes: Sizes
     """At which the step was made plain."""
+
+    def learn_eager(self, step: Study, sizes: Sizes) -> None:
+        """Take a recording of eager's own step at some sizes into account."""
+        self._eager.learn(RecordedAt(step, sizes, self._workspaces_of_all(sizes)))
+
+    def eager_at(self, given: Sequence[Any], sizes: Sizes) -> EagerStep | None:
+        """Return what eager's step needs for what the program is given; None if only a recording can say that."""
+        inputs_bytes = self._around(self.inputs(given)).static_bytes["inputs"]
+        return self._eager.at(sizes, inputs_bytes, self._workspaces_of_all(sizes))
+
+    @cached_property
+    def _eager(self) -> SizedEager:
+        nodes = self.step.lowered.joint.graph.nodes
+        return SizedEager({expression for node in nodes for expression in _sizes_of(node)})
 
     def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
         """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
@@ -76,9 +90,11 @@ class SizedStep:
         return step, study
 
     @timings.stage("lowering")
-    def planned(self, given: Sequence[Any], sizes: Sizes, options: Options, reuse: Plan | None) -> PlannedStep:
-        """Plan the step for what the program is given."""
-        step, study = self.at(given, sizes, eager_step(options.eager))
+    def planned(
+        self, given: Sequence[Any], sizes: Sizes, options: Options, eager: EagerStep | None, reuse: Plan | None
+    ) -> PlannedStep:
+        """Plan the step for what the program is given, with what eager's needs there."""
+        step, study = self.at(given, sizes, eager)
         plan = plan_study(study, options, reuse=reuse)
         assert study.in_place is not None
         schedule = study.in_place.carried_out(plan.schedule_for(study.graph))
@@ -158,15 +174,19 @@ class SizedStep:
     def _costs(self, graph: TrainingGraph, sizes: Sizes) -> tuple[OperationCost, ...]:
         """Return the costs here, with times scaled by bytes, and workspace measured where there was some."""
         before, now = self.step.lowered.graph.values, graph.values
-        workspaces = self._workspaces(sizes)
         made = []
-        for index, (operation, cost) in enumerate(zip(graph.operations, self._single_costs, strict=True)):
+        workspaces = self._workspaces_of_all(sizes)
+        for operation, cost, workspace_bytes in zip(graph.operations, self._single_costs, workspaces, strict=True):
             touched = (*operation.inputs, *operation.outputs)
             old_bytes = sum(before[value].size_bytes for value in touched)
             scale = sum(now[value].size_bytes for value in touched) / old_bytes if old_bytes else 1.0
-            workspace_bytes = workspaces.get(index, cost.workspace_bytes)
             made.append(replace(cost, seconds=cost.seconds * scale, workspace_bytes=workspace_bytes))
         return tuple(made)
+
+    def _workspaces_of_all(self, sizes: Sizes) -> list[int]:
+        """Return what each operation needs, measured where there was some."""
+        measured = self._workspaces(sizes)
+        return [measured.get(index, cost.workspace_bytes) for index, cost in enumerate(self._single_costs)]
 
     def _workspaces(self, sizes: Sizes) -> dict[int, int]:
         """Measure the workspace of what has some."""
@@ -194,11 +214,16 @@ def _sizes_about(node: fx.Node | None) -> Iterator[Any]:
         return
     read = list(node.all_input_nodes)
     for one in (node, *read, *(deeper for source in read for deeper in source.all_input_nodes)):
-        recorded = one.meta.get(SYMBOLIC_VALUE, one.meta.get("val"))
-        for tensor in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
-            if isinstance(tensor, Tensor):
-                yield expression_of(tensor.untyped_storage().nbytes())
-                yield expression_of(tensor.numel() * tensor.element_size())
+        yield from _sizes_of(one)
+
+
+def _sizes_of(node: fx.Node) -> Iterator[Any]:
+    """Return, in symbols, the bytes of what a node makes: of the memory, and of what is seen of it."""
+    recorded = node.meta.get(SYMBOLIC_VALUE, node.meta.get("val"))
+    for tensor in recorded if isinstance(recorded, (list, tuple)) else [recorded]:
+        if isinstance(tensor, Tensor):
+            yield expression_of(tensor.untyped_storage().nbytes())
+            yield expression_of(tensor.numel() * tensor.element_size())
 
 
 def _at(node: fx.Node, known: Sizes, sizes: Sizes) -> fx.Node:

@@ -14,6 +14,7 @@ import planner
 from planner.capture import joint_capture
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
+from planner.session import recorded
 from tests.models import WIDTH, Convolutions, Stack, mean_square, perceptron
 from tests.tiers import tiered
 
@@ -184,5 +185,22 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     assert plan.baseline_peak_bytes == expected_plan.baseline_peak_bytes
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **__: object) -> None:
     raise AssertionError("the formula should say what is needed")
+
+
+@pytest.mark.parametrize("name", ("perceptron", "attention", "convolutions"))
+def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peak, of which a percentage is taken, is what a recording at that size says."""
+    make, sizes = CASES[name]
+    largest = tuple(torch.cat([tensor, tensor]) for tensor in sizes[0])
+    model = make()
+    fixed, varying = wrapped(model), wrapped(model)
+    *_, expected = step(fixed, largest)
+    for inputs in sizes[:3]:
+        step(varying, inputs)
+    monkeypatch.setattr(recorded, "record", refuse)
+    *_, plan = step(varying, largest)
+    assert plan.eager is not None and expected.eager is not None
+    assert plan.eager.peak_bytes == expected.eager.peak_bytes
+    assert plan.budget_bytes == expected.budget_bytes
