@@ -1,88 +1,12 @@
-"""The command line: plan a model for a memory budget, prove it by real steps, find what is wrong.
-
-Exit codes: 0 fits or sound, 1 failed or problems found, 2 wrong usage, 3 no plan fits, 4 the model cannot be captured.
-Results go to standard output, progress and errors to standard error.
-"""
+"""``python cli.py``: the command line, from a clone; once installed it is ``checkpoint-planner`` too."""
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import traceback
-from collections.abc import Sequence
 
-from planner.commands import commands
-from planner.commands._options import Parser
-from planner.errors import PlannerError
+from planner.commands._main import main, make_parser
 
-_INTERRUPTED = 130
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Parameters
-    ----------
-    arguments : sequence of str, optional
-        Those of the process by default.
-
-    Returns
-    -------
-    int
-        Exit code.
-    """
-    debug = False
-    try:
-        args = make_parser().parse_args(arguments)
-        debug = args.debug
-        if getattr(args, "no_cache", False):
-            from planner.common import cache_folder
-
-            cache_folder.turn_off()
-        code: int = args.run(args)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # The reader has seen enough; Python must not complain at exit that it could not write the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        _complain("interrupted", debug)
-        return _INTERRUPTED
-    except PlannerError as error:
-        _complain(str(error), debug)
-        return error.exit_code
-    except Exception as error:
-        _complain(f"{type(error).__name__}: {error}; this should not happen: run with --debug and report it", debug)
-        return PlannerError.exit_code
-
-
-def _complain(message: str, debug: bool) -> None:
-    if debug:
-        traceback.print_exc()
-    print("error:", " ".join(message.split()), file=sys.stderr)
-
-
-def make_parser() -> Parser:
-    """Return the parser of all commands."""
-    parser = Parser(prog="checkpoint-planner", description=(__doc__ or "").split("\n\n")[0])
-    common = Parser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show tracebacks")
-    chosen = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in commands():
-        added = chosen.add_parser(
-            command.name,
-            parents=[common, *command.parents()],
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            epilog="\n".join(["examples:", *(f"  {parser.prog} {example}" for example in command.examples)]),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        command.add_options(added)
-        added.set_defaults(run=command.run)
-    return parser
-
+__all__ = ["main", "make_parser"]
 
 if __name__ == "__main__":
     sys.exit(main())

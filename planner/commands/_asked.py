@@ -12,6 +12,7 @@ from planner.commands._options import DTYPES
 from planner.commands._terminal import quiet, reporting
 from planner.common.limits import Progress
 from planner.common.options import Training, picked
+from planner.common.program import program
 from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def check_model(args: argparse.Namespace) -> None:
     from planner import zoo
 
     if (args.name is None) == (args.model is None):
-        raise UsageError("name one model: a name that 'checkpoint-planner models' lists, or --model file.py:factory")
+        raise UsageError(f"name one model: a name that '{program()} models' lists, or file.py:factory")
     if ":" not in (args.model or args.name):
         zoo.describe(args.model or args.name)
 

@@ -144,7 +144,7 @@ class AboutModel:
     def parents(self) -> Sequence[Parser]:
         """Return the options on the model, and on what surrounds the step; names are checked where they are known."""
         training = Parser(add_help=False)
-        add(training.add_argument_group("training"), Training)
+        add(training.add_argument_group("what else is on the device"), Training)
         return model_options(), training
 
 
@@ -178,48 +178,52 @@ def model_options() -> Parser:
 def solving_options(
     parser: argparse.ArgumentParser, default_seconds: float = 10.0, limits: str = "for the solver"
 ) -> argparse._ArgumentGroup:
-    """Add the options on device, costs, search and results; say what the time limit is for."""
-    group = parser.add_argument_group("solving and results")
-    add(group, Target)
+    """Add the options on results, device, costs and search; say what the time limit is for. Returns the results."""
+    results = parser.add_argument_group("results")
+    json_option(results)
+    add(parser.add_argument_group("device and costs"), Target)
     limit = {"default": default_seconds, "help": f"seconds {limits} (default {default_seconds:g})"}
-    add(group, Search, time_limit_seconds=limit)
-    json_option(group)
-    return group
+    search = parser.add_argument_group("search (advanced)")
+    add(search, Search, time_limit_seconds=limit)
+    return results
 
 
-def planning_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that make one plan of a step."""
-    group = solving_options(parser)
-    group.add_argument("--runtime", metavar="NAME", default="auto", help="what is to run the plan: auto, graph, ...")
-    add(group, Offload)
-    group.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
-    group.add_argument("--operations", action="store_true", help="FLOPs, bytes and seconds of every operation")
-    group.add_argument("--timings", action="store_true", help="show how long each stage of planning took")
-    parser.add_argument(
+def planning_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options of commands that make one plan of a step. Returns the group of the results."""
+    results = solving_options(parser)
+    results.add_argument("--full", action="store_true", help="print the whole report, not one screen of it")
+    results.add_argument("--operations", action="store_true", help="add FLOPs, bytes and seconds of every operation")
+    results.add_argument("--timings", action="store_true", help="add how long each stage of planning took")
+    how = parser.add_argument_group("how the plan is carried out (advanced)")
+    how.add_argument("--runtime", metavar="NAME", default="auto", help="what runs the plan: auto, graph, modules, ...")
+    how.add_argument(
+        "--strategy",
+        metavar="NAME",
+        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
+    )
+    how.add_argument(
         "--chunk",
         metavar="auto|off|N",
         type=_chunk,
         default=OFF,
         help="compute what makes the peak in N chunks; auto tries several (default off)",
     )
+    how.add_argument("--no-cache", action="store_true", help="search anew, and keep nothing of it")
+    add(parser.add_argument_group("offload to the host's memory (advanced)"), Offload)
+    return results
 
 
 def budget_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
     """Add the budgets, of which one at most is given, and what may stand in place of one."""
-    parser.add_argument(
-        "--strategy",
-        metavar="NAME",
-        help="do what an established system does ('strategies' lists them), at the peak that it has or within a budget",
-    )
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("--budget", **SIZE, help="all the device may hold: 8GiB, 8GB, bytes, 60%%")
+    group = parser.add_argument_group("budget").add_mutually_exclusive_group()
+    group.add_argument("--budget", **SIZE, help="all the device may hold: 8GiB, 8GB, bytes, or 60%% of eager's peak")
     group.add_argument("--activation-budget", **SIZE, help="what the step may add to what is resident")
     return group
 
 
 def pipeline_options(parser: argparse.ArgumentParser) -> None:
     """Add what cuts the model into the stages of a pipeline."""
-    group = parser.add_argument_group("pipeline (the batch size is that of one micro-batch)")
+    group = parser.add_argument_group("pipeline (advanced; the batch size is that of one micro-batch)")
     group.add_argument("--pipeline-stages", type=count, metavar="N", help="plan each of N devices in a row")
     group.add_argument("--micro-batches", type=count, metavar="M", help="of one training step")
     group.add_argument("--schedule", metavar="NAME", help="1f1b (default), gpipe or interleaved")

@@ -12,7 +12,7 @@ from planner.commands import _asked
 from planner.commands._terminal import hand_out, show
 from planner.common import timings
 from planner.common.limits import Progress
-from planner.common.options import OFF, Budget, Offload, Search, Target, Training
+from planner.common.options import OFF, Budget, Offload, Search, Target, Training, picked
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
@@ -31,9 +31,32 @@ def check(args: argparse.Namespace) -> None:
     if args.strategy is not None:
         if plan_file:
             raise UsageError("--plan says what is done: leave --strategy out")
-    elif not (args.budget or args.activation_budget or plan_file):
-        saved = ", --plan PLAN" if hasattr(args, "plan") else ""
-        raise UsageError(f"say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME{saved}")
+    elif not (names_a_budget(args) or plan_file) and args.verify:
+        raise UsageError(
+            "say what the plan is to be: --budget SIZE, --activation-budget SIZE, --strategy NAME, --plan FILE"
+        )
+
+
+def names_a_budget(args: argparse.Namespace) -> bool:
+    """Whether it is said what the plan is to keep."""
+    return bool(args.budget or args.activation_budget or args.strategy)
+
+
+def report_budgets(args: argparse.Namespace) -> int:
+    """Show budgets to choose from, where none was named; that is no plan, so it ends as wrong usage does."""
+    import planner
+    from planner.analysis.trade_off.suggest import suggest
+    from planner.report import render_suggestions
+
+    with _asked.working(args) as (progress, loaded):
+        asked = _asked.keywords(args, Target, Training) | {"deterministic": args.deterministic}
+        if args.runtime == "modules":
+            asked["runtime"] = args.runtime
+        study = _asked.ask_or_build(planner.study, args, loaded, progress, **asked)
+        progress("solving for several budgets")
+        found = suggest(study, picked(Search, vars(args)))
+    hand_out(found.report(), args.json, partial(render_suggestions, found, args.typed))
+    raise UsageError("no plan was made: name one of these budgets, or another, with --budget SIZE")
 
 
 def report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None = None) -> int:
@@ -51,7 +74,7 @@ def report_plan(args: argparse.Namespace, write: Callable[[Plan], None] | None =
     if write:
         write(plan)
     report = plan.report(operations=args.operations)
-    draw = partial(render, plan, show_operations=args.operations, show_tree=args.tree)
+    draw = partial(render, plan, full=args.full, show_operations=args.operations, show_tree=args.tree)
     hand_out({**report, "timings_seconds": seconds} if args.timings else report, args.json, draw)
     if args.timings and args.json != "-":
         show(partial(render_timings, seconds))

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import FrameType
 from typing import Any
 
 from planner.common.limits import Progress
@@ -112,32 +109,3 @@ def counting(debug: bool) -> Iterator[Bar]:
     columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=debug or not console.is_terminal) as shown:
         yield Bar(shown)
-
-
-class Interrupts:
-    """Remembers that Ctrl-C was pressed while this is entered.
-
-    An exception that arrives while a library written in C converts its arguments is lost there, or becomes another.
-    """
-
-    def __init__(self) -> None:
-        self.arrived = False
-
-    def __enter__(self) -> Interrupts:
-        self._before = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_raised: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-
-    def check(self) -> None:
-        """Raise what was lost."""
-        if self.arrived:
-            raise KeyboardInterrupt
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.arrived = True
-        signal.default_int_handler(number, frame)

@@ -27,14 +27,14 @@ class _Plan(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
-        planning_options(parser)
-        parser.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
-        parser.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
-        parser.add_argument("--tree", action="store_true", help="add the tree of all modules to the report")
-        parser.add_argument(
+        results = planning_options(parser)
+        results.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
+        results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
+        results.add_argument("--tree", action="store_true", help="add the tree of all modules")
+        results.add_argument(
             "--memory-viz", metavar="FILE.pickle", help="write the predicted allocations for pytorch.org/memory_viz"
         )
-        parser.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
+        results.add_argument("--verify", action="store_true", help="run real steps with and without the plan")
         pipeline_options(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -44,6 +44,8 @@ class _Plan(AboutModel):
             raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
         if pipeline := pipeline_of(args):
             return _run_pipeline(args, pipeline)
+        if not _planning.names_a_budget(args):
+            return _planning.report_budgets(args)
         return _planning.report_plan(args, write=partial(_write, args))
 
 

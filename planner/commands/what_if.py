@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
 from planner.commands import _asked
+from planner.commands._interrupts import INTERRUPTED, Interrupts
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
-from planner.commands._terminal import Bar, Interrupts, counting, hand_out, quiet
+from planner.commands._terminal import Bar, counting, hand_out, quiet
 from planner.common.options import Offload, Search, Target, Training, picked
 from planner.errors import UsageError
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from planner.analysis.trade_off.sizes import SizeSearch
     from planner.ir.schedule import Schedule
 
-_INTERRUPTED = 130
 _DEFAULT_SECONDS = 25.0
 
 _AXES = (("batch_size", "batch size", "samples"), ("seq_len", "sequence length", "tokens"))
@@ -69,8 +69,9 @@ class _WhatIf(AboutModel):
         axes.add_argument("--devices", **NAMES, help="h100,a100-40: fits or not in the memory of each")
         axes.add_argument("--solvers", **NAMES, help="solvers, strategies, pytorch: on the same axes")
         group = solving_options(parser, _DEFAULT_SECONDS, "for each curve; a size or a device has a fifth of that")
-        add(group, Offload)
-        group.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
+        add(parser.add_argument_group("offload to the host's memory (advanced)"), Offload)
+        how = parser.add_argument_group("how plans are carried out (advanced)")
+        how.add_argument("--runtime", choices=("graph", "modules"), default="graph", help="what is to run the plans")
         group.add_argument("--csv", metavar="FILE", help="write the points of the curve as CSV")
         group.add_argument("--html", metavar="FILE", help="write all as one HTML page that needs no network")
         group.add_argument("--plot", metavar="FILE", help="draw the curve: FILE.png or FILE.svg (needs matplotlib)")
@@ -83,7 +84,7 @@ class _WhatIf(AboutModel):
         _hand_out(asking.answers(interrupted=interrupted), args)
         if interrupted:
             print("interrupted: what was done by then is kept", file=sys.stderr)
-            return _INTERRUPTED
+            return INTERRUPTED
         return 0
 
 

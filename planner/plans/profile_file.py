@@ -10,6 +10,7 @@ from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.common import json_reader
 from planner.common.atomic import write_text
 from planner.common.json_reader import attributes, parse, to_data
+from planner.common.program import program
 from planner.errors import PlanFileError, ProfileFileError
 
 SCHEMA = 1
@@ -88,7 +89,7 @@ def from_json(text: str) -> Profile:
     """Read the text of a profile file."""
     root = parse(text, "profile")
     if not root.has("kind") or root["kind"].read(str) != KIND:
-        raise PlanFileError("this is no profile; 'checkpoint-planner profile MODEL --output FILE' writes one")
+        raise PlanFileError(f"this is no profile; '{program()} profile MODEL --output FILE' writes one")
     if (schema := root["schema"].read(int)) != SCHEMA:
         raise PlanFileError(f"the profile is of schema {schema}, and schema {SCHEMA} is what can be read here")
     file = root.read(_File)

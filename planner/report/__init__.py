@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from planner.common.timings import STAGES
 from planner.common.units import format_seconds
 from planner.plans.plan import Plan
-from planner.report import alternatives, anatomy, findings, offloading, placement, timeline, trust, verdict, whole
+from planner.report import (
+    alternatives,
+    anatomy,
+    brief,
+    findings,
+    offloading,
+    placement,
+    timeline,
+    trust,
+    verdict,
+    whole,
+)
 from planner.report.audit import render as render_audit
 from planner.report.diff import render as render_difference
 from planner.report.established import render as render_established
@@ -20,33 +31,40 @@ from planner.report.measured import render_device, render_profile
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
 from planner.report.style import print_parts, print_report, table
+from planner.report.suggest import render as render_suggestions
 from planner.report.what_if import render as render_what_if
 
 __all__ = [
     "render", "render_audit", "render_device", "render_diagnosis", "render_difference", "render_established",
     "render_explanation", "render_infeasible", "render_infeasible_pipeline", "render_pipeline", "render_profile",
-    "render_timings", "render_what_if",
+    "render_suggestions", "render_timings", "render_what_if",
 ]  # fmt: skip
 
 
-def render(plan: Plan, console: Console, *, show_operations: bool = False, show_tree: bool = False) -> None:
-    """Print the report of a plan; if asked for with the table of all operations and the tree of all modules."""
-    print_report(
-        console,
-        verdict.verdict(plan),
+def render(
+    plan: Plan, console: Console, *, full: bool = False, show_operations: bool = False, show_tree: bool = False
+) -> None:
+    """Print the report of a plan on one screen, or in full; add the tree of modules and all operations if asked for."""
+    line = verdict.verdict(plan)
+    tree = whole.render_modules(plan) if show_tree else None
+    operations = whole.render_operations(plan) if show_operations else None
+    parts = _full(plan, tree) if full else (*brief.parts(plan), tree)
+    print_report(console, line, *parts, operations, style="bold green")
+
+
+def _full(plan: Plan, tree: RenderableType | None) -> tuple[RenderableType | None, ...]:
+    return (
         anatomy.render(plan),
         alternatives.render_baselines(plan),
         placement.render(plan),
         placement.render_kept(plan),
-        whole.render_modules(plan) if show_tree else None,
+        tree,
         timeline.render(plan),
         alternatives.render_budgets(plan),
         offloading.render(plan),
         findings.render(plan.warnings) if plan.warnings else None,
         trust.render_measured(plan),
         trust.render(plan),
-        whole.render_operations(plan) if show_operations else None,
-        style="bold green",
     )
 
 

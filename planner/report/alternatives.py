@@ -11,9 +11,13 @@ from rich.text import Text
 
 import cost_models
 from cost_models.devices import device_names
+from planner.common.program import program
 from planner.common.units import format_seconds
 from planner.plans.plan import BaselineRow, Plan
 from planner.report.style import signed_percent, sizes, table, yes_or_no
+
+THIS = "this one"
+"""What the plan's own budget is called among others."""
 
 
 def render_baselines(plan: Plan) -> Group | None:
@@ -66,13 +70,13 @@ def render_budgets(plan: Plan) -> Group:
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
     """Return budgets worth knowing, from the smallest: what each is, its bytes, the step time there over eager."""
     if plan.minimum_feasible_peak_bytes < plan.peak_bytes:
-        yield "the smallest known to be feasible", plan.minimum_feasible_peak_bytes, None
-    yield "this one", plan.budget_bytes, plan.over_eager(plan.overhead)
+        yield "the smallest", plan.minimum_feasible_peak_bytes, None
+    yield THIS, plan.budget_bytes, plan.over_eager(plan.overhead)
     more = plan.details.one_more_gib if plan.details else None
     if more is not None and more.budget_bytes < plan.baseline_peak_bytes:
-        yield "one more GiB", more.budget_bytes, plan.over_eager(more.overhead)
+        yield "1 GiB more", more.budget_bytes, plan.over_eager(more.overhead)
     if plan.added_seconds > 0:
-        yield "without recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
+        yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -90,4 +94,4 @@ def notes(plan: Plan) -> Iterator[str]:
     if only:
         yield f"As planned it also fits on {', '.join(only)}"
     model = shlex.quote(plan.model) if plan.model else "MODEL"
-    yield f"The whole curve: python cli.py what-if {model}"
+    yield f"The whole curve: {program()} what-if {model}"

@@ -93,15 +93,17 @@ def in_order(size_of: Mapping[str, int]) -> list[tuple[str, int]]:
     return [(kind, size_of[kind]) for kind in kinds if size_of[kind]]
 
 
+def bar(size_bytes: int, whole_bytes: int) -> Text:
+    """Return a bar as long as a share of the whole."""
+    return Text("█" * round(_BAR * size_bytes / whole_bytes), style="green")
+
+
 def _sizes(size_of: dict[str, int], title: str, total: str) -> Table:
     whole_bytes = sum(size_of.values())
     rows = [*in_order(size_of), (total, whole_bytes)]
 
     def is_total(row: tuple[str, int]) -> bool:
         return row is rows[-1]
-
-    def bar(row: tuple[str, int]) -> Text:
-        return Text("" if is_total(row) else "█" * round(_BAR * row[1] / whole_bytes), style="green")
 
     shown = table(
         title,
@@ -110,7 +112,7 @@ def _sizes(size_of: dict[str, int], title: str, total: str) -> Table:
         ("size", lambda row: row[1], sizes([whole_bytes])),
         ("bytes", lambda row: row[1], "{:,}".format),
         ("share", lambda row: 1.0 if is_total(row) else row[1] / whole_bytes, format_percent),
-        ("", bar, str),
+        ("", lambda row: "" if is_total(row) else bar(row[1], whole_bytes), str),
         bold=is_total,
     )
     shown.columns[0].no_wrap = True  # the bars give way first

@@ -64,8 +64,13 @@ def yes_or_no(is_so: bool) -> str:
     return "yes" if is_so else "no"
 
 
+def one_line(text: str, style: str = "") -> Text:
+    """Return a text that is cut, not wrapped, where there is no room."""
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
 def table(
-    title: str,
+    title: str | None,
     rows: Iterable[Any],
     *columns: tuple[str, Callable[[Any], Any], Write | None],
     text_columns: int = 1,
@@ -74,9 +79,11 @@ def table(
     """Return a table whose first columns are text, aligned left, and the others numbers.
 
     A column has a name, what it takes from a row, and how that is written. Texts are written as they are, whatever
-    rich would read as markup in them, and None as a dash. A column that nothing writes is left out.
+    rich would read as markup in them, and None as a dash. A column that nothing writes is left out. A table without a
+    title is named by the head of its first column.
     """
-    made = Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    heading = None if title is None else Text(title, style="bold")
+    made = Table(title=heading, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     shown = [(name, take, write) for name, take, write in columns if write is not None]
     for position, (name, _, _) in enumerate(shown):
         if position < text_columns:

@@ -18,36 +18,37 @@ _BEHIND, _BUDGET = "░", "─"
 class Chart:
     """A chart as wide as the console lets it be."""
 
-    def __init__(self, plan: Plan, details: StepDetails) -> None:
+    def __init__(self, plan: Plan, details: StepDetails, rows: int) -> None:
+        self._rows = rows
         self._before, self._after = details.before, details.after
         self._end_seconds = max(details.before.step_seconds, details.after.step_seconds)
         self._top_bytes = max(details.before.peak_bytes, details.after.peak_bytes, 1)
         is_within = plan.budget_bytes < self._top_bytes
-        self._budget_row = int(_ROWS * plan.budget_bytes / self._top_bytes) if is_within else None
-        self._labels = {_ROWS - 1: in_unit_of(self._top_bytes, self._top_bytes, digits=1)}
+        self._budget_row = int(rows * plan.budget_bytes / self._top_bytes) if is_within else None
+        self._labels = {rows - 1: in_unit_of(self._top_bytes, self._top_bytes, digits=1)}
         if self._budget_row is not None:
             self._labels.setdefault(self._budget_row, in_unit_of(plan.budget_bytes, self._top_bytes, digits=1))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         margin = max(map(len, self._labels.values()))
         columns = options.max_width - margin - 2
-        yield Text("Memory over the step", style="bold")
+        yield Text("Memory over the step", style="bold") + self._legend()
         if columns < 20:
             yield Text("(too narrow to draw)")
             return
         before, after = (_heights(line, columns, self._end_seconds or 1.0) for line in (self._before, self._after))
-        scale = _ROWS / self._top_bytes
-        for row in reversed(range(_ROWS)):
+        scale = self._rows / self._top_bytes
+        for row in reversed(range(self._rows)):
             line = Text(f"{self._labels.get(row, ''):>{margin}} │")
             for ahead, behind in zip(after, before, strict=True):
                 line.append(*_cell(row, scale * ahead, scale * behind, row == self._budget_row))
             yield line
         yield Text(f"{'0':>{margin}} └{'─' * columns}")
         yield Text(" " * (margin + 2) + self._axis(columns))
-        legend = Text("█ this plan  ░ without recompute")
-        if self._budget_row is not None:
-            legend.append("  ─ budget")
-        yield Text(" " * (margin + 2)) + legend
+
+    def _legend(self) -> Text:
+        budget = "  ─ budget" if self._budget_row is not None else ""
+        return Text(f": █ this plan  ░ without recompute{budget}", style="not bold")
 
     def _axis(self, columns: int) -> str:
         turn = int(columns * self._after.backward_seconds / (self._end_seconds or 1.0))
@@ -58,9 +59,9 @@ class Chart:
         return axis + f"{'│' + middle:<{max(rest - len(end), 0)}}{end}"
 
 
-def render(plan: Plan) -> Chart | None:
+def render(plan: Plan, rows: int = _ROWS) -> Chart | None:
     """Show what the device holds over the step, with the plan and without."""
-    return Chart(plan, plan.details) if plan.details and plan.details.after.points else None
+    return Chart(plan, plan.details, rows) if plan.details and plan.details.after.points else None
 
 
 def _heights(line: Timeline, columns: int, end_seconds: float) -> Sequence[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from planner.common.units import format_bytes, in_unit_of
 from planner.plans.plan import PeakLocation, Plan
-from planner.report.style import at_least_percent, signed_percent
+from planner.report.style import at_least_percent, counted, signed_percent
 
 
 def verdict(plan: Plan) -> str:
@@ -14,14 +14,10 @@ def verdict(plan: Plan) -> str:
     away = f" · {format_bytes(plan.offloading.host_bytes)} offloaded" if plan.offloading else ""
     if plan.offloading and plan.offloading.rounded:
         away += " LOSSY: rounded to bfloat16, gradients are not bit-equal"
-    proven = [bound(plan)] if plan.added_seconds > 0 else []
-    against = ""
-    if plan.eager is not None:
-        against = " against eager"
-        proven = [f"recompute {signed_percent(plan.overhead)}", *proven] if proven else []
-    said = f" ({', '.join(proven)})" if proven else ""
-    cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{said}"
-    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {layers(plan)}{away}"
+    against = " vs eager" if plan.eager is not None else ""
+    proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
+    cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{proven}"
+    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {again(plan)}{away}"
 
 
 def fits(peak_bytes: int, budget_bytes: int) -> str:
@@ -31,22 +27,18 @@ def fits(peak_bytes: int, budget_bytes: int) -> str:
 
 
 def bound(plan: Plan) -> str:
-    """Say what is proven of all plans within the budget."""
+    """Say what is proven of all plans within the budget, over the same step as the verdict's step time."""
     if plan.lower_bound_seconds <= 0 < plan.added_seconds:
         return "no lower bound proven"
-    return f"no plan can pay less than {at_least_percent(plan.lower_bound_overhead)}"
+    return f"no plan below {at_least_percent(plan.over_eager(plan.lower_bound_overhead))}"
 
 
-def layers(plan: Plan) -> str:
-    """Say how many layers recompute; blocks count if the model has any, other modules if not."""
-    blocks = [layer for layer in plan.placement if layer.block]
-    counted = blocks or [layer for layer in plan.placement if layer.module]
-    recomputed = sum(layer.recomputed > 0 for layer in counted)
-    if plan.recompute_seconds <= 0 and not plan.recomputations:
-        return "nothing recomputed"
-    beside = sum(layer.recomputed > 0 for layer in plan.placement) - recomputed
-    text = f"{recomputed} of {len(counted)} {'layers' if blocks else 'modules'} recomputed"
-    return text if recomputed or not beside else f"{text}, {beside} other modules"
+def again(plan: Plan) -> str:
+    """Say how many operations run again."""
+    count = sum(len(operations) for operations in plan.recomputations.values())
+    if not count:
+        return "nothing runs again"
+    return f"{counted(count, 'operation')} {'runs' if count == 1 else 'run'} again"
 
 
 def infeasible_verdict(report: dict[str, Any]) -> str:

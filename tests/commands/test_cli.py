@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -18,16 +20,18 @@ from typing import Any
 import pytest
 
 import cli
+import cost_models
 import planner
 from planner.commands import _asked
 from planner.errors import CaptureError
 from planner.plans.plan import Plan, Verification
+from tests.analysis.test_what_if import study_of
 from tests.example_graphs import transformer
 from tests.planned import make_plan
 
 ROOT = Path(__file__).parent.parent.parent
 GRAPH, COSTS = transformer(4)
-VERDICT = re.compile(r"FITS .* of .* · [+-][\d.]+% step time .*recomputed")
+VERDICT = re.compile(r"FITS .* of .* · [+-][\d.]+% step time .* again")
 
 
 class Outcome:
@@ -142,9 +146,9 @@ def test_a_second_search_is_left_out_unless_asked_for(
 ) -> None:
     monkeypatch.setenv("CHECKPOINT_PLANNER_CACHE", str(tmp_path))
     again = "(from the cache)"
-    assert again not in run(*PLAN, "--budget", "65%").out
-    assert again in run(*PLAN, "--budget", "65%").out.replace("\n", " ")
-    assert again not in run(*PLAN, "--budget", "65%", "--no-cache").out.replace("\n", " ")
+    assert again not in run(*PLAN, "--budget", "65%", "--full").out.replace("\n", " ")
+    assert again in run(*PLAN, "--budget", "65%", "--full").out.replace("\n", " ")
+    assert again not in run(*PLAN, "--budget", "65%", "--full", "--no-cache").out.replace("\n", " ")
 
 
 def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
@@ -163,6 +167,25 @@ def test_no_plan_fits(run: Any, tmp_path: Path) -> None:
     assert json.loads(run(*PLAN, "--budget", "1", "--json", "-").out)["status"] == "infeasible"
 
 
+def test_a_plan_without_a_budget_suggests_three(
+    run: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    study = study_of(GRAPH, COSTS)
+    spec = dataclasses.replace(cost_models.device("cpu"), memory_bytes=study.whole_bytes * 9 // 10)
+    study = dataclasses.replace(study, device=spec)
+    monkeypatch.setattr(planner, "study", lambda *_, **__: study, raising=False)
+    found = run("plan", "minigpt", "--time-limit", "2")
+    found.assert_error(2, "--budget SIZE")
+    assert found.out.startswith("NO BUDGET GIVEN · the model's own step takes ")
+    rows = re.findall(r"^(fits toy-device|the knee|the smallest) +([\d.]+) MiB  +\+([\d.]+)%$", found.out, re.MULTILINE)
+    assert [name for name, *_ in rows] == ["fits toy-device", "the knee", "the smallest"]
+    assert float(rows[0][1]) * 2**20 <= spec.memory_bytes and float(rows[2][2]) == max(float(percent) for *_, percent in rows)
+    for line in found.out.splitlines()[-3:]:
+        assert run(*shlex.split(line)[1:]).out.startswith("FITS ")
+    report = json.loads(run("plan", "minigpt", "--time-limit", "2", "--json", "-").out)
+    assert len(report["suggested_budgets"]) == 3
+
+
 def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
     api.fails = CaptureError("model.py:3: .item() makes the graph depend on data;\n keep it a tensor")
     run(*PLAN, "--budget", "65%").assert_error(4, "model.py:3", "keep it a tensor")
@@ -174,7 +197,7 @@ def test_a_model_that_cannot_be_captured(run: Any, api: FakeApi) -> None:
         ((), ("COMMAND",)),
         (("plna",), ("plna",)),
         (("plan",), ("name one model",)),
-        (("plan", "minigpt"), ("--budget",)),
+        (("verify", "minigpt"), ("--budget",)),
         (("plan", "--budget", "1GiB"), ("name one model",)),
         (("plan", "minigpt", "--model", "a.py:f", "--budget", "1GiB"), ("name one model",)),
         (("plan", "minigbt", "--budget", "1GiB"), ("minigbt", "minigpt")),
@@ -274,6 +297,25 @@ def test_a_factory_is_asked_only_for_sizes_that_it_takes(tmp_path: Path, capsys:
 
 
 # The process itself.
+
+
+def test_interrupting_ends_at_once_whatever_is_at_work(tmp_path: Path) -> None:
+    """A library that is long in C, and one that swallows what Ctrl-C raises."""
+    (tmp_path / "m.py").write_text(
+        "import hashlib\n\ndef make():\n    while True:\n        try:\n            print('busy', flush=True)\n"
+        "            hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
+        "        except KeyboardInterrupt:\n            pass\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "planner", "plan", f"{tmp_path}/m.py:make", "--budget", "1GiB"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline() == "busy\n"
+        began = time.perf_counter()
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=60) == 130
+        assert time.perf_counter() - began < 10  # half a second on an idle machine
+        assert running.stderr.read() == "error: interrupted\n"
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:

@@ -36,7 +36,7 @@ def test_a_plan_says_what_it_said(name: str) -> None:
     assert json.loads(plan.to_json()) == written
     assert plan.runtime == schema1.PLANS[name]["runtime"] and plan.verification is not None
     console = Console(file=StringIO(), width=100)
-    render(plan, console)
+    render(plan, console, full=True)
     assert console.file.getvalue().startswith("FITS ")  # type: ignore[attr-defined]
     assert plan.peak_bytes <= plan.budget_bytes
     assert (plan.offloading is not None) == ("offload" in schema1.PLANS[name])

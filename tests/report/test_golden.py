@@ -48,7 +48,9 @@ def what_if(console: Console) -> None:
 
 
 REPORTS: dict[str, tuple[Callable[[Console], object], tuple[int, ...]]] = {
-    "plan": (lambda console: render(example_plan(), console), (80, 100, 160)),
+    "plan": (lambda console: render(example_plan(), console, full=True), (80, 100, 160)),
+    "screen": (lambda console: render(example_plan(verified=False), console), (80, 100)),
+    "screen_measured": (lambda console: render(example_plan(), console), (100,)),
     "infeasible": (infeasible, (80, 100, 160)),
     "diff": (lambda console: render_difference(diff(*two_plans()), console), (80,)),
     "explain": (lambda console: render_explanation(explain(plan_with_drops()), console, largest=6), (80,)),

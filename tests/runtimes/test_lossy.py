@@ -96,7 +96,7 @@ def test_a_lossy_plan_offloads_for_half_and_says_so_everywhere():
     assert again.report()["offload"]["lossy"] is True and again.report()["offload"]["values"][0]["lossy"] is True
     assert "lossy-offload" in [warning.rule for warning in plan.warnings]
     with Console(record=True, width=100, file=open("/dev/null", "w")) as console:
-        render(plan, console)
+        render(plan, console, full=True)
     first, rest = console.export_text().split("\n", 1)
     assert "LOSSY: rounded to bfloat16, gradients are not bit-equal" in first and "at half the size" in rest
     with pytest.raises(PlanMismatchError, match="must stay exact"):

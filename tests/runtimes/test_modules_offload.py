@@ -201,7 +201,7 @@ def test_budgets_that_no_checkpoint_keeps() -> None:
     plan = planner.plan(model, rows(), budget=budget, **OPTIONS)
     assert plan.offloading is not None and plan.minimum_feasible_peak_bytes == budget
     console = Console(width=100, record=True, file=io.StringIO())
-    render(plan, console)
+    render(plan, console, full=True)
     shown = console.export_text()
     assert "in the host's memory" in shown and "of the tensors that it saves" in shown
     with pytest.raises(InfeasibleBudgetError, match=r"bytes\): give that much as host_budget") as small:

@@ -281,7 +281,7 @@ def test_what_a_plan_offloads_survives_its_file_and_shows_in_the_report():
     assert sum(plan.anatomy.values()) == plan.peak_bytes
     assert sum(layer.offloaded_bytes for layer in plan.placement) == plan.offloading.host_bytes
     with Console(record=True, width=100, file=open("/dev/null", "w")) as console:
-        render(plan, console)
+        render(plan, console, full=True)
     text = console.export_text()
     assert "offloaded" in text.splitlines()[0] and "on the host" in text and "in the host's memory" in text
     with pytest.raises(PlanMismatchError, match="offloads output"):
