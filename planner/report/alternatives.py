@@ -16,8 +16,8 @@ from planner.common.units import format_seconds
 from planner.plans.plan import BaselineRow, Plan
 from planner.report.style import signed_percent, sizes, table, yes_or_no
 
-THIS = "this one"
-"""What the plan's own budget is called among others."""
+THIS, MORE = "this one", "1 GiB more"
+"""What the plan's own budget and the next larger one are called among others."""
 
 
 def render_baselines(plan: Plan) -> Group | None:
@@ -70,11 +70,11 @@ def render_budgets(plan: Plan) -> Group:
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
     """Return budgets worth knowing, from the smallest: what each is, its bytes, the step time there over eager."""
     if plan.minimum_feasible_peak_bytes < plan.peak_bytes:
-        yield "the smallest", plan.minimum_feasible_peak_bytes, None
+        yield "smallest", plan.minimum_feasible_peak_bytes, None
     yield THIS, plan.budget_bytes, plan.over_eager(plan.overhead)
     more = plan.details.one_more_gib if plan.details else None
     if more is not None and more.budget_bytes < plan.baseline_peak_bytes:
-        yield "1 GiB more", more.budget_bytes, plan.over_eager(more.overhead)
+        yield MORE, more.budget_bytes, plan.over_eager(more.overhead)
     if plan.added_seconds > 0:
         yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 

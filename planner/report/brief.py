@@ -103,19 +103,23 @@ def _layers(plan: Plan) -> Group | None:
 def _next(plan: Plan) -> Iterator[Text]:
     """Say how to use the plan, what other budgets give, what to look into, and where there is more."""
     lines = [("use it", f"planner.auto_wrap(model, budget={plan.budget_bytes})")]
-    others = [
-        f"{format_bytes(size)} {name}" + ("" if overhead is None else f" {signed_percent(overhead)}")
-        for name, size, overhead in alternatives.budgets(plan)
-        if name != alternatives.THIS
-    ]
-    if others:
-        lines.append(("other budgets", " · ".join(others)))
+    if others := " · ".join(_others(plan)):
+        lines.append(("other budgets", others))
     for finding in plan.warnings[:_WARNINGS]:
         lines.append((str(finding.severity), f"[{finding.rule}] {finding.evidence}"))
     hidden = len(plan.warnings) - _WARNINGS
-    more = ["--full: every layer" + (f" and {counted(hidden, 'more warning')}" if hidden > 0 else "")]
-    more += ["--html FILE: a page"] if plan.verification else ["--verify: real steps", "--html FILE: a page"]
+    more = ["--full" + (f" ({counted(hidden, 'more warning')})" if hidden > 0 else "")]
+    more += ["--html FILE"] if plan.verification else ["--verify (real steps)", "--html FILE"]
     lines.append(("see more", " · ".join(more)))
     lines.append(("whole curve", f"{program()} what-if {shlex.quote(plan.model) if plan.model else 'MODEL'}"))
     widest = max(len(label) for label, _ in lines)
     return (one_line(f"  {label:<{widest}}  {said}") for label, said in lines)
+
+
+def _others(plan: Plan) -> Iterator[str]:
+    """Name budgets other than the plan's, and the step time there."""
+    for name, size, overhead in alternatives.budgets(plan):
+        if name == alternatives.MORE and overhead is not None:
+            yield f"+1 GiB: {signed_percent(overhead)}"
+        elif name != alternatives.THIS:
+            yield f"{name} {format_bytes(size)}"

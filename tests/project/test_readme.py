@@ -17,9 +17,7 @@ from planner.zoo.modules import MiniGPT
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-VERDICT = re.compile(
-    r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* again"
-)
+VERDICT = re.compile(r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* again")
 
 
 def fenced(language: str) -> list[str]:

@@ -53,7 +53,10 @@ class Suggestions:
 
     def report(self) -> dict[str, Any]:
         """Return them as plain data for JSON."""
-        return {**attributes(self, "model", "device", "own_peak_bytes", "memory_bytes"), "suggested_budgets": to_data(self.budgets)}
+        return {
+            **attributes(self, "model", "device", "own_peak_bytes", "memory_bytes"),
+            "suggested_budgets": to_data(self.budgets),
+        }
 
 
 def suggest(study: Study, search: Search) -> Suggestions:
