@@ -84,7 +84,6 @@ def make_parser() -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_options(added)
-        named = (action.metavar for action in added._actions if not action.option_strings)
-        added.usage = " ".join([added.prog, "[OPTIONS]", *map(str, named)])
+        added.shorten_usage()
         added.set_defaults(run=command.run)
     return parser

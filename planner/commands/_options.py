@@ -25,7 +25,12 @@ Read = TypeVar("Read")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose usage names what is no option."""
+
+    def shorten_usage(self) -> None:
+        """Leave the options to the list of them."""
+        named = (action.metavar for action in self._actions if not action.option_strings)
+        self.usage = " ".join([self.prog, "[OPTIONS]", *map(str, named)])
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2."""

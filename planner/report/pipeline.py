@@ -11,7 +11,7 @@ from rich.text import Text
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.pipeline_types import PipelinePlan
 from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table
-from planner.report.verdict import fits
+from planner.report.verdict import again, fits
 
 
 def render(plan: PipelinePlan, console: Console) -> None:
@@ -50,15 +50,14 @@ def render_infeasible(report: dict[str, Any], console: Console) -> None:
 def _verdict(plan: PipelinePlan) -> str:
     cost = f"{signed_percent(plan.overhead)} step time"
     if plan.overhead > 0:
-        cost += f" (no plan can pay less than {at_least_percent(plan.lower_bound_overhead)})"
+        cost += f" (no plan below {at_least_percent(plan.lower_bound_overhead)})"
     binding = plan.stages[plan.binding_stage]
     count = binding.micro_batches_in_flight
     one, several = ("micro-batch", "micro-batches") if plan.schedule.chunks == 1 else ("chunk", "chunks")
-    layers = [layer for stage in plan.stages for part in stage.plans for layer in part.placement if layer.block]
-    recomputed = sum(layer.recomputed > 0 for layer in layers)
+    parts = [part for stage in plan.stages for part in stage.plans]
     return (
         f"{fits(plan.peak_bytes, plan.budget_bytes)} · {cost} · stage {binding.index} of {plan.schedule.stages} binds, "
-        f"{count} {one if count == 1 else several} in flight · {recomputed} of {len(layers)} layers recomputed"
+        f"{count} {one if count == 1 else several} in flight · {again(parts)}"
     )
 
 

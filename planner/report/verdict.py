@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from planner.common.units import format_bytes, in_unit_of
@@ -17,7 +18,7 @@ def verdict(plan: Plan) -> str:
     against = " vs eager" if plan.eager is not None else ""
     proven = f" ({bound(plan)})" if plan.added_seconds > 0 else ""
     cost = f"{signed_percent(plan.over_eager(plan.overhead))} step time{against}{proven}"
-    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {again(plan)}{away}"
+    return f"{fits(plan.whole_step_peak_bytes, plan.budget_bytes)} · {cost} · {again([plan])}{away}"
 
 
 def fits(peak_bytes: int, budget_bytes: int) -> str:
@@ -33,9 +34,9 @@ def bound(plan: Plan) -> str:
     return f"no plan below {at_least_percent(plan.over_eager(plan.lower_bound_overhead))}"
 
 
-def again(plan: Plan) -> str:
-    """Say how many operations run again."""
-    count = sum(len(operations) for operations in plan.recomputations.values())
+def again(plans: Sequence[Plan]) -> str:
+    """Say how many operations run again in one plan, or in those of all stages."""
+    count = sum(len(operations) for plan in plans for operations in plan.recomputations.values())
     if not count:
         return "nothing runs again"
     return f"{counted(count, 'operation')} {'runs' if count == 1 else 'run'} again"
