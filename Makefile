@@ -1,7 +1,7 @@
 # Short names for the commands of the README and of .ci/run.
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup test test-all benchmark lint types docs ci
+.PHONY: setup test test-all cuda benchmark lint types docs ci
 
 setup:
 	python3.11 -m venv .venv
@@ -12,6 +12,10 @@ test:
 
 test-all:
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
+
+# The tests on CUDA: a CUDA build of torch in an environment of its own (6 GB), on a GPU or under stand-ins.
+cuda:
+	bash .ci/cuda
 
 benchmark:
 	$(PYTHON) -m benchmarks.compare --resume

@@ -20,6 +20,7 @@ from planner.analysis.compatibility import (
     offloading_runtime,
     whole_graph,
 )
+from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
 from planner.capture.joint_capture import is_fake
 from planner.capture.parallel import has_several_ranks
@@ -167,9 +168,10 @@ def plan(
     options = _settled(options)
     chosen = runtimes.get(options.runtime)
     begun = time.perf_counter()
-    options = _completed(model, options, loss_fn, inputs)
-    looked = time.perf_counter() - begun
-    made = chosen.plan(model, inputs, options)
+    with entered(of_model(model, inputs.args, inputs.kwargs)):
+        options = _completed(model, options, loss_fn, inputs)
+        looked = time.perf_counter() - begun
+        made = chosen.plan(model, inputs, options)
     return replace(made, capture_seconds=made.capture_seconds + looked)
 
 
@@ -231,9 +233,10 @@ def profile(
     check_model(model)
     inputs = Inputs.of(example_inputs, example_kwargs)
     options = Options.of(asked, target=Target(cost_model=MeasuredCosts.name))
-    options = with_loss(model, options, loss_fn, inputs)
-    step = lower_step(model, captured(model, inputs, options), options)
-    costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
+    with entered(of_model(model, inputs.args, inputs.kwargs)):
+        options = with_loss(model, options, loss_fn, inputs)
+        step = lower_step(model, captured(model, inputs, options), options)
+        costing = cost(model, step.lowered, step.spec, options, time_limit_seconds=time_limit_seconds)
     assert costing.profile is not None
     return costing.profile
 
@@ -335,8 +338,9 @@ def auto_wrap(
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
-        options = _completed(model, options, loss_fn, inputs)
-        plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
+        with entered(of_model(model, inputs.args, inputs.kwargs)):
+            options = _completed(model, options, loss_fn, inputs)
+            plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
         options = options.after(plan)
     completes = loss_fn is not None or options.budget.is_share
     prepare = partial(_completed, model, options, loss_fn) if completes else None
@@ -391,8 +395,9 @@ def verify(
             "measure a step of the sharded model on one of them"
         )
     inputs = Inputs.of(example_inputs, example_kwargs)
-    needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
-    return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
+    with entered(of_model(model, inputs.args, inputs.kwargs)):
+        needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
+        return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
 
 
 def running_on(model: nn.Module) -> Running | None:

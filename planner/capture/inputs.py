@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.capture.device import check_one_device
 from planner.capture.parallel import check_not_distributed
 from planner.capture.torch_internals import has_full_backward_hooks, storage_id, strided_parts
 from planner.common.units import round_up
@@ -95,6 +96,7 @@ def check_model(model: Any) -> None:
     """Raise a UsageError for what cannot be planned whatever it is called with: see also :func:`check_module`."""
     check_module(model)
     check_not_distributed(model)
+    check_one_device(model)
 
 
 def check_module(model: Any) -> None:

@@ -59,6 +59,9 @@ _counter = itertools.count()
 class Stopped(BaseException):
     """Carries a result, its argument, out of the compiler; no ``except Exception`` in between stops it."""
 
+    def __str__(self) -> str:
+        return "stopped"  # torch notes it down, and every tensor of the result would be printed
+
 
 def fake_mode() -> FakeTensorMode:
     """Return a mode in which models and inputs are built without memory."""

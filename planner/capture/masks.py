@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from planner.capture.joint import sources
+from planner.capture.random_states import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, hint_of
 from planner.errors import PlannerError
 
@@ -160,10 +161,10 @@ def _writes(node: fx.Node) -> bool:
 
 def _evaluate(program: fx.GraphModule, arguments: Sequence[Any]) -> Tensor | None:
     """Compute a mask, or give None if random numbers are drawn on the way."""
-    with torch.random.fork_rng(), torch.no_grad():
-        before = torch.get_rng_state()
+    with random_states_kept(), torch.no_grad():
+        before = RandomStates()
         value: Tensor = program(*arguments)
-        return value if torch.equal(before, torch.get_rng_state()) else None
+        return value if before == RandomStates() else None
 
 
 def _flag(mask: Tensor | None) -> bool | None:

@@ -62,6 +62,8 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.device import entered
+
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
 
@@ -96,13 +98,17 @@ GUARDS_PARAMETERS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable[[list[Any]], Any]:
-    """Make a graph module run with boxed code: every tensor is freed right after its last use."""
+    """Make a graph module run with boxed code, on its device: every tensor is freed right after its last use."""
     graph_module.graph.set_codegen(_BoxedCodeGen())
     graph_module.recompile()
     forward = graph_module.forward
+    values = (node.meta.get("val") for node in graph_module.graph.nodes)
+    on_cuda = (value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda")
+    device = next(on_cuda, torch.device("cpu"))
 
     def run(arguments: list[Any]) -> Any:
-        return forward(arguments)
+        with entered(device):  # a backward may be called from anywhere
+            return forward(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cost_models.devices import DeviceSpec
+from planner.capture.device import entered
 from planner.ir.problem import Progress
 from planner.measure import devices
 
@@ -36,7 +37,8 @@ def calibrate(device: torch.device | None = None, progress: Progress | None = No
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     spec = devices.here(device)
     rates: dict[str, float] = {}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+    generators = [device] if device.type == "cuda" else []
+    with entered(device), torch.random.fork_rng(generators), torch.no_grad():
         for name, dtype in _DTYPES.items():
             tell(f"matrix products in {name}")
             rates[name] = _product_flops_per_second(device, dtype)

@@ -9,14 +9,9 @@ from torch import nn
 
 import cost_models
 from cost_models.devices import DeviceSpec, unknown_gpu
+from planner.capture.device import of_model
 from planner.capture.torch_internals import has_onednn
 from planner.plans import device_file
-
-
-def of_model(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter or buffer; the CPU if it has none."""
-    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def here(device: torch.device) -> DeviceSpec:

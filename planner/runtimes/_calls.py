@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
@@ -36,7 +37,7 @@ def weakly(method: Callable[..., None], *args: Any) -> Callable[[], None]:
     return call
 
 
-class PlannedCalls:
+class PlannedCalls(ABC):
     """The calls of one wrapped model: the plan in force, and what was asked of it, from one input size to the next."""
 
     needs_graphs: ClassVar[bool] = True
@@ -61,6 +62,17 @@ class PlannedCalls:
         """Whether the plan that the caller gave may not be replaced: the first step must be the one it is for."""
         return self._must_match and not self.is_confirmed
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, planned if gradients are on."""
+        if self.runs_plainly():
+            return call_implementation(self.model)(*args, **kwargs)
+        with entered(of_model(self.model, args, kwargs)):
+            return self.run(args, kwargs)
+
+    @abstractmethod
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model as planned; its device is the current one."""
+
     def runs_plainly(self) -> bool:
         """Whether this call runs the model as it is: without gradients, or where no plan can be carried out."""
         if is_transformed():
@@ -70,7 +82,7 @@ class PlannedCalls:
             return True
         return not torch.is_grad_enabled()
 
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 - most have nothing to undo
         """Do nothing: between calls the model's parts are as they were."""
 
     def complete_options(self, inputs: Inputs) -> None:
@@ -88,7 +100,7 @@ Decided = tuple[Plan, Callable[[], AbstractContextManager[Any]]]
 """A plan for some calls, and what replaces parts of the model for as long as a forward lasts."""
 
 
-class CallsInSituations(PlannedCalls, ABC):
+class CallsInSituations(PlannedCalls):
     """Calls of the model itself, with parts of it replaced: decided anew where a call differs in more than data."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
@@ -99,18 +111,15 @@ class CallsInSituations(PlannedCalls, ABC):
     def decide(self, inputs: Inputs) -> Decided:
         """Plan a call."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, planned if gradients are on."""
-        implementation = call_implementation(self.model)
-        if self.runs_plainly():
-            return implementation(*args, **kwargs)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model with parts of it replaced."""
         inputs = Inputs(args, kwargs)
         situation = situation_of(self.model, inputs)
         if situation not in self._decided:
             self._decided[situation] = self.decide(inputs)
         self.plan, installed = self._decided[situation]
         with installed():
-            return implementation(*args, **kwargs)
+            return call_implementation(self.model)(*args, **kwargs)
 
 
 def situation_of(model: nn.Module, inputs: Inputs) -> Any:

@@ -77,10 +77,8 @@ class GraphRuntime(PlannedCalls):
         self._expected: list[int] | None = None
         self._new_calls()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, planned if gradients are on."""
-        if self.runs_plainly():
-            return call_implementation(self.model)(*args, **kwargs)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the program that there is for a call, or capture one."""
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from planner.capture.device import of_model
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor, missing_compiler
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
@@ -25,7 +26,6 @@ from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.ir.static_memory import LossMemory
-from planner.measure import devices
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
@@ -185,11 +185,11 @@ class _Inductor(StartsCalls):
 
 
 def _check(model: nn.Module, options: Options) -> None:
-    if missing := missing_compiler(devices.of_model(model)):
+    if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(f"runtime 'inductor' needs {missing}: install it, or choose another runtime")
     if attention_for(model, options) is not None:
         raise RuntimeUnsupportedError(
-            f"runtime 'inductor' plans by the code for the device that the model is on, {devices.of_model(model)}, and "
+            f"runtime 'inductor' plans by the code for the device that the model is on, {of_model(model)}, and "
             f"not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
         )
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from planner.analysis.study import Study
+from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
 from planner.capture.inputs import Inputs
 from planner.capture.random_states import HostStates
@@ -65,7 +66,8 @@ class ModulesRuntime(CallsInSituations):
         names = dict.fromkeys((*checkpointed, *(one.module for one in offloaded)))
         if missing := [name for name in names if name not in by_name]:
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
-        installed = partial(_installed, {name: by_name[name] for name in names}, checkpointed, offloaded)
+        device = of_model(self.model, inputs.args, inputs.kwargs)
+        installed = partial(_installed, device, {name: by_name[name] for name in names}, checkpointed, offloaded)
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
@@ -75,7 +77,7 @@ class ModulesRuntime(CallsInSituations):
             warnings.warn(
                 f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was recorded, "
                 "and another may need more. Leave some room in the budget",
-                stacklevel=7,
+                stacklevel=8,
             )
         self.put_in_force(plan)
         self.is_confirmed = True
@@ -102,20 +104,25 @@ class ModulesRuntime(CallsInSituations):
 
 @contextmanager
 def _installed(
-    modules: Mapping[str, nn.Module], checkpointed: Mapping[str, Kept], offloaded: Sequence[OffloadedModule]
+    device: torch.device,
+    modules: Mapping[str, nn.Module],
+    checkpointed: Mapping[str, Kept],
+    offloaded: Sequence[OffloadedModule],
 ) -> Iterator[None]:
     """Let calls of modules be checkpointed, and send what they save."""
-    waiting = Waiting(offloaded)
+    waiting, where = Waiting(offloaded), torch.empty(0, device=device)
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.enter_context(calling(module, partial(_run, name, module, checkpointed.get(name), waiting)))
+            stack.enter_context(calling(module, partial(_run, name, module, checkpointed.get(name), waiting, where)))
         stack.callback(waiting.end)
         # Autocast around the call would keep every weight that it has cast until the caller leaves it.
         stack.callback(torch.clear_autocast_cache)
         yield
 
 
-def _run(name: str, module: nn.Module, kept: Kept | None, waiting: Waiting, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    name: str, module: nn.Module, kept: Kept | None, waiting: Waiting, where: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     # What a second run goes through is the module's own call: it is not checkpointed again.
     call = call_implementation(module)
     if not torch.is_grad_enabled():
@@ -126,16 +133,18 @@ def _run(name: str, module: nn.Module, kept: Kept | None, waiting: Waiting, *arg
     elif name in waiting.of:
         run, tensors = split_arguments(call, args, kwargs)
         with waiting.given(name, tensors):
-            result = _checkpointed(run, module, kept, *tensors)
+            result = _checkpointed(run, module, kept, where, *tensors)
     else:
-        result = _checkpointed(partial(call, **kwargs) if kwargs else call, module, kept, *args)
+        result = _checkpointed(partial(call, **kwargs) if kwargs else call, module, kept, where, *args)
     waiting.ended(name)
     return result
 
 
-def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, *args: Any) -> Any:
+def _checkpointed(call: Callable[..., Any], module: nn.Module, kept: Kept, where: torch.Tensor, *args: Any) -> Any:
     context_fn = partial(contexts, module, kept)
-    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=True, context_fn=context_fn, debug=False)
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True, "debug": False}
+    # Torch puts back the random states of the devices that positional arguments are on, and of no others.
+    return checkpoint(lambda _, *given: call(*given), where, *args, context_fn=context_fn, **settings)
 
 
 # What a checkpointed module runs under, in the forward and when it runs again.

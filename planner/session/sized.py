@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from planner.analysis.study import Study
+from planner.capture.device import of_model
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import fake_mode_of
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
@@ -25,7 +26,6 @@ from planner.common.units import round_up
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.in_place import joined
 from planner.ir.static_memory import StaticMemory
-from planner.measure import devices
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
 from planner.session.sized_eager import RecordedAt, SizedEager
@@ -194,7 +194,7 @@ class SizedStep:
         operations = self.step.lowered.graph.operations
         with fake_mode_of(self.step.lowered.joint.graph), torch.no_grad():
             made = [_at(node, self.sizes, sizes) for node in calls.values()]
-        found = dict(zip(calls, of_calls(made, devices.of_model(self.model), TO_RUN), strict=True))
+        found = dict(zip(calls, of_calls(made, of_model(self.model), TO_RUN), strict=True))
         return {index: found[text] + operations[index].state_bytes for index, text in signatures.items()}
 
     @cached_property

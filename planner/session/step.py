@@ -24,6 +24,7 @@ from planner.analysis import beside_eager
 from planner.analysis.beside_eager import Costed, eager_step
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import Attention, attention_on
+from planner.capture.device import of_model
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph
@@ -47,7 +48,7 @@ from planner.ir.in_place import joined
 from planner.ir.layers import find_layers
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, StaticMemory
-from planner.measure import devices, loss
+from planner.measure import loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step, with_writing_over
 from planner.measure.devices import device_spec
 from planner.measure.resident import Blocks, static_memory
@@ -225,7 +226,7 @@ def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
 def attention_for(model: nn.Module, options: Options) -> Attention | None:
     """Return the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
     spec = device_spec(model, options.target.device)
-    return attention_on(spec) if spec.kind == "cuda" and devices.of_model(model).type != "cuda" else None
+    return attention_on(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
 
 
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:

@@ -1,0 +1,44 @@
+"""What tests on CUDA stand on: a GPU, or a CUDA build of torch under fakecuda."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+FAKE = "FAKECUDA" in os.environ
+"""Whether kernels do nothing here, so that numbers and times mean nothing."""
+
+
+def required() -> None:
+    """Skip the test module that is being imported where there is no CUDA."""
+    if not torch.cuda.is_available():
+        pytest.skip(
+            "needs a GPU, or a CUDA build of torch under tests/cuda/fakecuda: make cuda", allow_module_level=True
+        )
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+only_fake = pytest.mark.skipif(not FAKE, reason="counts what the stand-ins see")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How often the runtime was called since the process began."""
+
+    segments: int
+    launches: int
+    copies: int
+    copies_to_host: int
+    synchronisations: int
+    pinned: int
+
+
+def calls() -> Calls:
+    """Ask fakecuda what it counted."""
+    numbers = (ctypes.c_long * 6)()
+    ctypes.CDLL(None).fakecuda_counts(numbers)
+    return Calls(*numbers)
