@@ -47,6 +47,7 @@ ONLY_IN = {
     "transformers": ("planner.zoo.transformers",),
 }
 
+DOCUMENTED_ATTRIBUTE = "os._exit"
 DOCUMENTED_DESPITE_THE_UNDERSCORE = ("torch.utils._pytree", "torch.utils._python_dispatch")
 """Torch's own guides to custom dispatch and nested containers tell their readers to import these."""
 
@@ -201,7 +202,11 @@ def _only_for_types(tree: ast.Module) -> Iterator[ast.AST]:
 
 def _foreign_private_attributes(name: str) -> Iterator[str]:
     for node in ast.walk(_tree(name)):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr) and not _is_own(node):
+        if (
+            isinstance(node, ast.Attribute)
+            and _is_private(node.attr)
+            and not (_is_own(node) or ast.unparse(node) == DOCUMENTED_ATTRIBUTE)
+        ):
             yield f"line {node.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             attribute = node.args[1]
