@@ -6,6 +6,8 @@ wrong, where, and what to do; ``exit_code`` is what the command line ends with.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PlannerError(Exception):
     """Root of the hierarchy."""
@@ -52,6 +54,7 @@ class InfeasibleBudgetError(PlannerError):
         operation: str,
         is_proven: bool = False,
         lower_bound_seconds: float = 0.0,
+        lowest: Any = None,
     ) -> None:
         super().__init__(message)
         self.minimum_feasible_peak_bytes = minimum_feasible_peak_bytes
@@ -62,6 +65,8 @@ class InfeasibleBudgetError(PlannerError):
         """Whether it is proven that no plan in the base order keeps the budget."""
         self.lower_bound_seconds = lower_bound_seconds
         """Proven all the same: a plan that keeps it, if there is any, recomputes for as long."""
+        self.lowest = lowest
+        """The :class:`planner.ir.schedule.Schedule` with the smallest known peak, where it is at hand."""
 
 
 class HostBudgetError(InfeasibleBudgetError):

@@ -34,8 +34,10 @@ from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
 from planner.solvers import solved
+from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
-from planner.solving import solution_cache
+from planner.solving import lowest_known, solution_cache
+from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_peak
 
 GAP = "gap-to-bound"
@@ -105,9 +107,35 @@ def _solved(problem: Problem, search: Search) -> Solution:
     key = solution_cache.key_of(problem, search.solver, search)
     found = solution_cache.find(problem, key)
     if found is None:
-        found = solved(problem, search.solver, effort=search, progress=search.progress)
+        try:
+            found = solved(problem, search.solver, effort=search, progress=search.progress)
+        except InfeasibleBudgetError as error:
+            found = _from_lowest_known(problem, search, error)
         solution_cache.keep(key, found)
     return found
+
+
+def _from_lowest_known(problem: Problem, search: Search, error: InfeasibleBudgetError) -> Solution:
+    """Go on from the lowest plan that was ever found for the step; raise the error if that does not fit either.
+
+    Without it a budget that one search found feasible could be refused by the next.
+    """
+    if search.deterministic or not lowest_known.applies_to(problem):
+        raise error
+    known = lowest_known.find(problem)
+    candidates = [schedule for schedule in (known, error.lowest) if schedule is not None]
+    if not candidates:
+        raise error
+    lowest = min(candidates, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
+    if lowest is not known:
+        lowest_known.keep(problem, lowest)
+    incumbent = Incumbent(problem)
+    incumbent.raise_bound(error.lower_bound_seconds)
+    fits = incumbent.update(lowest, AutoSolver.name)
+    if not fits or search.solver != AutoSolver.name:
+        raise incumbent.infeasible(proven=error.is_proven) from error
+    AutoSolver().improve(incumbent, effort=search, progress=search.progress)
+    return incumbent.solution()
 
 
 def make_problem(
@@ -164,7 +192,7 @@ def plan_from_solution(
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            lowest_bytes = min(lowest_bytes, _lowest_bytes(problem, limits or SolveLimits()))
+            lowest_bytes = _lowest_bytes(problem, schedule, limits or SolveLimits())
             beside = {
                 "baselines": tuple(baseline_rows(problem, solution)),
                 "details": step_details(problem, schedule, evaluation),
@@ -207,10 +235,19 @@ def plan_from_solution(
     return plan if problem.regions is None else with_choices(plan, problem, solution)
 
 
-def _lowest_bytes(problem: Problem, limits: SolveLimits) -> int:
-    if problem.regions is None:
-        return lowest_peak(problem).found_peak_bytes
-    return problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes
+def _lowest_bytes(problem: Problem, schedule: Schedule, limits: SolveLimits) -> int:
+    """Return the lowest peak that is known, of a plan's own schedule and all others."""
+    own_bytes = problem.evaluate(schedule).peak_bytes
+    if problem.regions is not None:
+        return min(own_bytes, problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes)
+    found_bytes = lowest_peak(problem).found_peak_bytes
+    if limits.deterministic or not lowest_known.applies_to(problem):
+        return min(own_bytes, found_bytes)
+    if (known := lowest_known.find(problem)) is not None:
+        found_bytes = min(found_bytes, problem.evaluate(known).peak_bytes)
+    if own_bytes < found_bytes:
+        lowest_known.keep(problem, schedule)
+    return min(own_bytes, found_bytes)
 
 
 def _too_little(problem: Problem, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
@@ -233,10 +270,9 @@ def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, o
     proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
     budget, smallest = format_bytes(budget_bytes), f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
-    if budget_bytes < proven_bytes:
-        found = f"no plan fits {budget}: the smallest feasible budget is {smallest}"
-    else:
-        found = f"no plan was found that fits {budget}: the smallest budget known to be feasible is {smallest}"
+    found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
+    found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
+    found += f" is {smallest}"
     message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error)}"
     report = {
         "schema": SCHEMA,

@@ -186,4 +186,5 @@ def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> Infea
         operation=floor.found_operation,
         is_proven=error.is_proven,
         lower_bound_seconds=error.lower_bound_seconds,
+        lowest=floor.schedule,
     )

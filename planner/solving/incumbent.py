@@ -95,4 +95,5 @@ class Incumbent:
             operation=operation,
             is_proven=proven,
             lower_bound_seconds=self.lower_bound_seconds,
+            lowest=self.lowest,
         )

@@ -29,6 +29,8 @@ class MinimumPeak:
     found_peak_bytes: int
     found_operation: str
     """The lowest peak for which a plan was found, and the operation at which that plan has it."""
+    schedule: Schedule
+    """That plan."""
 
 
 def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
@@ -76,6 +78,7 @@ def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> Minimu
         proven_operation=names[binding],
         found_peak_bytes=evaluation.peak_bytes,
         found_operation=names[schedule.order[evaluation.peak_position]] if schedule.order else "",
+        schedule=schedule,
     )
 
 

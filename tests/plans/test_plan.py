@@ -167,7 +167,7 @@ def test_a_budget_above_the_unplanned_peak_recomputes_nothing() -> None:
 
 @pytest.mark.parametrize("budget", tiered(["35%", GRAPH.total_static_bytes, 1], slow=[1]))
 def test_an_infeasible_budget_names_one_that_is_feasible(budget: int | str) -> None:
-    with pytest.raises(NoPlanFitsError, match="the smallest feasible budget is") as caught:
+    with pytest.raises(NoPlanFitsError, match="the smallest budget known to be feasible is") as caught:
         make_plan(GRAPH, COSTS, budget=budget, solver="sqrt")
     error = caught.value
     assert isinstance(error, InfeasibleBudgetError) and error.exit_code == 3 and "\n" not in str(error)

@@ -1,0 +1,41 @@
+"""The plan of the lowest peak that was ever found for a step: what was once said to be feasible stays feasible.
+
+A solver stops when its time is over, so one run can miss what another found. Kept beside the solutions, on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.common.limits import SolveLimits
+from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule
+from planner.solving import solution_cache
+
+_NAME = "lowest"
+
+
+def applies_to(problem: Problem) -> bool:
+    """Whether every schedule is a plan: nothing waits on a host, and nothing is confined to modules or blocks."""
+    return problem.host is None and problem.regions is None and not any(o.region for o in problem.graph.operations)
+
+
+def find(problem: Problem) -> Schedule | None:
+    """Return the schedule of the lowest peak that is known, whatever the budget is; None if nothing is."""
+    posed = _without_budget(problem)
+    solution = solution_cache.find(posed, solution_cache.key_of(posed, _NAME, SolveLimits()))
+    return solution.schedule if solution is not None else None
+
+
+def keep(problem: Problem, schedule: Schedule) -> None:
+    """Keep a schedule that has a lower peak than what is known."""
+    posed = _without_budget(problem)
+    solution = Solution.simulated(posed.evaluate(schedule), schedule, _NAME)
+    solution_cache.keep(solution_cache.key_of(posed, _NAME, SolveLimits()), solution)
+
+
+def _without_budget(problem: Problem) -> Problem:
+    """Pose the problem that only peaks matter to."""
+    # Seconds decide no peak, and are not the same where they were measured.
+    costs = tuple(replace(cost, seconds=0.0) for cost in problem.costs)
+    return replace(problem, budget_bytes=problem.baseline.peak_bytes, costs=costs)

@@ -1,0 +1,75 @@
+"""What was once said to be feasible stays feasible, whatever a later search finds in its time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from planner.common import cache_folder
+from planner.errors import InfeasibleBudgetError
+from planner.ir.problem import Problem, Solution
+from planner.plans import planning
+from planner.plans.plan import NoPlanFitsError
+from planner.solving import lowest_known
+from planner.solving.peak_bounds import minimum_peak
+from tests.example_graphs import transformer
+from tests.planned import make_plan
+
+GRAPH, COSTS = transformer(4)
+PROBLEM = Problem(graph=GRAPH, costs=tuple(COSTS), budget_bytes=1)
+LOWEST = minimum_peak(GRAPH, COSTS)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache_folder.VARIABLE, str(tmp_path))
+
+
+@pytest.fixture
+def _solvers_find_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give_up(problem: Problem, *_: object, **__: object) -> Solution:
+        peak_bytes = problem.baseline.peak_bytes + GRAPH.total_static_bytes
+        raise InfeasibleBudgetError("gave up", minimum_feasible_peak_bytes=peak_bytes, operation="aten.mm.default")
+
+    monkeypatch.setattr(planning, "solved", give_up)
+
+
+def test_what_is_known_does_not_depend_on_the_budget_or_on_seconds() -> None:
+    assert lowest_known.find(PROBLEM) is None
+    lowest_known.keep(PROBLEM, LOWEST.schedule)
+    slower = tuple(replace(cost, seconds=3 * cost.seconds + 1) for cost in COSTS)
+    assert lowest_known.find(replace(PROBLEM, budget_bytes=10**9, costs=slower)) == LOWEST.schedule
+    larger = tuple(replace(cost, workspace_bytes=cost.workspace_bytes + 64) for cost in COSTS)
+    assert lowest_known.find(replace(PROBLEM, costs=larger)) is None
+
+
+@pytest.mark.usefixtures("_solvers_find_nothing")
+def test_a_budget_that_was_once_feasible_is_kept_where_no_solver_finds_a_plan() -> None:
+    budget = LOWEST.found_peak_bytes + GRAPH.total_static_bytes
+    with pytest.raises(NoPlanFitsError):
+        make_plan(GRAPH, COSTS, budget=budget)
+    lowest_known.keep(PROBLEM, LOWEST.schedule)
+    plan = make_plan(GRAPH, COSTS, budget=budget, time_limit_seconds=0.5)
+    assert plan.peak_bytes <= budget
+    with pytest.raises(NoPlanFitsError):
+        make_plan(GRAPH, COSTS, budget=budget, deterministic=True)
+
+
+@pytest.mark.usefixtures("_solvers_find_nothing")
+def test_an_error_names_the_lowest_peak_that_was_ever_found() -> None:
+    lowest_known.keep(PROBLEM, LOWEST.schedule)
+    with pytest.raises(NoPlanFitsError, match="known to be feasible") as caught:
+        make_plan(GRAPH, COSTS, budget=GRAPH.total_static_bytes + LOWEST.proven_peak_bytes)
+    assert caught.value.minimum_feasible_peak_bytes == LOWEST.found_peak_bytes + GRAPH.total_static_bytes
+
+
+def test_what_a_search_finds_is_kept() -> None:
+    with pytest.raises(NoPlanFitsError) as caught:
+        make_plan(GRAPH, COSTS, budget="30%", time_limit_seconds=0.5)
+    known = lowest_known.find(PROBLEM)
+    assert known is not None
+    peak_bytes = PROBLEM.evaluate(known).peak_bytes + GRAPH.total_static_bytes
+    assert peak_bytes == caught.value.minimum_feasible_peak_bytes
+    assert make_plan(GRAPH, COSTS, budget=peak_bytes, time_limit_seconds=0.5).peak_bytes <= peak_bytes
