@@ -23,6 +23,9 @@ _ZOO = os.path.join(planner.__path__[0], "zoo", "")
 _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 """Where Python's own modules lie, and installed packages may."""
 
+_DICT = re.compile(r"\.__dict__\[(['\"])_modules\1\]")
+"""How Dynamo says where a module is found whose class has a ``__getattr__`` of its own."""
+
 _STEP = re.compile(r"\._modules\[(['\"])(.*?)\1\]|\[(['\"])(.*?)\3\]|\[(\d+)\]")
 
 
@@ -54,8 +57,10 @@ def module_path(dynamo_path: str) -> str:
 
     >>> module_path("L['model'].transformer._modules['h']._modules['0'].attn")
     'transformer.h.0.attn'
+    >>> module_path("L['fn'].__self__.__dict__['_modules']['down_blocks']._modules['0'].conv")
+    'down_blocks.0.conv'
     """
-    path = _ROOT.sub("", dynamo_path).removeprefix(".__self__")
+    path = _DICT.sub("", _ROOT.sub("", dynamo_path).removeprefix(".__self__"))
     path = _STEP.sub(lambda m: "." + next(g for g in (m[2], m[4], m[5]) if g is not None), path)
     return path.strip(".")
 

@@ -88,9 +88,9 @@ def make_plan(
     after_bytes = optimizer_peak_bytes(graph, static_memory)
     try:
         if problem.budget_bytes <= 0:
-            raise _too_little(problem, "what is resident alone")
+            raise _too_little(problem, search, "what is resident alone")
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
-            raise _too_little(problem, "the optimizer's step", after_bytes)
+            raise _too_little(problem, search, "the optimizer's step", after_bytes)
         with timings.stage("solving"):
             solution = _solved(problem, search)
     except InfeasibleBudgetError as error:
@@ -120,11 +120,9 @@ def _from_lowest_known(problem: Problem, search: Search, error: InfeasibleBudget
 
     Without it a budget that one search found feasible could be refused by the next.
     """
-    if search.deterministic or not lowest_known.applies_to(problem):
-        raise error
-    known = lowest_known.find(problem)
+    known = _lowest_known(problem, search)
     candidates = [schedule for schedule in (known, error.lowest) if schedule is not None]
-    if not candidates:
+    if search.deterministic or not lowest_known.applies_to(problem) or not candidates:
         raise error
     lowest = min(candidates, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
     if lowest is not known:
@@ -241,19 +239,25 @@ def _lowest_bytes(problem: Problem, schedule: Schedule, limits: SolveLimits) -> 
     if problem.regions is not None:
         return min(own_bytes, problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes)
     found_bytes = lowest_peak(problem).found_peak_bytes
-    if limits.deterministic or not lowest_known.applies_to(problem):
-        return min(own_bytes, found_bytes)
-    if (known := lowest_known.find(problem)) is not None:
+    if (known := _lowest_known(problem, limits)) is not None:
         found_bytes = min(found_bytes, problem.evaluate(known).peak_bytes)
-    if own_bytes < found_bytes:
+    if own_bytes < found_bytes and not limits.deterministic and lowest_known.applies_to(problem):
         lowest_known.keep(problem, schedule)
     return min(own_bytes, found_bytes)
 
 
-def _too_little(problem: Problem, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
+def _lowest_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
+    """Return the lowest plan that was ever found; what is deterministic depends on nothing that was found before."""
+    return lowest_known.find(problem) if not limits.deterministic and lowest_known.applies_to(problem) else None
+
+
+def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
     """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
     floor = lowest_peak(problem)
-    before_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
+    lowest_bytes = floor.found_peak_bytes
+    if (known := _lowest_known(problem, search)) is not None:
+        lowest_bytes = min(lowest_bytes, problem.evaluate(known).peak_bytes)
+    before_bytes = lowest_bytes + problem.graph.total_static_bytes
     return InfeasibleBudgetError(
         f"{why} breaks the budget",
         minimum_feasible_peak_bytes=max(after_bytes, before_bytes),

@@ -115,3 +115,26 @@ def test_a_model_of_the_zoo_has_lines() -> None:
     model = zoo.build("minigpt", layers=1, seq_len=8, batch_size=1, fake_mode=fake_mode())
     graph = planner.study(model.model, example_kwargs=model.example_kwargs).graph
     assert any(operation.source.startswith("planner/zoo") for operation in graph.operations)
+
+
+class _LooksUp(nn.Module):
+    """Models of diffusers look attributes up by themselves, and Dynamo then names their modules otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def __getattr__(self, name: str) -> object:
+        return super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def test_modules_have_their_names_where_a_model_looks_attributes_up_itself() -> None:
+    model = _LooksUp()
+    graph = planner.study(model, torch.randn(4, 8)).graph
+    assert {o.module for o in graph.operations} <= {name for name, _ in model.named_modules()}
+    assert "blocks.1.0" in {o.module for o in graph.operations}
