@@ -20,7 +20,7 @@ from planner.report.style import counted, one_line, signed_percent, sizes, table
 WIDTH = 100
 """No line is longer, however wide the terminal is."""
 
-_KINDS, _LAYERS, _CHART_ROWS, _WARNINGS = 4, 5, 5, 2
+_KINDS, _LAYERS, _CHART_ROWS, _WARNINGS = 3, 5, 6, 2
 _LABEL = 32
 
 

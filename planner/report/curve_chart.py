@@ -64,8 +64,6 @@ def draw(curve: TradeOffCurve, methods: tuple[Method, ...], *, width: int) -> Te
     shown = [line for line in lines(curve, methods) if line.gibibytes]
     if not shown:
         return Text("There is nothing to draw: no budget has a plan.")
-    if find_spec("plotext") is None:
-        return Text("A plot is drawn here with plotext: pip install checkpoint-planner[plot]", style="dim")
     import plotext
 
     figure = plotext.figure

@@ -285,11 +285,6 @@ def fixed_curve() -> TradeOffCurve:
     )  # fmt: skip
 
 
-def test_without_plotext_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve_chart, "find_spec", lambda name: None)
-    assert "pip install checkpoint-planner[plot]" in curve_chart.draw(fixed_curve(), (), width=80).plain
-
-
 def test_pictures_are_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     for name in ("curve.png", "curve.svg"):

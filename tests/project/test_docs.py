@@ -43,6 +43,12 @@ def fields_of(kind: type) -> list[str]:
     return described
 
 
+def headings_of(page: Path) -> set[str]:
+    """Return the names by which links find the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_what_people_call_is_described_in_full(name: str):
     public = getattr(planner, name)
@@ -58,8 +64,18 @@ def test_what_people_call_is_described_in_full(name: str):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text):
+    for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+        if heading and not target.startswith("https://"):
+            assert heading in headings_of(page.parent / target if target else page), f"{target}#{heading}"
+
+
+def test_every_block_of_python_is_run_by_some_test():
+    """A page that shows Python for the first time needs a test that runs it, and a place in this list."""
+    shown = {page.name for page in PAGES if "```python" in page.read_text(encoding="utf-8")}
+    by_parts = {name for name in shown if name.startswith("add-a")}  # test_add_a_part.py
+    by_readme = {"command-line.md", "frameworks.md", "python.md", "training.md"}  # test_readme.py
+    assert shown == by_parts | by_readme | {"quick-start.md"}
 
 
 def test_the_quick_start_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -1,8 +1,9 @@
-"""What the README shows is what happens: its snippets, its commands, its set-up, its report."""
+"""What the README and the pages of its parts show is what happens: snippets, commands, set-up, report, picture."""
 
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,28 @@ import cli
 from planner import zoo
 from planner.measure import calibration
 from planner.zoo.modules import MiniGPT
+from tests.project.test_docs import headings_of
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("python.md", "frameworks.md", "training.md", "command-line.md")
+"""What the README leaves to pages of its own, in the order in which their snippets are run."""
 VERDICT = re.compile(r"FITS \S+ of \S+ [KMG]iB · [+-]\d+\.\d% step time( vs eager)?( \(no plan below .*\))? · .* again")
 
 
-def fenced(language: str) -> list[str]:
-    """Return the code blocks of a language, in their order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def page(name: str) -> str:
+    """Return a page of the documentation."""
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def fenced(language: str, *texts: str) -> list[str]:
+    """Return the code blocks of a language, in their order; by default those of the README."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", "\n".join(texts or (README,)), re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[list[str]]:
-    """Return the arguments of every ``python cli.py`` command that the README shows on its own line."""
-    lines = [line for block in fenced("sh") for line in block.splitlines()]
+    """Return the arguments of every ``python cli.py`` command that the page on it shows on its own line."""
+    lines = [line for block in fenced("sh", page("command-line.md")) for line in block.splitlines()]
     return [shlex.split(line)[2:] for line in lines if line.startswith("python cli.py ")]
 
 
@@ -70,12 +79,13 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     model = MiniGPT(layers=2, width=64, heads=2, hidden=256, vocabulary=128, positions=32)
     inputs, labels = torch.randint(128, (8, 32)), torch.randint(128, (8, 32))
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
-    snippets = [block for block in fenced("python") if not block.startswith("# my_model.py")]
-    assert len(snippets) == 5
+    blocks = fenced("python", README, *map(page, PAGES))
+    snippets = [block for block in blocks if not block.startswith("# my_model.py")]
+    assert len(snippets) == 7
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         for snippet in snippets:
-            exec(compile(snippet, "README.md", "exec"), names)
+            exec(compile(snippet, snippet.splitlines()[0], "exec"), names)
         names["model"](inputs, labels).backward()
     finally:
         torch.distributed.destroy_process_group()
@@ -86,9 +96,11 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibration, "_LEAST_SECONDS", 0.01)
-    (own,) = (block for block in fenced("python") if block.startswith("# my_model.py"))
+    (own,) = fenced("python", page("command-line.md"))
     Path("my_model.py").write_text(own, encoding="utf-8")
-    (report,) = fenced("text")
+    (report,) = fenced("text", page("report.md"))
+    (beginning,) = fenced("text")
+    assert report.startswith(beginning) and len(beginning.splitlines()) <= 15 and len(report.splitlines()) <= 40
     assert VERDICT.fullmatch(report.splitlines()[0])
     shown = commands()
     assert {arguments[0] for arguments in shown} == {
@@ -131,7 +143,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def headings(report: str) -> list[str]:
     """Return what stays the same from one report to the next: the first words of its parts."""
     return re.findall(
-        r"^(Peak memory|Beside other ways|Layers, |Memory over the step|What to do next)",
+        r"^(Peak memory|Beside other ways|Layers|Memory over the step|What to do next)",
         report,
         re.MULTILINE,
     )
@@ -139,10 +151,23 @@ def headings(report: str) -> list[str]:
 
 def test_every_zoo_model_and_exit_code_is_listed():
     for name in zoo.names():
-        assert f"`{name}`" in README
-    assert re.findall(r"^\| (\d) \|", README, re.MULTILINE) == ["0", "1", "2", "3", "4"]
+        assert f"`{name}`" in page("zoo.md")
+    assert re.findall(r"^\| (\d) \|", page("command-line.md"), re.MULTILINE) == ["0", "1", "2", "3", "4"]
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(name: str):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+        assert not heading or heading in headings_of(ROOT / (target or name)), f"{target}#{heading}"
+
+
+def test_the_readme_is_short_and_says_what_it_has_no_figures_of():
+    assert len(README.splitlines()) <= 90
+    assert "no GPU figure" in README.split("## Set-up")[0]
+
+
+def test_the_picture_is_what_was_measured():
+    drawn = runpy.run_path(str(ROOT / "docs" / "picture.py"))["picture"]()
+    assert drawn == (ROOT / "docs" / "overhead.svg").read_text(encoding="utf-8")

@@ -43,7 +43,6 @@ def infeasible(console: Console) -> None:
 
 
 def what_if(console: Console) -> None:
-    pytest.importorskip("plotext")
     render_what_if(Answers(curve=fixed_curve(), interrupted=True), console)
 
 
