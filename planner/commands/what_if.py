@@ -226,6 +226,7 @@ class _Asking:
             devices=self.devices.rows if self.devices else (),
             methods=self.methods.methods if self.methods else (),
             interrupted=interrupted,
+            plans=tuple(self.sweep.plans()) if self.args.html else (),
         )
 
 

@@ -44,6 +44,15 @@ def step_details(problem: Problem, schedule: Schedule, evaluation: Evaluation) -
     )
 
 
+def over_time(problem: Problem, schedule: Schedule) -> StepDetails:
+    """Return the step over time alone, without recompute and with a schedule."""
+    return StepDetails(
+        before=_timeline(problem, Schedule.keep_all(problem.graph), problem.baseline),
+        after=_timeline(problem, schedule, problem.evaluate(schedule)),
+        alive=(),
+    )
+
+
 def _one_more_gib(problem: Problem, schedule: Schedule, overhead_seconds: float) -> MoreMemory | None:
     """Say what a GiB more would buy, if anything is added to the step now: this schedule's overhead at most."""
     if problem.regions is not None or overhead_seconds <= 0 or problem.baseline.seconds <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -56,16 +57,15 @@ def verdict(curve: TradeOffCurve) -> str:
     return f"KNEE at {format_bytes(knee.budget_bytes)}: {signed_percent(knee.overhead)} step time · {ends}"
 
 
+def marks(curve: TradeOffCurve, point: TradeOffPoint) -> str:
+    """Say what is special about a point."""
+    found = (("knee", curve.knee), ("your budget", curve.asked))
+    return ", ".join(mark for mark, at in found if at is not None and at.budget_bytes == point.budget_bytes)
+
+
 def _points(curve: TradeOffCurve) -> RenderableType:
-    knee, asked = curve.knee, curve.asked
-    beside = [asked] if asked is not None and asked.budget_bytes not in {p.budget_bytes for p in curve.points} else []
-    points = sorted([*curve.points, *beside], key=lambda point: point.budget_bytes)
+    points = curve.with_asked
     size = sizes(point.budget_bytes for point in points)
-
-    def marks(point: TradeOffPoint) -> str:
-        found = (("knee", knee), ("your budget", asked))
-        return ", ".join(mark for mark, at in found if at is not None and at.budget_bytes == point.budget_bytes)
-
     return table(
         "Overhead over budget",
         points,
@@ -76,8 +76,8 @@ def _points(curve: TradeOffCurve) -> RenderableType:
         ("bound", lambda point: point.lower_bound_overhead, at_least_percent),
         ("found by", lambda point: point.solver or None, str),
         ("status", lambda point: point.status, str),
-        ("", marks, str),
-        bold=marks,
+        ("", partial(marks, curve), str),
+        bold=partial(marks, curve),
     )
 
 
@@ -89,14 +89,13 @@ def _asked(curve: TradeOffCurve, asked: TradeOffPoint) -> str:
         return f"Your budget of {budget} does not fit: the smallest feasible one is {smallest}."
     said = f"Your budget of {budget} costs {signed_percent(asked.overhead)} step time"
     if asked.overhead > 0 and asked.lower_bound_overhead is not None:
-        said += f" (no plan can pay less than {at_least_percent(asked.lower_bound_overhead)})"
+        said += f" (no plan below {at_least_percent(asked.lower_bound_overhead)})"
     more = curve.asked_more
     if more is None or more.overhead is None:
         return f"{said}."
     if asked.overhead <= 0:
-        return f"{said}: more memory buys nothing."
-    bought = asked.overhead - more.overhead
-    return f"{said}; 1 GiB more buys {100 * bought:.1f} points: {signed_percent(more.overhead)}."
+        return f"{said}: more memory saves nothing."
+    return f"{said}. With 1 GiB more it costs {signed_percent(more.overhead)}."
 
 
 def _sizes(name: str, axis: SizeAxis) -> RenderableType:

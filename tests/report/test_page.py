@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 
-from planner.plans.plan import Plan
+from planner.analysis.trade_off.answers import Answers
+from planner.analysis.trade_off.curve import CurveSweep
+from planner.common.options import Search
+from planner.common.units import format_bytes
+from planner.plans.plan import BaselineRow, Plan
+from planner.report.page.what_if import what_if_page
+from tests.analysis.test_what_if import study_of
+from tests.example_graphs import transformer
 from tests.report.test_report import example_plan
+
+SEARCH = Search(time_limit_seconds=1, deterministic=True)
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">{{7*7}}"
 VOID = ("meta", "input", "br", "img", "link")
@@ -163,4 +172,68 @@ def test_a_browser_runs_no_names_and_nothing_sticks_out(browser: Any, plan: Plan
     page.click("button[data-layer='0']")
     assert HOSTILE in page.inner_text("#layer") and page.title() != "taken"
     assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert page.wrong == []
+
+
+# The page of a what-if.
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    sweep = CurveSweep(
+        study_of(*transformer(3)), Search(time_limit_seconds=1, deterministic=True), points=4, asked="80%"
+    )
+    sweep.run()
+    return Answers(curve=sweep.curve(), plans=tuple(sweep.plans()))
+
+
+def test_the_page_of_a_what_if_holds_the_plan_of_every_point(answers: Answers) -> None:
+    text = what_if_page(answers)
+    reader = parsed(text)
+    assert reader.outside == [] and "http://" not in text and "https://" not in text and "url(" not in text
+    points = answers.curve.with_asked
+    assert [plan.budget_bytes for plan in answers.plans] == [point.budget_bytes for point in points] and len(
+        points
+    ) == 5
+    for point, plan in zip(points, answers.plans, strict=True):
+        assert (point.predicted_peak_bytes, point.overhead) == (plan.peak_bytes, pytest.approx(plan.overhead))
+        assert plan.details is not None and plan.details.after.peak_bytes == plan.peak_bytes
+        assert f"planner.auto_wrap(model, budget={plan.budget_bytes})" in text
+    assert text.count(">your budget<") == 3  # a card, the legend, the row
+    parsed(what_if_page(dataclasses.replace(answers, plans=())))
+
+
+def test_names_in_the_page_of_a_what_if_stay_names(answers: Answers) -> None:
+    curve = dataclasses.replace(answers.curve, model=HOSTILE, device=HOSTILE)
+    plans = tuple(hostile(dataclasses.replace(plan, baselines=(BaselineRow(name="x"),))) for plan in answers.plans)
+    reader = parsed(what_if_page(dataclasses.replace(answers, curve=curve, plans=plans)))
+    assert reader.tags.count("script") == 2 and "img" not in reader.tags
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_goes_from_plan_to_plan(browser: Any, answers: Answers, tmp_path: Path, width: int) -> None:
+    page = opened(browser, what_if_page(answers), tmp_path, width)
+    first, last = answers.plans[0], answers.plans[-1]
+
+    def assert_shows(plan: Plan) -> None:
+        assert page.inner_text("#code") == f"planner.auto_wrap(model, budget={plan.budget_bytes})"
+        assert page.inner_text("#peak") == format_bytes(plan.peak_bytes)
+        assert page.query_selector_all("#strip button")[0].get_attribute("title").startswith(plan.placement[0].module)
+
+    page.focus("#slider")
+    page.keyboard.press("Home")
+    assert_shows(first)
+    outline = page.get_attribute("#line-after", "d")
+    page.click("#pin")
+    page.keyboard.press("Tab")
+    page.focus("#slider")
+    page.keyboard.press("End")
+    assert_shows(last)
+    assert page.get_attribute("#line-pinned", "d") == outline != page.get_attribute("#line-after", "d")
+    page.click("#points tr[data-row='1']")
+    assert_shows(answers.plans[1])
+    assert "hot" in page.get_attribute("#points tr[data-row='1']", "class")
+    page.hover("#timeline-chart", position={"x": 100, "y": 50})
+    assert "compared plan:" in page.inner_text(".tip")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.wrong == []

@@ -11,6 +11,7 @@ from planner.analysis.trade_off.accelerators import DeviceRow
 from planner.analysis.trade_off.methods import Method
 from planner.analysis.trade_off.sizes import SizeAxis
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
+from planner.plans.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class Answers:
     methods: tuple[Method, ...] = ()
     interrupted: bool = False
     """Whether something is missing because the search was interrupted."""
+    plans: tuple[Plan, ...] = ()
+    """The plan of each point, for who wants to look into it; no part of the report."""
 
     def report(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""

@@ -21,6 +21,8 @@ from planner.ir.problem import Problem, confirm
 from planner.ir.schedule import Schedule
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
+from planner.plans.plan import Plan
+from planner.plans.step_details import over_time
 from planner.solvers.auto import AutoSolver
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_lowest
@@ -125,6 +127,17 @@ class CurveSweep:
             lossy=self.host is not None and self.host.lossy,
             eager=self.study.origin.eager,
         )
+
+    def plans(self) -> Iterator[Plan]:
+        """Write out the plan of every point, with its step over time."""
+        for point in self.curve().with_asked:
+            best = self._best(point.budget_bytes)
+            if best is not None:
+                bound_seconds = min(self.bound_seconds(point.budget_bytes), best.added_seconds)
+                plan = self.study.as_plan(
+                    best.schedule, best.name, budget=point.budget_bytes, lower_bound_seconds=bound_seconds
+                )
+                yield replace(plan, details=over_time(self._problem(point.budget_bytes), best.schedule))
 
     def bound_seconds(self, budget_bytes: int) -> float:
         """Return the best bound that some point has proven for this budget or a larger one."""

@@ -66,6 +66,13 @@ class TradeOffCurve:
         return find_knee(self.points)
 
     @property
+    def with_asked(self) -> tuple[TradeOffPoint, ...]:
+        """The points, and among them the one that was asked about."""
+        known = {point.budget_bytes for point in self.points}
+        beside = [self.asked] if self.asked is not None and self.asked.budget_bytes not in known else []
+        return tuple(sorted([*self.points, *beside], key=lambda point: point.budget_bytes))
+
+    @property
     def bought_by_one_gib(self) -> float | None:
         """How much overhead 1 GiB beyond the budget that was asked about saves; None if that is not known."""
         if self.asked is None or self.asked_more is None:
