@@ -23,7 +23,7 @@ from planner.capture.failures import explain_forward, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, eliminate_common_subexpressions, tensors_of
-from planner.capture.layouts import correct_layouts
+from planner.capture.layouts import correct_layouts, layouts_of_kernels
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
 from planner.capture.provenance import places_of
@@ -288,7 +288,8 @@ class Backend:
             _check_strided(captured)
             return programs.captured(captured) if programs is not None else backend.partition(captured)
 
-        with eager_kernels() if self.compiler is aot_backend else nullcontext():  # Inductor compiles what tracing makes
+        # Inductor compiles what tracing makes.
+        with _as_eager_runs() if self.compiler is aot_backend else nullcontext():
             if programs is None:
                 run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
             else:
@@ -298,6 +299,13 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under(assumption, run) if assumption else run
+
+
+@contextmanager
+def _as_eager_runs() -> Iterator[None]:
+    """Trace operators as eager's kernels, with their layouts."""
+    with eager_kernels(), layouts_of_kernels():
+        yield
 
 
 def _takes_numbers(graph_module: fx.GraphModule) -> bool:

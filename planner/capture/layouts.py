@@ -9,7 +9,10 @@ The order of dimensions in memory does not depend on sizes, so the kernel is ask
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -18,28 +21,60 @@ from torch.utils import _pytree as pytree
 from planner.capture import operands
 from planner.capture.inputs import tensors_in
 from planner.capture.joint import mutates, run_on_recorded, tensors_of, values_of
-from planner.capture.torch_internals import FakeTensor, OpOverload, is_mutable, outside_tracing, storage_id
+from planner.capture.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    hint_of,
+    is_drawn,
+    is_mutable,
+    outside_tracing,
+    storage_id,
+)
 
 aten = torch.ops.aten
 
 _NORMS = {
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit_no_training.default,
+    aten.native_batch_norm.default,
     aten.native_batch_norm_backward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_layer_norm_backward.default,
 }
 """Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
 
-
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+@contextmanager
+def layouts_of_kernels() -> Iterator[None]:
+    """Give fake tensors the strides of kernels while a step is traced.
+
+    Derivatives copy a gradient where its layout is not that of what they saved. Whether it is, is settled in tracing;
+    on layouts that the step does not have, kernels that cannot tell (GroupNorm's backward on a CPU, up to torch 2.13)
+    compute wrong gradients.
+    """
+    dispatch = FakeTensorMode.dispatch
+
+    def as_kernel(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return as_kernel_gives(func, args, kwargs or {}, dispatch(mode, func, types, args, kwargs or {}))
+
+    with patch.object(FakeTensorMode, "dispatch", as_kernel):
+        yield
 
 
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Return the fake result of a call the strides of its kernel: of views, elementwise operators and BatchNorm."""
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
+    read = tensors_in((arguments, keywords))
+    if any(is_drawn(size) for tensor in (*read, *tensors_in(result)) for size in tensor.shape):
+        return result
     if function in _VIEWS:
         return _as_kernels_view(arguments[0], result)
-    if all(tensor.is_contiguous() for tensor in tensors_in((arguments, keywords))):
+    if all(map(_is_contiguous, read)):
         return result
     return _laid_out(function, arguments, keywords, result)
 
@@ -50,7 +85,7 @@ def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
     Along a dimension of one element they may differ: they do not matter there, but kernels look at them to tell
     whether channels come last, and lay out their own results after that.
     """
-    if not isinstance(result, FakeTensor) or 1 not in result.shape:
+    if not isinstance(result, FakeTensor) or 1 not in _numbers(result.shape) or _has_symbols(source):
         return result
     with outside_tracing():
         strides = torch.empty_strided(source.shape, source.stride(), device="meta").view(result.shape).stride()
@@ -122,17 +157,51 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     if function in _NORMS:
         if outputs[0].device.type != "cpu":
             return result
-    elif len({output.shape for output in outputs}) != 1 or not all(_goes_with(tensor, outputs[0]) for tensor in read):
+    elif len({_numbers(output.shape) for output in outputs}) != 1 or not all(
+        _goes_with(tensor, outputs[0]) for tensor in read
+    ):
         return result
     try:
         with operands.running_alone(torch.device("cpu")):
             arguments, keywords = pytree.tree_map_only(torch.Tensor, _small, (arguments, keywords))
+            arguments, keywords = pytree.tree_map_only(torch.SymInt, hint_of, (arguments, keywords))
+            if told := _TOLD.get(function):
+                arguments = told(*arguments)
             found = function(*arguments, **keywords)
     except (RuntimeError, IndexError, TypeError, ValueError):
         return result  # it takes no sizes but its own
     if isinstance(result, torch.Tensor):
         return _like(result, found)
-    return type(result)(map(_like, result, found))
+    laid_out = map(_like, result, found)
+    return type(result)(*laid_out) if hasattr(result, "_fields") else type(result)(laid_out)
+
+
+def _group_norm(x: torch.Tensor, weight: Any, bias: Any, *told: Any) -> tuple[Any, ...]:
+    return x, weight, bias, *_one_group(x), told[-1]
+
+
+def _group_norm_backward(
+    gradient: Any, x: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, weight: Any, *told: Any
+) -> tuple[Any, ...]:
+    return gradient, x, mean[:, :1], rstd[:, :1], weight, *_one_group(x), told[-1]
+
+
+def _one_group(x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Return samples, channels, elements of each, and groups."""
+    samples, channels = x.shape[:2]
+    return samples, channels, x[0, 0].numel(), 1
+
+
+def _layer_norm_backward(gradient: Any, x: torch.Tensor, sizes: Sequence[int], *others: Any) -> tuple[Any, ...]:
+    return gradient, x, list(x.shape[x.dim() - len(sizes) :]), *others
+
+
+_TOLD: dict[Any, Callable[..., tuple[Any, ...]]] = {
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+"""For operators that are told sizes, the arguments with the sizes of what they read."""
 
 
 def _like(traced: Any, found: Any) -> Any:
@@ -147,17 +216,39 @@ def _like(traced: Any, found: Any) -> Any:
 
 def _goes_with(tensor: torch.Tensor, output: torch.Tensor) -> bool:
     """Whether a tensor is of the result's sizes, or is broadcast to them."""
-    sizes = zip(reversed(tensor.shape), reversed(output.shape), strict=False)
+    sizes = zip(reversed(_numbers(tensor.shape)), reversed(_numbers(output.shape)), strict=False)
     return tensor.dim() <= output.dim() and all(own in (1, made) for own, made in sizes)
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions in the order of their strides, the largest first."""
-    strides = list(tensor.stride())
+    strides = _numbers(tensor.stride())
     return sorted(range(tensor.dim()), key=lambda d: -strides[d])
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:
     """Return zeros, laid out alike, with two elements along each dimension that has several."""
-    made = torch.empty_permuted([min(size, 2) for size in tensor.shape], _order(tensor), dtype=tensor.dtype).zero_()
-    return made.as_strided(made.shape, [s if tensor.stride(d) else 0 for d, s in enumerate(made.stride())])
+    sizes = [min(size, 2) for size in _numbers(tensor.shape)]
+    made = torch.empty_permuted(sizes, _order(tensor), dtype=tensor.dtype).zero_()
+    spread = zip(made.stride(), _numbers(tensor.stride()), strict=True)
+    return made.as_strided(made.shape, [own if stride else 0 for own, stride in spread])
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+    """Return sizes as numbers: those at hand, where they are symbols. No guard is made."""
+    return tuple(map(hint_of, sizes))
+
+
+def _has_symbols(tensor: torch.Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in (*tensor.shape, *tensor.stride()))
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    if not _has_symbols(tensor):
+        return tensor.is_contiguous()
+    expected = 1
+    for size, stride in zip(reversed(_numbers(tensor.shape)), reversed(_numbers(tensor.stride())), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -28,6 +28,7 @@ from planner.capture.torch_internals import (
 from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
+from planner.rewrite.layouts import OF_ANY_LAYOUT
 
 aten = torch.ops.aten
 
@@ -299,6 +300,7 @@ class _Emitter:
             new = write_over(self.graph, node, argument, self.resolve)
         else:
             new = self.graph.node_copy(node, self.resolve)
+            new.target = OF_ANY_LAYOUT.get(new.target, new.target)
         self._adopt(index, node, new, again)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:

@@ -67,7 +67,7 @@ def test_a_drawn_whole_number_is_no_part_of_a_graph(use: str) -> None:
 CULPRITS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "a selection": (
         lambda x: x[x.detach() > 0],
-        r"getitem gives, whose size depends on data \(at .*:\d+\)",
+        r"index \(at .*:\d+\) has a size that is known only when the forward runs, by data",
     ),
     "numbers of Python": (
         lambda x: x * random.random(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.joint import tensors_of
 from planner.capture.joint_capture import capture
 from planner.ir.static_memory import LossMemory
+from planner.rewrite.layouts import group_norm_backward
 
 
 class Transposed(nn.Module):
@@ -57,6 +60,48 @@ def test_what_was_traced_as_a_view_and_can_only_be_copied_is_copied(training: bo
     measured = planner.verify(model, x, plan, timed_steps=1)
     assert measured.exact
     assert 0.999 * plan.peak_bytes <= measured.peak_bytes <= plan.peak_bytes
+
+
+class GroupNormalized(nn.Module):
+    """GroupNorm before a function whose derivative lays out a transposed gradient as it comes."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.function = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), function
+        self.scale = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = getattr(F, self.function)(self.norm(self.conv(x)))
+        return (y.permute(0, 2, 3, 1) * self.scale).sum()
+
+
+@pytest.mark.parametrize("function", ["elu", "hardswish", "relu6", "gelu"])
+def test_what_copies_a_gradient_by_its_layout_computes_what_eager_does(function: str) -> None:
+    """CPU kernels of GroupNorm's backward read it as if it were laid out as their input, up to torch 2.13."""
+    model = GroupNormalized(function)
+    eager = copy.deepcopy(model)
+    planner.auto_wrap(model, budget="1GiB", cost_model="roofline")
+    for size in (8, 6, 7):  # captured, captured with symbols, made plain
+        x = torch.randn(2, 4, size, size)
+        for one in (eager, model):
+            one.zero_grad()
+            one(x).backward()
+        assert all(
+            torch.equal(own.grad, eagers.grad)  # type: ignore[arg-type]
+            for own, eagers in zip(model.parameters(), eager.parameters(), strict=True)
+        )
+
+
+def test_a_gradient_of_another_layout_is_copied_in_the_step() -> None:
+    x = torch.randn(2, 8, 4, 4)
+    weight = torch.ones(8)
+    _, mean, rstd = torch.ops.aten.native_group_norm(x, weight, None, 2, 8, 16, 2, 1e-5)
+    gradient = torch.randn(2, 8, 4, 4)
+    told = (x, mean, rstd, weight, 2, 8, 16, 2, [True, True, True])
+    expected = torch.ops.aten.native_group_norm_backward(gradient, *told)
+    found = group_norm_backward(gradient.to(memory_format=torch.channels_last), *told)
+    assert all(map(torch.equal, found, expected))
 
 
 class Pooled(nn.Module):
