@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from planner.analysis.explain import explain
     from planner.analysis.study import Study
     from planner.analysis.trade_off.types import TradeOffCurve
-    from planner.api import auto_wrap, plan, plan_of, profile, unwrap, verify
+    from planner.api import auto_wrap, plan, plan_of, profile, status, unwrap, verify
     from planner.diagnose.check import check
+    from planner.diagnose.status import Status
     from planner.exporters import export
     from planner.exporters._export import Export
     from planner.ir.instances import load_instance
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Audit", "Export", "PipelinePlan", "Plan", "Study", "TradeOffCurve", "Verification", "__version__", "audit",
-    "auto_wrap", "check", "diff", "explain", "export", "load_instance", "load_profile", "plan", "plan_of",
-    "plan_pipeline", "profile", "save_profile", "solve", "study", "unwrap", "verify", "what_if",
+    "Audit", "Export", "PipelinePlan", "Plan", "Status", "Study", "TradeOffCurve", "Verification",
+    "__version__", "audit", "auto_wrap", "check", "diff", "explain", "export", "load_instance", "load_profile",
+    "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status", "study", "unwrap",
+    "verify", "what_if",
 ]  # fmt: skip
 
 _HOME = {
@@ -41,8 +43,9 @@ _HOME = {
     "planner.analysis.explain": ("explain",),
     "planner.analysis.study": ("Study",),
     "planner.analysis.trade_off.types": ("TradeOffCurve",),
-    "planner.api": ("auto_wrap", "plan", "plan_of", "profile", "unwrap", "verify"),
+    "planner.api": ("auto_wrap", "plan", "plan_of", "profile", "status", "unwrap", "verify"),
     "planner.diagnose.check": ("check",),
+    "planner.diagnose.status": ("Status",),
     "planner.exporters": ("export",),
     "planner.exporters._export": ("Export",),
     "planner.ir.instances": ("load_instance",),
@@ -57,6 +60,8 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "report":  # a package that can be called
+        return import_module("planner.report")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
     return getattr(import_module(_MODULE_OF[name]), name.removesuffix("_profile"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,14 +29,17 @@ from planner.capture.torch_internals import install_call, install_untraced_call,
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
 from planner.common.units import Size
+from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.plan import Plan, Verification
+from planner.report.progress import tell
 from planner.runtimes import Running
 from planner.session.recorded import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
+from planner.session.telling import working
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -168,10 +172,11 @@ def plan(
     options = _settled(options)
     chosen = runtimes.get(options.runtime)
     begun = time.perf_counter()
-    with entered(of_model(model, inputs.args, inputs.kwargs)):
+    with working(model) as done, entered(of_model(model, inputs.args, inputs.kwargs)):
         options = _completed(model, options, loss_fn, inputs)
         looked = time.perf_counter() - begun
         made = chosen.plan(model, inputs, options)
+        done("asked for", made)
     return replace(made, capture_seconds=made.capture_seconds + looked)
 
 
@@ -181,7 +186,9 @@ def _completed(model: nn.Module, options: Options, loss_fn: LossFunction | None,
 
 
 def _settled(options: Options) -> Options:
-    """Settle the runtime, and refuse what does not go together."""
+    """Settle who is told how it stands, and the runtime; refuse what does not go together."""
+    if options.search.progress is None:
+        options = replace(options, search=replace(options.search, progress=tell))
     runtime, in_chunks = options.runtime, options.chunk != 1
     several_devices = options.training.tensor_parallel > 1
     if several_devices:
@@ -338,9 +345,10 @@ def auto_wrap(
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
-        with entered(of_model(model, inputs.args, inputs.kwargs)):
+        with working(model) as done, entered(of_model(model, inputs.args, inputs.kwargs)):
             options = _completed(model, options, loss_fn, inputs)
             plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
+            done("before the first call", plan)
         options = options.after(plan)
     completes = loss_fn is not None or options.budget.is_share
     prepare = partial(_completed, model, options, loss_fn) if completes else None
@@ -429,6 +437,44 @@ def plan_of(model: nn.Module) -> Plan:
     if running.plan is None:
         raise UsageError(f"{type(model).__name__} is not planned yet: that happens at its first training call")
     return running.plan
+
+
+def status(model: nn.Module) -> Status:
+    """Say how the last training steps compare with what the plan in force promises.
+
+    The first time starts to measure: steps are timed from then on, and the next one is recorded. Each later time says
+    what was seen, and has one more step recorded, which takes longer. On CUDA that resets the allocator's peak counter.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        One that :func:`planner.auto_wrap` has wrapped.
+
+    Returns
+    -------
+    Status
+        Peak in bytes and step time in seconds, measured beside promised; printing it gives a table.
+
+    Raises
+    ------
+    UsageError
+        If the model is not wrapped, or has not been planned yet.
+
+    Warns
+    -----
+    UserWarning
+        If memory is off by more than 1%, or time by more than 25% where it was predicted from measured operations.
+    """
+    plan_of(model)
+    running = running_on(model)
+    assert running is not None
+    meter = metered(model, running)
+    if meter is not running:
+        install_untraced_call(model, meter)
+    found = meter.status()
+    for line in found.warnings:
+        warnings.warn(line, stacklevel=2)
+    return found
 
 
 def unwrap(model: ModelT) -> ModelT:

@@ -10,8 +10,13 @@ import sys
 import hypothesis
 import pytest
 
+from planner.report import progress
+
 # Nobody's own cache: a test that wants one names its folder.
 os.environ["CHECKPOINT_PLANNER_CACHE"] = "off"
+
+# On a busy machine anything may be slow; what tests read of standard error must not depend on that.
+progress.QUICK_SECONDS = 3600.0
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Torch reads this when it is first imported, and so do processes that tests start.

@@ -116,7 +116,7 @@ def explain(plan: Plan, module: str | None = None) -> Explanation:
     >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     >>> plan = planner.plan(model, torch.randn(256, 64), budget="100%")
     >>> planner.explain(plan, "3").values[0].reason
-    'kept: the step keeps the budget without any recompute'
+    'kept: the step fits without recompute'
     """
     table = table_of(plan)
     if module is not None:
@@ -203,7 +203,7 @@ class _Reasons:
 
     def _kept(self, number: int, row: ValueRow) -> str:
         if row.retained:
-            return "the model returns it, so it is held to the end whatever the plan says"
+            return "the model returns it, so every plan holds it to the end"
         if not row.repeatable:
             return (
                 "its operation cannot run twice (it overwrites something, reads what is overwritten later, or talks to "
@@ -212,17 +212,14 @@ class _Reasons:
         if not row.needed:
             return "the backward does not read it, but what is recomputed is made from it"
         if not self.plan.recomputations and not (self.plan.offloading and self.plan.offloading.values):
-            return "the step keeps the budget without any recompute"
+            return "the step fits without recompute"
         if row.busiest_bytes == 0:
             return "needed again at once"
         source = "; what is recomputed is made from it" if number in self.read_again else ""
         if row.excess_bytes == 0:
-            return (
-                "it is not idle at the peak; where it is, the step keeps the budget even without recompute, so "
-                f"dropping it relieves nothing{source}"
-            )
+            return f"it is idle only while the step fits without recompute, so dropping it would not help{source}"
         if row.again_seconds is None:
-            return "what it would be made from is gone by then, and cannot be made again"
+            return "its inputs are gone by then and cannot be made again"
         return self._price_of_dropping(row, row.again_seconds) + source
 
     def _price_of_dropping(self, row: ValueRow, seconds: float) -> str:
@@ -230,9 +227,12 @@ class _Reasons:
         runs = f", {row.again_runs} operations run again" if row.again_runs > 1 else ""
         price = f" ({per_ms(row.size_bytes / seconds)}{runs})" if seconds > 0 else ""
         if self.lowest_price is None or seconds <= 0 or row.size_bytes / seconds > self.lowest_price * (1 + _SAME):
-            return f"{cost}{price}, and the budget is kept without that"
+            return f"{cost}{price}, and the plan fits without that"
         if row.size_bytes / seconds >= self.lowest_price * (1 - _SAME):
-            return f"{cost}{price}, the price of the dearest that the plan recomputes; the budget needs no more of it"
+            return (
+                f"{cost}{price}, as much per byte as the most expensive value that the plan recomputes; the plan fits "
+                "without this one"
+            )
         return f"{cost}{price}; what the plan recomputes frees {per_ms(self.lowest_price)} or more"
 
     def _recomputed(self, row: ValueRow) -> str:
@@ -243,8 +243,8 @@ class _Reasons:
         kept_bytes = row.busiest_bytes + row.size_bytes
         if kept_bytes > self.plan.budget_bytes:
             over = format_bytes(kept_bytes - self.plan.budget_bytes)
-            return f"{self._frees(row)}. Kept, the device would hold {over} more than the budget"
-        return f"{self._frees(row)}. By itself it could be kept within the budget"
+            return f"{self._frees(row)}. If kept, the step would exceed the budget by {over}"
+        return f"{self._frees(row)}. This value alone could be kept within the budget"
 
     def _frees(self, row: ValueRow) -> str:
         seconds, size_bytes = row.again_seconds or 0.0, self.freed[row.operation]

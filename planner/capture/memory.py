@@ -64,9 +64,9 @@ class Recording:
     windows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Begin and end of each ``record_function`` label."""
 
-    def peak_bytes(self, label: str | None = None) -> int:
-        """Return the most bytes that were held above what was there before, within a label or in all."""
-        begin_ns, end_ns = self.windows[label] if label else (-math.inf, math.inf)
+    def peak_bytes(self, label: str | None = None, *, until: str | None = None) -> int:
+        """Return the most bytes held above what was there before: within a label, until one begins, or in all."""
+        begin_ns, end_ns = self.windows[label] if label else (-math.inf, self.windows[until][0] if until else math.inf)
         within = slice(bisect_left(self.changes, (begin_ns,)), bisect_right(self.changes, (end_ns, math.inf)))
         return max(accumulate((change_bytes for _, change_bytes in self.changes[within]), initial=0))
 

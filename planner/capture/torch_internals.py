@@ -329,6 +329,13 @@ def untraced_call(module: torch.nn.Module) -> Any:
     return getattr(installed_call(module), "_torchdynamo_orig_callable", None)
 
 
+def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
+    """Call something when the backward has ended that goes through some of these outputs."""
+    engine = torch.autograd.Variable._execution_engine
+    for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+        node.register_prehook(lambda _gradients: engine.queue_callback(call))
+
+
 def depends_on_data(error: BaseException | None) -> bool:
     """Whether a capture failed because the program looks at values that it does not have."""
     if isinstance(error, GuardOnDataDependentSymNode) or PendingUnbackedSymbolNotFound.__name__ in str(error):

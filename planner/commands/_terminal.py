@@ -7,10 +7,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from planner.common.limits import Progress
+if TYPE_CHECKING:
+    from planner.report.progress import Shown
 
 _IN_ASCII = str.maketrans("▁▂▃▄▅▆▇█░─│└├·…", "   #####.-|++-~")
 """What stands for what a report draws with; half a block and more are a whole one."""
@@ -71,41 +72,8 @@ def quiet(debug: bool) -> Iterator[None]:
         logging.disable(before)
 
 
-@contextmanager
-def reporting(debug: bool) -> Iterator[Progress]:
-    """Show on standard error, if that is a terminal, how the work stands."""
-    from rich.console import Console
-    from rich.text import Text
+def reporting(debug: bool) -> AbstractContextManager[Shown]:
+    """Show on standard error how the work stands, unless tracebacks and logs are to be read there."""
+    from planner.report.progress import shown
 
-    console = Console(stderr=True)
-    with nullcontext() if debug or not console.is_terminal else console.status("starting") as status:
-        yield lambda line: status.update(Text(line)) if status else None
-
-
-class Bar:
-    """How far a long search is: a line that says what is being done, and how much is; rich's ``Progress`` shows it."""
-
-    def __init__(self, shown: Any) -> None:
-        self._shown, self._task = shown, shown.add_task("starting", total=None)
-
-    def __call__(self, line: str) -> None:
-        """Say what is being done."""
-        from rich.markup import escape
-
-        self._shown.update(self._task, description=escape(line))
-
-    def count(self, done: int, total: int) -> None:
-        """Say how much of it is done."""
-        self._shown.update(self._task, completed=done, total=total)
-
-
-@contextmanager
-def counting(debug: bool) -> Iterator[Bar]:
-    """Show a progress bar on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=debug or not console.is_terminal) as shown:
-        yield Bar(shown)
+    return shown(as_bar=not debug, as_lines=not debug)

@@ -13,7 +13,7 @@ from planner.analysis.trade_off.ranges import parse_sizes
 from planner.commands import _asked
 from planner.commands._interrupts import INTERRUPTED, Interrupts
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
-from planner.commands._terminal import Bar, counting, hand_out, quiet
+from planner.commands._terminal import hand_out, quiet, reporting
 from planner.common.options import Offload, Search, Target, Training, picked
 from planner.errors import UsageError
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from planner.analysis.trade_off.methods import MethodSweep
     from planner.analysis.trade_off.sizes import SizeSearch
     from planner.ir.schedule import Schedule
+    from planner.report.progress import Shown
 
 _DEFAULT_SECONDS = 25.0
 
@@ -78,8 +79,8 @@ class _WhatIf(AboutModel):
 
     def run(self, args: argparse.Namespace) -> int:
         _check(args)
-        with quiet(args.debug), counting(args.debug) as bar:
-            asking = _Asking(args, bar)
+        with quiet(args.debug), reporting(args.debug) as progress:
+            asking = _Asking(args, progress)
             interrupted = asking.run()
         _hand_out(asking.answers(interrupted=interrupted), args)
         if interrupted:
@@ -118,10 +119,10 @@ def _check(args: argparse.Namespace) -> None:
 class _Asking:
     """All that is asked about a model, one after the other."""
 
-    def __init__(self, args: argparse.Namespace, bar: Bar) -> None:
+    def __init__(self, args: argparse.Namespace, shown: Shown) -> None:
         self.args = args
-        self.bar = bar
-        self.search = replace(picked(Search, vars(args)), progress=bar)
+        self.shown = shown
+        self.search = replace(picked(Search, vars(args)), progress=shown)
         self.offload = picked(Offload, vars(args))
         self.samples = 1
         self.sweep: CurveSweep | None = None
@@ -134,7 +135,7 @@ class _Asking:
         from planner.analysis.trade_off.curve import CurveSweep
 
         args, study = self.args, self.study()
-        self.bar("looking for the smallest peak")
+        self.shown("looking for the smallest peak")
         host = study.host_for(self.offload)
         self.sweep = CurveSweep(
             study, self.search, points=args.points, budgets=args.budgets, asked=args.budget, host=host
@@ -142,7 +143,7 @@ class _Asking:
 
         def count(done: int, total: int) -> None:
             interrupts.check()
-            self.bar.count(done, total)
+            self.shown.count(done, total)
 
         with Interrupts() as interrupts:
             try:
@@ -188,7 +189,7 @@ class _Asking:
             yield self.devices.run
         if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
             self.methods = MethodSweep(solvers, sweep, self.partitioned)
-            yield partial(self.methods.run, self.bar.count)
+            yield partial(self.methods.run, self.shown.count)
 
     def study(self, option: str | None = None, value: Any = None) -> Study:
         """Capture the step, with another value of one option if it is named."""
@@ -198,7 +199,7 @@ class _Asking:
         args = argparse.Namespace(**vars(self.args) | ({option: value} if option else {}))
         loaded = _asked.load(args, real=False)
         if option is None:
-            self.bar("capturing forward and backward")
+            self.shown("capturing forward and backward")
             first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
             self.samples = first.shape[0] if first.dim() else 1
         asked = _asked.keywords(args, Target, Training)

@@ -137,7 +137,7 @@ BOTTLENECKS = (
     Rule(
         name="static-dominates",
         evidence=_resident,
-        cause="recompute cannot make that smaller",
+        cause="recompute only frees saved activations, not this",
         fix="hold parameters and optimizer state in a smaller dtype, or shard them",
     ),
     Rule(
@@ -149,7 +149,8 @@ BOTTLENECKS = (
     Rule(
         name="logits-dominate",
         evidence=_logits,
-        cause="logits, their logarithms and their gradient are there at once, whatever is recomputed elsewhere",
+        cause="logits, their log-softmax and their gradient are in memory at the same time, whatever else is "
+        "recomputed",
         fix="compute the loss in chunks (--chunk auto, chunk='auto'), or with a fused linear cross-entropy",
     ),
     Rule(
@@ -175,8 +176,7 @@ RULES = (
         name="routing",
         severity=Severity.NOTE,
         evidence=_routing,
-        cause="what is chosen by rank may be chosen otherwise if it is computed again with other rounding; a plan "
-        "runs the same kernels on the same bits",
+        cause="a recompute with other rounding may choose other experts; a plan runs the same kernels on the same bits",
         fix="use deterministic kernels (torch.use_deterministic_algorithms(True)) where a router is recomputed",
     ),
 )

@@ -1,14 +1,20 @@
-"""The report on the terminal: one module for each part, in the order in which they are shown."""
+"""The report on the terminal: one module for each part, in the order in which they are shown.
+
+The package can be called: ``planner.report(model)`` is the report of the plan in force, or of a plan.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console, RenderableType
 
 from planner.common.timings import STAGES
 from planner.common.units import format_seconds
+from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.report import (
     alternatives,
@@ -27,6 +33,7 @@ from planner.report.diff import render as render_difference
 from planner.report.established import render as render_established
 from planner.report.explain import render as render_explanation
 from planner.report.findings import render_diagnosis
+from planner.report.inline import Report
 from planner.report.measured import render_device, render_profile
 from planner.report.pipeline import render as render_pipeline
 from planner.report.pipeline import render_infeasible as render_infeasible_pipeline
@@ -83,3 +90,19 @@ def render_timings(seconds: Mapping[str, float], console: Console) -> None:
         bold=lambda stage: stage == "all",
     )
     print_parts(console, shown)
+
+
+class _Room(ModuleType):
+    """The package itself, which people can call."""
+
+    def __call__(self, of: object) -> Report:
+        """Return the report of a plan, or of the plan that a wrapped model has in force."""
+        if isinstance(of, Plan):
+            return Report(of)
+        api = sys.modules.get("planner.api")  # who wraps a model has imported it
+        if api is None:
+            raise UsageError(f"{type(of).__name__} is not wrapped: call planner.auto_wrap(model, budget=...) first")
+        return Report(api.plan_of(of))
+
+
+sys.modules[__name__].__class__ = _Room

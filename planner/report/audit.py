@@ -65,7 +65,7 @@ def _plans(audit: Audit) -> Table:
     if within is not None:
         rows.append(_row(f"best within {format_bytes(within.budget_bytes)}", within, within))
     return table(
-        "What is done now, and what would do",
+        "What you do now, and better plans",
         rows,
         ("method", lambda row: row[0], str),
         ("peak", lambda row: row[1], sizes(row[1] for row in rows)),
@@ -86,18 +86,18 @@ def _lines(audit: Audit) -> Iterator[str]:
     now = audit.now
     yield (
         f"Overhead is of the step without recompute, {format_seconds(now.baseline_step_seconds)} by the "
-        f"{now.cost_model} cost model of {now.device}. The set-up is simulated on the captured step, on the model "
-        "without checkpointing of its own."
+        f"{now.cost_model} cost model of {now.device}. Your set-up is simulated on the captured step, without "
+        "the model's own checkpointing."
     )
     host = ""
     if audit.now.offloading is not None:
         host = f" --offload --host-budget {audit.now.offloading.host_bytes}"
         host += " --offload-lossy" if audit.now.offloading.lossy else ""
-        yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; so much may the plans beside it."
+        yield f"It offloads {format_bytes(audit.now.offloading.host_bytes)}; the plans beside it may offload as much."
     if not _is_best(audit):
         runtime = " --runtime modules" if audit.best.runtime == "modules" else ""
         yield (
-            f"For the plan at the same peak: --budget {audit.best.budget_bytes}{runtime}{host}, to 'plan' or to "
+            f"To use the plan at the same peak: --budget {audit.best.budget_bytes}{runtime}{host}, for 'plan' or "
             "planner.auto_wrap."
         )
     yield from audit.notes

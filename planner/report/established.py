@@ -66,12 +66,12 @@ def _lines(established: Established) -> list[str]:
         names_of[said].append(name)
     lines = [f"{', '.join(names)}: {said}" for said, names in names_of.items()]
     if any(row.best_overhead is None for row in established.rows):
-        lines.append("Where values are divided over devices no plan is set beside it: plans are of one device.")
+        lines.append("Strategies that divide values over devices have no plan beside them: plans are for one device.")
     if any(row.host_bytes for row in established.rows):
-        lines.append("Beside what offloads stands the best plan with as much of the host's memory.")
+        lines.append("Strategies that offload are compared with the best plan that may use as much host memory.")
     lines.append(
         f"Without recompute the peak is {format_bytes(established.baseline_peak_bytes)}; overhead is of that step, "
         f"{format_seconds(established.baseline_step_seconds)} by the {established.cost_model} cost model of "
-        f"{established.device or 'the device'}. Gap is what a way pays above the proven lower bound."
+        f"{established.device or 'the device'}. The gap is the distance to the proven lower bound."
     )
     return lines

@@ -36,7 +36,7 @@ def render(explanation: Explanation, console: Console, *, largest: int | None = 
         shown = sorted(groups, key=lambda group: -sum(v.value.size_bytes for v in group[1]))[:largest]
     print_parts(console, *(_paragraph(label, members) for label, members in shown))
     if len(shown) < len(groups):
-        left = Text(f"{len(groups) - len(shown)} smaller ones are left out: name a module, or pass --all")
+        left = Text(f"{len(groups) - len(shown)} smaller values are not shown: name a module, or pass --all")
         print_parts(console, left)
 
 
@@ -44,7 +44,7 @@ def answer(explanation: Explanation) -> str:
     """Return the answer as one line."""
     name = explanation.module or explanation.plan.model or "the model"
     if not explanation.values:
-        return f"{name} makes nothing that the backward waits for"
+        return f"{name} saves nothing for the backward"
     parts = [f"{name} keeps {format_bytes(explanation.kept_bytes)}"]
     if explanation.added_runs:
         price = ""

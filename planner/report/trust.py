@@ -12,7 +12,7 @@ from planner.plans.plan import Plan
 from planner.report.style import signed_percent, table
 
 _SOURCES = {
-    "roofline": "a data sheet's figures, which rank choices well and predict the slowdown roughly",
+    "roofline": "figures of a data sheet, good to rank choices and rough for the slowdown",
     "measured": "each different operation timed alone on this machine",
     "recorded": "each different operation timed alone before",
 }
@@ -47,9 +47,9 @@ def statements(plan: Plan) -> Iterator[str]:
         if kind not in plan.static_bytes
     ]
     if missing:
-        yield f"Not counted, since it was not asked for: {', '.join(missing)}."
+        yield f"Not counted, because you did not ask for it: {', '.join(missing)}."
     if plan.verification is None:
-        yield "Predicted, not measured: 'verify' runs real steps and holds peak and bits against this."
+        yield "This is predicted. 'verify' runs real steps and compares peak and bits."
 
 
 def render_measured(plan: Plan) -> Group | None:

@@ -21,6 +21,7 @@ from planner.capture.torch_internals import call_implementation, is_transformed,
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.session.step import Options
+from planner.session.telling import working
 
 _WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode and the like):"
 
@@ -116,7 +117,10 @@ class CallsInSituations(PlannedCalls):
         inputs = Inputs(args, kwargs)
         situation = situation_of(self.model, inputs)
         if situation not in self._decided:
-            self._decided[situation] = self.decide(inputs)
+            why = "a call unlike the earlier ones" if self._decided else "the first call"
+            with working(self.model) as done:
+                self._decided[situation] = self.decide(inputs)
+                done(why, self._decided[situation][0])
         self.plan, installed = self._decided[situation]
         with installed():
             return call_implementation(self.model)(*args, **kwargs)

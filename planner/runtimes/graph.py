@@ -29,7 +29,6 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
-from planner.common.units import format_bytes
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
@@ -40,6 +39,7 @@ from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
+from planner.session.telling import working
 
 _log = logging.getLogger("planner")
 
@@ -106,29 +106,26 @@ class GraphRuntime(PlannedCalls):
             self._plan_ahead(inputs)
         varying_sizes = self._calls_seen.varying(inputs)
         symbolic = varying_sizes if self._may_vary else []
-        begun, graphs = time.perf_counter(), self._graphs
+        graphs = self._graphs
         changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
-        with without_dynamic_marks(varying), changing, explain_failures(self.model):
+        shown = working(self.model, "captured")
+        with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
             for fixed, sized in self._calls:
                 try:
                     result = self._capture(inputs, fixed, sized, symbolic)
                     if self._graphs != graphs:
-                        self._tell(symbolic, time.perf_counter() - begun)
+                        done(self._why(symbolic), self.plan)
                     return result
                 except AssumptionBrokenError:
                     continue
         raise AssertionError("a program without assumptions holds for every call")
 
-    def _tell(self, symbolic: Sequence[Varying], seconds: float) -> None:
-        """Log why there was a capture, how long the call took with it, and what came of it."""
-        why = "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
+    def _why(self, symbolic: Sequence[Varying]) -> str:
+        """Say why there was a capture."""
         if symbolic:
             count = sum(len(dimensions) for _, dimensions in symbolic)
-            why = f"{count} dimensions of the inputs vary, and are symbols from now on"
-        verdict = "nothing to plan"
-        if self.plan is not None:
-            verdict = f"peak {format_bytes(self.plan.peak_bytes)} of {format_bytes(self.plan.budget_bytes)}"
-        _log.info("captured %s in %.1f s (%s): %s", type(self.model).__name__, seconds, why, verdict)
+            return f"{count} dimensions of the inputs vary, and are symbols from now on"
+        return "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
 
     def _capture(self, inputs: Inputs, fixed: IsolatedCall, sized: IsolatedCall, symbolic: Sequence[Varying]) -> Any:
         """Capture a call with sizes that vary as symbols, or else with fixed sizes, and run it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import io
 import re
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import planner
 from planner.commands._terminal import encodable
 from planner.common.units import format_bytes
+from planner.errors import UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import Phase
 from planner.ir.problem import Solution
@@ -274,6 +277,15 @@ def test_the_screen_names_every_byte_of_the_peak_and_hides_no_warning(plan: Plan
     shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in lines[start + 1 : start + 4]]  # type: ignore[index]
     assert sum(shares) == pytest.approx(100, abs=0.2)
     assert sum("[rule-" in line for line in lines) == 2 and any("2 more warnings" in line for line in lines)
+
+
+def test_the_report_as_an_object_is_the_screen_or_a_page(plan: Plan) -> None:
+    made = planner.report(plan)  # type: ignore[operator]
+    assert str(made) == repr(made) and str(made).startswith("FITS ") and "What to do next" in str(made)
+    page = made._repr_html_()
+    assert page.startswith("<iframe srcdoc=") and html.unescape(page).count("<!DOCTYPE html>") == 1
+    with pytest.raises(UsageError, match="is not wrapped"):
+        planner.report(object())  # type: ignore[operator]
 
 
 # Odd circumstances.

@@ -143,7 +143,7 @@ def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     for count in (256, 200, 230, 256):
         step(model, rows(count))
     first, second = (record.getMessage() for record in caplog.records if record.name == "planner")
-    assert re.fullmatch(r"captured Stack in \d+\.\d s \(the first call\): peak .* KiB of .* KiB", first)
+    assert re.fullmatch(r"captured Stack in \d+\.\d s \(the first call\): FITS .* of .* KiB · .*", first)
     assert "1 dimensions of the inputs vary, and are symbols from now on" in second
 
 

@@ -1,0 +1,29 @@
+"""What a person sees of captures and plans in the making: a bar on a terminal, a line of the logger at the end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from planner.plans.plan import Plan
+from planner.report.progress import shown
+from planner.report.verdict import verdict
+
+_log = logging.getLogger("planner")
+
+
+@contextmanager
+def working(model: nn.Module, what: str = "planned") -> Iterator[Callable[[str, Plan | None], None]]:
+    """Show how the work of the block stands; it calls what it is given with why it was needed, and what came of it."""
+    begun = time.perf_counter()
+
+    def done(why: str, plan: Plan | None) -> None:
+        came = "nothing to plan" if plan is None else verdict(plan)
+        _log.info("%s %s in %.1f s (%s): %s", what, type(model).__name__, time.perf_counter() - begun, why, came)
+
+    with shown():
+        yield done
