@@ -11,7 +11,7 @@ from rich.text import Text
 
 import cost_models
 from cost_models.devices import device_names
-from planner.common.program import program
+from planner.common.program import NAME, program
 from planner.common.units import format_seconds
 from planner.plans.plan import BaselineRow, Plan
 from planner.report.style import signed_percent, sizes, table, yes_or_no
@@ -64,7 +64,7 @@ def render_budgets(plan: Plan) -> Group:
         ("size", lambda row: row[1], sizes([plan.budget_bytes])),
         ("step time", lambda row: row[2], signed_percent),
     )
-    return Group(shown, *map(Text, notes(plan)))
+    return Group(shown, *map(Text, notes(plan, program())))
 
 
 def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
@@ -79,8 +79,8 @@ def budgets(plan: Plan) -> Iterator[tuple[str, int, float | None]]:
         yield "no recompute", max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes), plan.over_eager(0.0)
 
 
-def notes(plan: Plan) -> Iterator[str]:
-    """Say which accelerators of the table have the memory, and where there is more to see."""
+def notes(plan: Plan, called: str = NAME) -> Iterator[str]:
+    """Say which accelerators of the table have the memory, and what to call for more."""
     memory = {name: cost_models.device(name).memory_bytes for name in device_names() if name != "cpu"}
     planned = [name for name in memory if memory[name] >= plan.whole_step_peak_bytes]
     unplanned = [name for name in memory if memory[name] >= max(plan.baseline_peak_bytes, plan.optimizer_peak_bytes)]
@@ -94,4 +94,4 @@ def notes(plan: Plan) -> Iterator[str]:
     if only:
         yield f"As planned it also fits on {', '.join(only)}"
     model = shlex.quote(plan.model) if plan.model else "MODEL"
-    yield f"The whole curve: {program()} what-if {model}"
+    yield f"The whole curve: {called} what-if {model}"

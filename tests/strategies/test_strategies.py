@@ -324,7 +324,7 @@ def test_a_plan_beside_what_offloads_may_offload_as_much() -> None:
     console = Console(width=100, file=io.StringIO(), highlight=False)
     render_established(found, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "host" in text and "with as much of the host's memory" in text
+    assert "host" in text and "may use as much host memory" in text
 
 
 # What every strategy promises.
