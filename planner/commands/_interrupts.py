@@ -26,39 +26,64 @@ def ending_at_once() -> Iterator[None]:
     """End the process soon after Ctrl-C.
 
     Python raises KeyboardInterrupt between two of its own instructions. A solver in C may take many seconds until the
-    next one, and a library may swallow it. The signal also arrives on a socket, at once, where a thread waits for it.
+    next one, a library may swallow it, and the interpreter waits for threads before it ends. The signal also arrives
+    on a socket, at once, where a thread waits for it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_wait, args=(reader,), daemon=True).start()
+    watch = _Watch()
     try:
         yield
-    finally:
-        signal.set_wakeup_fd(before)
-        writer.close()  # which ends the thread
+    except KeyboardInterrupt:
+        watch.leave()
+        raise
+    except BaseException:
+        watch.stop()
+        raise
+    watch.stop()
 
 
-def _wait(reader: socket.socket) -> None:
-    """End the process once it was asked to, and did not within the time that it has."""
-    with reader:
-        while (number := reader.recv(1)) and number[0] != signal.SIGINT:
-            pass  # another signal
-        if not number:
-            return
-        if _keeps_results.is_set():
-            print("stopping after this step; Ctrl-C again ends at once", file=sys.stderr)
-        reader.settimeout(None if _keeps_results.is_set() else _GRACE_SECONDS)
-        try:
-            if not reader.recv(1):
+class _Watch:
+    """A thread that ends the process where nobody else does."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._arrived, self._is_said = threading.Event(), False
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def stop(self) -> None:
+        """Let the process go on."""
+        signal.set_wakeup_fd(self._before)
+        self._writer.close()  # which ends the thread
+
+    def leave(self) -> None:
+        """Let the process end by itself, if that is quick; that it was interrupted is said elsewhere."""
+        self._is_said = True
+        if not self._arrived.wait(_GRACE_SECONDS):  # no signal: somebody raised the exception
+            self.stop()
+
+    def _wait(self) -> None:
+        with self._reader as reader:
+            while (number := reader.recv(1)) and number[0] != signal.SIGINT:
+                pass  # another signal
+            if not number:
                 return
-        except TimeoutError:
-            pass
-        print("error: interrupted", file=sys.stderr)
-        os._exit(INTERRUPTED)
+            self._arrived.set()
+            if _keeps_results.is_set():
+                print("stopping after this step; Ctrl-C again ends at once", file=sys.stderr)
+            reader.settimeout(None if _keeps_results.is_set() else _GRACE_SECONDS)
+            try:
+                if not reader.recv(1):
+                    return
+            except TimeoutError:
+                pass
+            if not self._is_said:
+                print("error: interrupted", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
 
 
 class Interrupts:
