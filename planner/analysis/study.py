@@ -23,8 +23,9 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.baselines import NO_BLOCKS, regions_of_blocks
+from planner.plans.blocks import whole_peak_bytes
 from planner.plans.plan import Plan, PlanOrigin
-from planner.plans.planning import GAP, make_plan, make_problem, plan_from_solution, unplanned_bytes
+from planner.plans.planning import GAP, make_plan, make_problem, plan_from_solution
 from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solvers.mixed import first_within, lowest_offloading, ranked
@@ -67,17 +68,24 @@ class Study:
     def whole_bytes(self) -> int:
         """What percentages are of: the peak of the model's own step, or where that is not known of this one."""
         eager = self.origin.eager
-        return eager.peak_bytes if eager is not None else unplanned_bytes(self.graph, self.costs)
+        return eager.peak_bytes if eager is not None else self.unplanned_bytes
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """What the whole device holds at most without recompute, as its allocator counts it."""
+        problem = Problem(graph=self.graph, costs=self.costs, budget_bytes=0)
+        return whole_peak_bytes(problem, Schedule.keep_all(self.graph), self.static_memory)
 
     def problem(self, budget: Size | None = None) -> Problem:
         """Return the problem that a budget for the whole device poses: by default what the step takes unplanned."""
         if budget is None:
-            budget = unplanned_bytes(self.graph, self.costs)
+            budget = self.unplanned_bytes
         return self.posed(Budget(budget=budget))
 
     def posed(self, budget: Budget, host: Host | None = None) -> Problem:
         """Return the problem that any budget poses, with a host's memory or without."""
-        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions, eager=self.origin.eager)
+        whole = self.whole_bytes if budget.is_share else None
+        return make_problem(self.graph, self.costs, budget, host=host, regions=self.regions, whole_bytes=whole)
 
     def host(self, budget: Size | None = None, at_least: Size = LEAST_BYTES, *, lossy: bool = False) -> Host:
         """Return the host memory that values may be offloaded to; see :func:`planner.ir.host.host_of`."""
@@ -164,7 +172,10 @@ class Study:
         """
         found = simulate(self.graph, self.costs, schedule, self.unlimited_host())
         static_bytes = self.graph.total_static_bytes
-        needed_bytes = max(found.peak_bytes + static_bytes, optimizer_peak_bytes(self.graph, self.static_memory))
+        alone = Problem(graph=self.graph, costs=self.costs, budget_bytes=0, host=self.unlimited_host())
+        needed_bytes = max(
+            whole_peak_bytes(alone, schedule, self.static_memory), optimizer_peak_bytes(self.graph, self.static_memory)
+        )
         asked = Budget(budget=budget, activation_budget=activation_budget)
         problem = self.posed(asked if asked.is_given else Budget(budget=needed_bytes))
         budget_bytes = problem.budget_bytes + static_bytes

@@ -98,12 +98,27 @@ def is_opaque(operator: Any) -> bool:
 def running_alone(device: torch.device) -> Iterator[None]:
     """Let operations run as in a captured step, whatever surrounds this: a plan may be made while a model is traced.
 
-    Then tensors have data, and neither autograd nor autocast steps in; the random state is put back at the end.
+    Then tensors have data, and neither autograd nor autocast steps in; the random state is put back at the end, and
+    what CUDA's allocator took from the device for them is given back.
     """
     generators = [device] if device.type == "cuda" else []
     without_autocast = torch.autocast(device.type, enabled=False)
     with outside_tracing(), torch.random.fork_rng(generators), torch.no_grad(), without_autocast:
+        if device.type == "cuda":
+            _settle(device)
         yield
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _settle(device: torch.device) -> None:
+    """Let the libraries for matrix products take the memory that they keep, of forward and backward, before others do.
+
+    It would lie in the middle of whatever is cached when a step first needs it, and hold that for good.
+    """
+    with torch.enable_grad():
+        one = torch.ones(16, 16, device=device, requires_grad=True)
+        torch.autograd.backward(torch.addmm(one[0], one, one).sum())
 
 
 def signature(node: fx.Node) -> str:

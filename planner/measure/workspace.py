@@ -25,6 +25,7 @@ from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
 from planner.capture.torch_internals import profiler_is_running, storage_id
+from planner.common.units import round_up
 from planner.ir.graph import OperationCost
 
 
@@ -49,6 +50,8 @@ def effort_for(model: nn.Module) -> TrialLimits:
     """Say what trying kernels may take: those of a model that is about to run here may take what it takes."""
     return TO_PLAN if is_fake(model) else TO_RUN
 
+
+_CUDA_ALIGNMENT_BYTES = 512
 
 _LABEL = "workspace of operation "
 
@@ -149,18 +152,25 @@ def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tup
             node.target(*args, **kwargs)  # type: ignore[operator]  # what a library allocates once and for all
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            before_bytes = torch.cuda.memory_allocated(device)
+            before_bytes = _asked_for(device)["current"]
             begun = time.perf_counter()
             result = node.target(*args, **kwargs)  # type: ignore[operator]
             torch.cuda.synchronize(device)
             seconds = time.perf_counter() - begun
         except (RuntimeError, IndexError, ValueError):
             continue  # it does not run on ones and zeros, or does not fit beside what is on the device
-        after_bytes = torch.cuda.memory_allocated(device)
-        kept_bytes = min(after_bytes - before_bytes, _new_bytes(result, (args, kwargs), alignment_bytes=512))
-        yield index, Tried(max(0, torch.cuda.max_memory_allocated(device) - before_bytes - kept_bytes), seconds)
+        now = _asked_for(device)
+        kept_bytes = min(now["current"] - before_bytes, _new_bytes(result, (args, kwargs)))
+        workspace_bytes = round_up(now["peak"] - before_bytes - kept_bytes, _CUDA_ALIGNMENT_BYTES)
+        yield index, Tried(max(0, workspace_bytes), seconds)
         del args, kwargs, result
 
 
-def _new_bytes(result: Any, arguments: Any, alignment_bytes: int = 1) -> int:
-    return new_bytes(tensors_in(result), set(map(storage_id, tensors_in(arguments))), alignment_bytes)
+def _asked_for(device: torch.device) -> dict[str, int]:
+    """Return the bytes that the allocator is asked for, now and at most: its blocks depend on what surrounds them."""
+    found: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["requested_bytes"]["all"]
+    return found
+
+
+def _new_bytes(result: Any, arguments: Any) -> int:
+    return new_bytes(tensors_in(result), set(map(storage_id, tensors_in(arguments))))

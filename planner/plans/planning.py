@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from planner.common import timings
@@ -26,10 +26,11 @@ from planner.ir.simulator import Evaluation
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.plans.baselines import baseline_rows
+from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
-from planner.plans.plan import EagerStep, NoPlanFitsError, OperationRow, Plan, PlanOrigin
+from planner.plans.plan import NoPlanFitsError, OperationRow, Plan, PlanOrigin
 from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
@@ -42,6 +43,9 @@ from planner.solving.peak_bounds import lowest_peak
 
 GAP = "gap-to-bound"
 _WORTH_MORE_SEARCH = 0.02
+
+_SHORTER = 4
+"""By what the time for a search is divided that comes after another."""
 
 
 def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:
@@ -92,9 +96,12 @@ def make_plan(
         if static_memory.optimizer_step_bytes and after_bytes > problem.budget_bytes + graph.total_static_bytes:
             raise _too_little(problem, search, "the optimizer's step", after_bytes)
         with timings.stage("solving"):
-            solution = _solved(problem, search)
+            again = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER)
+            solution = solved_in_blocks(
+                problem, static_memory, lambda asked: _solved(asked, search if asked is problem else again)
+            )
     except InfeasibleBudgetError as error:
-        raise _no_plan_fits(problem, error, search.solver, origin) from error
+        raise _no_plan_fits(problem, error, search.solver, origin, static_memory) from error
     return plan_from_solution(
         problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
     )
@@ -143,15 +150,16 @@ def make_problem(
     *,
     host: Host | None = None,
     regions: tuple[Region, ...] | None = None,
-    eager: EagerStep | None = None,
+    whole_bytes: int | None = None,
 ) -> Problem:
     """Return the problem that a budget poses: what is resident is subtracted here, and only here.
 
-    A percentage is of the eager step's peak, if that is known, else of the given graph's without recompute.
+    A percentage is of ``whole_bytes``, if they are given, else of the given graph's peak without recompute.
     """
     budget.check()
     static_bytes = graph.total_static_bytes
-    whole_bytes = eager.peak_bytes if eager is not None else unplanned_bytes(graph, costs)
+    if whole_bytes is None:
+        whole_bytes = unplanned_bytes(graph, costs)
     if budget.budget is not None:
         limit_bytes = parse_size(budget.budget, whole_bytes=whole_bytes) - static_bytes
     else:
@@ -186,11 +194,11 @@ def plan_from_solution(
     static_bytes = graph.total_static_bytes
     with timings.stage("simulation"):
         evaluation = confirm(problem, solution)
-    lowest_bytes = evaluation.peak_bytes
+    lowest_bytes = whole_peak_bytes(problem, schedule, static_memory)
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            lowest_bytes = _lowest_bytes(problem, schedule, limits or SolveLimits())
+            lowest_bytes = _lowest_bytes(problem, schedule, limits or SolveLimits(), static_memory)
             beside = {
                 "baselines": tuple(baseline_rows(problem, solution)),
                 "details": step_details(problem, schedule, evaluation),
@@ -210,7 +218,7 @@ def plan_from_solution(
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
-        minimum_feasible_peak_bytes=max(lowest_bytes + static_bytes, optimizer_bytes),
+        minimum_feasible_peak_bytes=max(lowest_bytes, optimizer_bytes),
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
@@ -233,17 +241,21 @@ def plan_from_solution(
     return plan if problem.regions is None else with_choices(plan, problem, solution)
 
 
-def _lowest_bytes(problem: Problem, schedule: Schedule, limits: SolveLimits) -> int:
-    """Return the lowest peak that is known, of a plan's own schedule and all others."""
-    own_bytes = problem.evaluate(schedule).peak_bytes
+def _lowest_bytes(problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory) -> int:
+    """Return the smallest budget of the whole device that is known to do, of a plan's own schedule and all others."""
+    own_bytes = whole_peak_bytes(problem, schedule, static_memory)
     if problem.regions is not None:
-        return min(own_bytes, problem.evaluate(lowest_choice(problem, limits.clock())).peak_bytes)
-    found_bytes = lowest_peak(problem).found_peak_bytes
-    if (known := _lowest_known(problem, limits)) is not None:
-        found_bytes = min(found_bytes, problem.evaluate(known).peak_bytes)
-    if own_bytes < found_bytes and not limits.deterministic and lowest_known.applies_to(problem):
+        lowest = lowest_choice(problem, limits.clock())
+        return min(own_bytes, whole_peak_bytes(problem, lowest, static_memory))
+    floor, known = lowest_peak(problem), _lowest_known(problem, limits)
+    if problem.host is not None:  # the floor's schedule is of another graph
+        return min(own_bytes, floor.found_peak_bytes + problem.graph.total_static_bytes)
+    others = [floor.schedule] if known is None else [floor.schedule, known]
+    found_bytes = min(problem.evaluate(other).peak_bytes for other in others)
+    is_lower = problem.evaluate(schedule).peak_bytes < found_bytes
+    if is_lower and not limits.deterministic and lowest_known.applies_to(problem):
         lowest_known.keep(problem, schedule)
-    return min(own_bytes, found_bytes)
+    return min(own_bytes, *(whole_peak_bytes(problem, other, static_memory) for other in others))
 
 
 def _lowest_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
@@ -266,11 +278,15 @@ def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0
     )
 
 
-def _no_plan_fits(problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin) -> NoPlanFitsError:
+def _no_plan_fits(
+    problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin, static_memory: StaticMemory
+) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
     floor = lowest_peak(problem)
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
+    if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
+        smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
     proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
     budget, smallest = format_bytes(budget_bytes), f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"

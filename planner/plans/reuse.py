@@ -7,8 +7,10 @@ from dataclasses import replace
 from planner.errors import PlanMismatchError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule
 from planner.ir.static_memory import OF_THE_MODEL, SHARDS, StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
+from planner.plans.blocks import whole_peak_bytes
 from planner.plans.module_choices import variants_in
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.planning import plan_from_solution
@@ -74,10 +76,11 @@ def take_over(
     except (PlanMismatchError, ScheduleError):  # keys that are not there; or values that leave before their last use
         return None
     same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
-    unneeded = (evaluation.added_seconds > 0 or bool(variants)) and problem.baseline.peak_bytes <= problem.budget_bytes
-    unneeded = unneeded and not (asked_for and same_graph)
-    after_bytes = optimizer_peak_bytes(graph, around) - graph.total_static_bytes
-    if max(evaluation.peak_bytes, after_bytes) > problem.budget_bytes or unneeded:
+    budget_bytes = problem.budget_bytes + graph.total_static_bytes
+    unneeded = (evaluation.added_seconds > 0 or bool(variants)) and not (asked_for and same_graph)
+    unneeded = unneeded and whole_peak_bytes(problem, Schedule.keep_all(graph), around) <= budget_bytes
+    needed_bytes = max(whole_peak_bytes(problem, schedule, around), optimizer_peak_bytes(graph, around))
+    if needed_bytes > budget_bytes or unneeded:
         return None
     if problem.host is not None and evaluation.host_bytes > problem.host.budget_bytes:
         return None

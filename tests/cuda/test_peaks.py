@@ -1,0 +1,71 @@
+"""What CUDA's allocator counts while a planned step runs, held against what the plan says: asked, allocated, reserved."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner import zoo
+from tests.cuda import gpu
+from tests.tiers import tiered
+
+gpu.required()
+
+MODELS: dict[str, dict[str, int]] = {
+    "minigpt": {"layers": 2},
+    "minimind-26m": {"layers": 2},
+    "resnet50": {"layers": 2},
+    "vit-b16": {"layers": 2},
+    "bert-large": {"layers": 1, "batch_size": 2},
+    "unet": {"layers": 2},
+    "convnext-tiny": {"layers": 2},
+    "whisper-small-encoder": {"layers": 1, "batch_size": 2},
+}
+
+
+def step(model: nn.Module, example: dict[str, Any]) -> None:
+    """Run a step that holds what the model returned to its end."""
+    output = model(**example)
+    loss = output if isinstance(output, torch.Tensor) else output.loss
+    loss.backward()
+    model.zero_grad()
+
+
+def counted(model: nn.Module, example: dict[str, Any]) -> dict[str, int]:
+    """Return the peaks of what the allocator counts in steps that follow the first."""
+    step(model, example)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        step(model, example)
+    stats = torch.cuda.memory_stats()
+    return {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("requested", "allocated", "reserved")}
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+@pytest.mark.parametrize("name", tiered(MODELS, quick=["minigpt", "resnet50", "vit-b16"]))
+def test_a_plan_says_what_is_asked_allocated_and_reserved(name: str, budget: str) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    built = zoo.build(name, device="cuda", **MODELS[name])
+    model, example = built.model, built.example_kwargs
+    options = {"runtime": "graph", "time_limit_seconds": 1}
+    try:
+        planner.auto_wrap(model, example_kwargs=example, budget=budget, **options)
+    except planner.errors.InfeasibleBudgetError as refusal:  # little of so small a model can be recomputed
+        least = refusal.minimum_feasible_peak_bytes
+        planner.auto_wrap(model, example_kwargs=example, budget=least, **options)
+    plan = planner.plan_of(model)
+    seen = counted(model, example)
+    assert plan.reserved is not None
+    tensors = len(plan.operations) + len([*model.parameters(), *model.buffers()])  # each is rounded up
+    assert abs(seen["requested"] - plan.peak_bytes) <= 512 * tensors
+    assert seen["allocated"] == pytest.approx(plan.reserved.allocated_bytes, rel=1e-3)
+    assert seen["allocated"] <= plan.budget_bytes
+    assert seen["reserved"] == pytest.approx(plan.reserved.reserved_bytes, rel=0.01)

@@ -1,0 +1,85 @@
+"""Budgets held against the blocks of CUDA's allocator: a plan is solved for less until they fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.errors import InfeasibleBudgetError
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.ir.static_memory import StaticMemory
+from planner.plans.blocks import whole_peak_bytes
+from planner.plans.plan import Plan, PlanOrigin
+from planner.plans.reuse import take_over
+from tests.example_graphs import Builder
+from tests.planned import make_plan, make_problem
+
+MIB = 2**20
+CUDA = StaticMemory(has_caching_allocator=True)
+ORIGIN_KEYS = {"graph": "g", "assumes": ""}
+
+
+def tower(layers: int = 8, size: int = 11 * MIB + MIB // 2) -> tuple[TrainingGraph, tuple[OperationCost, ...]]:
+    """Return layers whose results have segments of 12 MiB each: half a MiB of every block is no one's."""
+    b = Builder()
+    made = [b.add("input", [], [size], recomputable=False)[0]]
+    for layer in range(layers):
+        made += b.add("layer", [made[-1]], [size], module=f"layers.{layer}")
+    gradient = b.add("loss", [made[-1]], [size], phase=Phase.BACKWARD, recomputable=False)[0]
+    for layer in reversed(range(layers)):
+        (gradient,) = b.add("back", [made[layer], made[layer + 1], gradient], [size], phase=Phase.BACKWARD)
+    graph = b.graph("tower", {})
+    return graph, tuple(b.costs)
+
+
+def planned(budget: int, static_memory: StaticMemory = CUDA) -> Plan:
+    return make_plan(*tower(), budget=budget, static_memory=static_memory, deterministic=True, compare=False)
+
+
+def test_a_budget_for_what_is_asked_and_not_for_its_blocks_gets_a_lower_plan() -> None:
+    asked = planned(2**40, StaticMemory()).peak_bytes
+    without, with_blocks = planned(asked, StaticMemory()), planned(asked)
+    assert without.peak_bytes == asked and not without.recomputations
+    assert with_blocks.reserved is not None and with_blocks.reserved.allocated_bytes <= asked
+    assert with_blocks.peak_bytes < asked and with_blocks.recomputations
+    assert with_blocks.lower_bound_seconds <= with_blocks.recompute_seconds
+    assert with_blocks.minimum_feasible_peak_bytes >= with_blocks.reserved.allocated_bytes
+
+
+def test_a_percentage_of_blocks_leaves_the_step_as_it_is() -> None:
+    graph, costs = tower()
+    problem = make_problem(graph, costs, budget=2**40)
+    blocks = whole_peak_bytes(problem, Schedule.keep_all(graph), CUDA)
+    assert blocks > problem.baseline.peak_bytes
+    assert not planned(blocks).recomputations
+
+
+def test_what_the_error_says_is_enough_is_enough() -> None:
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        planned(3 * 11 * MIB)
+    smallest = refusal.value.minimum_feasible_peak_bytes
+    plan = planned(smallest)
+    assert plan.reserved is not None and plan.reserved.allocated_bytes <= smallest
+    between = next(p for p in range(plan.peak_bytes, smallest, 4096) if p < plan.reserved.allocated_bytes)
+    with pytest.raises(InfeasibleBudgetError) as refusal:
+        planned(between)
+    assert refusal.value.minimum_feasible_peak_bytes <= smallest
+
+
+def test_a_plan_is_taken_over_only_where_its_blocks_fit() -> None:
+    graph, costs = tower()
+    plan = replace(planned(2**40), fingerprint=ORIGIN_KEYS)
+    origin = PlanOrigin(fingerprint=ORIGIN_KEYS)
+    problem = make_problem(graph, costs, budget=plan.peak_bytes)
+    options = {"origin": origin, "compare": False, "asked_for": True}
+    assert take_over(problem, plan, around=StaticMemory(), **options) is not None
+    assert take_over(problem, plan, around=CUDA, **options) is None
+
+
+def test_without_an_allocator_what_is_asked_counts() -> None:
+    graph, costs = tower()
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    assert whole_peak_bytes(problem, Schedule.keep_all(graph), StaticMemory()) == problem.baseline.peak_bytes
