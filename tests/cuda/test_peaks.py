@@ -1,4 +1,4 @@
-"""What CUDA's allocator counts while a planned step runs, held against what the plan says: asked, allocated, reserved."""
+"""What CUDA's allocator counts in a planned step, held against the plan: bytes asked for, allocated, reserved."""
 
 from __future__ import annotations
 
