@@ -68,10 +68,10 @@ class Study:
     def whole_bytes(self) -> int:
         """What percentages are of: the peak of the model's own step, or where that is not known of this one."""
         eager = self.origin.eager
-        return eager.peak_bytes if eager is not None else self.unplanned_bytes
+        return eager.peak_bytes if eager is not None else self._unplanned_bytes
 
     @property
-    def unplanned_bytes(self) -> int:
+    def _unplanned_bytes(self) -> int:
         """What the whole device holds at most without recompute, as its allocator counts it."""
         problem = Problem(graph=self.graph, costs=self.costs, budget_bytes=0)
         return whole_peak_bytes(problem, Schedule.keep_all(self.graph), self.static_memory)
@@ -79,7 +79,7 @@ class Study:
     def problem(self, budget: Size | None = None) -> Problem:
         """Return the problem that a budget for the whole device poses: by default what the step takes unplanned."""
         if budget is None:
-            budget = self.unplanned_bytes
+            budget = self._unplanned_bytes
         return self.posed(Budget(budget=budget))
 
     def posed(self, budget: Budget, host: Host | None = None) -> Problem:
