@@ -60,6 +60,8 @@ class DeviceSpec:
         Threads that share one kernel; what rates per core are scaled by. 1 except on a CPU.
     architecture : str
         Decides which kernels PyTorch takes: ``"sm80"``, ``"gfx942"``; empty on a CPU.
+    multiprocessors : int
+        Over how many a kernel's blocks are spread; some kernels take memory for each. 0 on a CPU.
     library_bytes : int
         Allowance for what matrix libraries keep allocated for good: in training, one workspace of
         cuBLAS for the thread of the forward and one for that of the backward.
@@ -78,6 +80,7 @@ class DeviceSpec:
     bandwidth_efficiency: float = 0.8
     cores: int = 1
     architecture: str = ""
+    multiprocessors: int = 0
     library_bytes: int = 0
 
     def peak_flops_per_second(self, dtype: str) -> float:
@@ -134,20 +137,21 @@ def _physical_memory_bytes() -> int:
 # direction) in GB/s, memory in GiB. "half" is float16 and bfloat16, accumulated in float32.
 # fmt: off
 _GPU_COLUMNS = (
-    "architecture", "memory", "bandwidth", "half", "tf32", "float32", "link", "compute_efficiency", "source"
+    "architecture", "multiprocessors", "memory", "bandwidth", "half", "tf32", "float32", "link", "compute_efficiency",
+    "source",
 )
 _GPU_FIGURES = {
-    "rtx-3090": ("sm86",     23.6,  936,   71.0,   35.6,  35.6, 32, 0.8, "NVIDIA Ampere GA102 whitepaper"),
-    "rtx-4090": ("sm89",     23.5, 1008,  165.2,   82.6,  82.6, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
-    "rtx-5090": ("sm120",    31.3, 1792,  209.5,  104.8, 104.8, 64, 0.8, "NVIDIA RTX Blackwell whitepaper"),
-    "a10g":     ("sm86",     22.1,  600,   70.0,   35.0,  35.0, 32, 0.7, "NVIDIA A10G datasheet"),
-    "a100-40":  ("sm80",     39.4, 1555,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 datasheet"),
-    "a100-80":  ("sm80",     79.2, 2039,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 80GB datasheet, SXM"),
-    "l40s":     ("sm89",     44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
-    "h100":     ("sm90",     79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 architecture whitepaper, SXM"),
-    "h200":     ("sm90",    139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 datasheet, SXM"),
-    "b200":     ("sm100",   178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one GPU of eight"),
-    "mi300x":   ("gfx942",  191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X accelerator data sheet"),
+    "rtx-3090": ("sm86",    82,  23.6,  936,   71.0,   35.6,  35.6, 32, 0.8, "NVIDIA Ampere GA102 whitepaper"),
+    "rtx-4090": ("sm89",   128,  23.5, 1008,  165.2,   82.6,  82.6, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
+    "rtx-5090": ("sm120",  170,  31.3, 1792,  209.5,  104.8, 104.8, 64, 0.8, "NVIDIA RTX Blackwell whitepaper"),
+    "a10g":     ("sm86",    80,  22.1,  600,   70.0,   35.0,  35.0, 32, 0.7, "NVIDIA A10G datasheet"),
+    "a100-40":  ("sm80",   108,  39.4, 1555,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 datasheet"),
+    "a100-80":  ("sm80",   108,  79.2, 2039,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 80GB datasheet, SXM"),
+    "l40s":     ("sm89",   142,  44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
+    "h100":     ("sm90",   132,  79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 whitepaper, SXM"),
+    "h200":     ("sm90",   132, 139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 datasheet, SXM"),
+    "b200":     ("sm100",  148, 178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one of 8"),
+    "mi300x":   ("gfx942", 304, 191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X data sheet"),
 }
 # fmt: on
 
@@ -169,6 +173,7 @@ def _gpu(name: str) -> DeviceSpec:
         source=figures["source"],
         compute_efficiency=figures["compute_efficiency"],
         architecture=figures["architecture"],
+        multiprocessors=figures["multiprocessors"],
         library_bytes=library_bytes(figures["architecture"]),
     )
 
@@ -199,6 +204,7 @@ def unknown_gpu(
         host_link_bytes_per_second=32 * _GB,
         source="what its driver tells; calibrate or measure instead",
         architecture=architecture,
+        multiprocessors=multiprocessors,
         library_bytes=library_bytes(architecture),
     )
 

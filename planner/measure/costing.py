@@ -77,7 +77,7 @@ def cost_step(
         notes = tuple(_unseen(graph, seen))
     elif spec.kind == "cuda":
         nodes = enumerate(lowered.operation_nodes)
-        costs = _with_workspace(costs, {i: cuda_workspace.allowance_bytes(node) for i, node in nodes if node})
+        costs = _with_workspace(costs, {i: cuda_workspace.allowance_bytes(node, spec) for i, node in nodes if node})
         notes = () if profile else (_not_here(spec),)
     if profile is not None:
         costing = _by_profile(lowered, spec, costs, profile, inputs)

@@ -1,46 +1,52 @@
-"""What CUDA kernels allocate beyond their outputs, where there is no CUDA to see it: allowances.
+"""What CUDA kernels allocate beyond their outputs, where there is no CUDA to see it.
 
-Each is what the kernel's own source or documentation says it allocates, or a bound on that.
+What torch's own kernels allocate follows from their source and the device, and is held against them in
+``tests/cuda/test_workspace.py``. What cuDNN allocates nobody tells: that is an allowance.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
 
-from planner.capture.joint import tensors_of
+from cost_models.devices import DeviceSpec
+from planner.capture.joint import tensors_of, values_of
 from planner.common.units import round_up
 
 aten = torch.ops.aten
 
 _CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
-_ATTENTION_BACKWARDS = (
+_SUMS = (aten.sum.dim_IntList, aten.mean.dim)
+_HALVED_ATTENTION = (
     aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
 
-_BLOCK = 128
-"""Attention's backward rounds the length up to whole blocks of queries."""
+_ALIGNMENT_BYTES = 512
 
 
-def allowance_bytes(node: fx.Node) -> int:
-    """Return an allowance for the workspace of one operation on a GPU.
+def allowance_bytes(node: fx.Node, spec: DeviceSpec) -> int:
+    """Return the workspace of one operation on a GPU; 0 for most.
 
     For a convolution as much as it reads and writes: cuDNN's fast kernels want channels last and rearrange what is not.
-    For attention's backward the gradient of the queries summed up in float32, one float32 for each query, and with
-    grouped queries a gradient of keys and values for each head. For the gradient of an embedding what sorting its
-    indices takes. 0 for others: the workspace of matrix products is resident, see
-    :func:`cost_models.devices.library_bytes`.
+    The workspace of matrix products is resident, see :func:`cost_models.devices.library_bytes`.
     """
     if node.target in _CONVOLUTIONS:
-        return _convolution(node)
-    if node.target in _ATTENTION_BACKWARDS:
-        return _attention_backward(*_arguments(node)[1:4])
+        return max(_convolution(node), _bias_gradient(node, spec))
+    if node.target in _SUMS:
+        x, dimensions = values_of(node.args[:2])
+        return _sum(x, dimensions, spec)
+    if node.target in _HALVED_ATTENTION:
+        return _halved_attention_backward(*_arguments(node)[1:4])
+    if node.target is aten._scaled_dot_product_efficient_attention_backward.default:
+        query, key, value = _arguments(node)[1:4]
+        return _efficient_attention_backward(query, key, value, spec)
     if node.target is aten.embedding_dense_backward.default:
-        return 5 * _arguments(node)[1].nbytes
+        gradient, indices = _arguments(node)[:2]
+        return _embedding_backward(gradient, indices, int(node.args[2]))  # type: ignore[arg-type]
     return 0
 
 
@@ -55,12 +61,156 @@ def _convolution(node: fx.Node) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _attention_backward(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> int:
+def _bias_gradient(node: fx.Node, spec: DeviceSpec) -> int:
+    """Return what summing the gradient over all but its channels takes, after the convolution itself."""
+    if node.target is not aten.convolution_backward.default or not node.args[-1][2]:  # type: ignore[index]
+        return 0
+    gradient = _arguments(node)[0]
+    return _sum(gradient, [d for d in range(gradient.dim()) if d != 1], spec)
+
+
+# Sums: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and ReduceConfig.global_memory_size.
+
+_MOST_THREADS, _WARP = 512, 32
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""For each thread, before and after a sum is spread over several blocks."""
+
+
+def _sum(x: Tensor, dimensions: list[int] | None, spec: DeviceSpec) -> int:
+    """Return what a sum over leading dimensions takes: each of the blocks that share a result leaves its part there.
+
+    A sum over the dimension that lies closest in memory has few results to share, and takes next to nothing.
+    """
+    summed = {d % x.dim() for d in (dimensions or range(x.dim()))} if x.dim() else set()
+    by_stride = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: (x.stride(d), x.shape[d]))
+    if not by_stride or by_stride[0] in summed or not spec.multiprocessors:
+        return 0
+    results = math.prod(x.shape[d] for d in by_stride if d not in summed)
+    terms = math.prod(x.shape[d] for d in by_stride if d in summed)
+    together = math.gcd(4, _closest(x, by_stride, summed)) if x.stride(by_stride[0]) == 1 else 1
+    threads = _MOST_THREADS // together
+    columns, rows = min(_power(results // together), threads), min(_power(terms), threads)
+    width = min(columns, _WARP)
+    height = min(rows, threads // width)
+    width = min(columns, threads // height)
+    if terms < min(_LEAST_VALUES * height, _MOST_VALUES):
+        return 0
+    values = -(-terms // height)
+    resident = spec.multiprocessors * (_threads_of(spec) // (width * height))
+    blocks = -(-(results // together) // width)
+    if values < _MOST_VALUES or blocks > resident:
+        return 0
+    sharing = max(min(-(-resident // blocks), -(-values // _LEAST_VALUES)), -(-values // _MOST_VALUES))
+    if sharing <= 1:
+        return 0
+    item_bytes = max(4, x.element_size())  # 16 bits are summed up in 32
+    parts_bytes = item_bytes * results * sharing * width * together
+    return round_up(parts_bytes, _ALIGNMENT_BYTES) + round_up(4 * blocks, _ALIGNMENT_BYTES)
+
+
+def _closest(x: Tensor, by_stride: list[int], summed: set[int]) -> int:
+    """Return how many results lie side by side in memory."""
+    count = 1
+    for d in by_stride:
+        if d in summed or x.stride(d) != count:
+            break
+        count *= x.shape[d]
+    return count
+
+
+def _power(number: int) -> int:
+    """Return the largest power of two that is not above a number."""
+    return 1 << max(number, 1).bit_length() - 1
+
+
+def _threads_of(spec: DeviceSpec) -> int:
+    """Return how many threads a multiprocessor runs at once."""
+    if spec.architecture == "sm75":
+        return 1024
+    return 2048 if spec.architecture in ("sm80", "sm90", "sm100", "sm103") else 1536
+
+
+# Attention.
+
+_BLOCK = 128
+"""Flash attention's backward rounds the length up to whole blocks of queries."""
+
+
+def _halved_attention_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the gradient of the queries summed up in float32, and one float32 for each query."""
     batch, heads, length, size = query.shape
     rounded = round_up(length, _BLOCK)
     summed = batch * heads * rounded * round_up(size, 32) * 4 if query.dtype != torch.float32 else 0
-    each_query = batch * heads * rounded * 4
-    repeated = 0
-    if key.shape[1] != heads:
-        repeated = batch * heads * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
-    return summed + each_query + repeated
+    return summed + batch * heads * rounded * 4 + _repeated(query, key, value)
+
+
+def _repeated(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the gradients of keys and values for each head, where heads share them."""
+    batch, heads = query.shape[:2]
+    if key.shape[1] == heads:
+        return 0
+    return batch * heads * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """How a kernel cuts attention: aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h."""
+
+    queries: int
+    keys: int
+    sums_keys: bool = False
+    """Whether gradients of keys and values, too, are summed up in memory of their own."""
+
+
+def _tiles(size: int, *, is_half: bool, spec: DeviceSpec) -> _Tiles:
+    """Return the tiles of a head size: with little shared memory those of consumer cards, else those of A100."""
+    if size <= 64:
+        return _Tiles(64, 64)
+    if spec.architecture in ("sm80", "sm90", "sm100", "sm103"):
+        if size <= 128:
+            return _Tiles(128, 128 if is_half else 64)
+        return _Tiles(128, 64, sums_keys=is_half)
+    if not is_half:
+        return _Tiles(64, 64)
+    return _Tiles(128, 64) if size <= 96 else _Tiles(64 if size <= 128 else 128, 64, sums_keys=True)
+
+
+def _efficient_attention_backward(query: Tensor, key: Tensor, value: Tensor, spec: DeviceSpec) -> int:
+    """Return sums of gradients tile by tile, and what each query's output and gradient come to."""
+    batch, heads, length, size = query.shape
+    is_half = query.dtype != torch.float32
+    tiles = _tiles(max(size, value.shape[3]), is_half=is_half, spec=spec)
+    rows, columns = -(-length // tiles.queries), -(-size // tiles.keys)
+    summed = rows * columns * (tiles.queries * tiles.keys + 4)  # each tile has a lock and a counter
+    if tiles.sums_keys:
+        widths = round_up(size, tiles.keys) + round_up(value.shape[3], tiles.keys)
+        summed += round_up(key.shape[2], tiles.keys) * widths
+    # Not in the kernel in float32: the product of output and gradient, its sum, and that rearranged.
+    before = 0 if is_half else length * value.shape[3] + 2 * length
+    return batch * heads * max(summed + length, before) * 4 + _repeated(query, key, value)
+
+
+# Embeddings: aten/src/ATen/native/cuda/Embedding.cu and EmbeddingBackwardKernel.cu.
+
+_UNSORTED = 3072
+"""How many indices are not sorted."""
+_SORTING = 5
+"""How many times the indices are there while they are sorted."""
+_ROWS = 10
+"""How many rows a stretch has at most."""
+
+
+def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int) -> int:
+    """Return what sorting many indices takes, then the sums of stretches of equal ones; few are not sorted.
+
+    A bound where each row is asked for dozens of times: newer versions of torch need less then.
+    """
+    count, width, item_bytes = indices.numel(), gradient.shape[-1], indices.element_size()
+    copied = 0 if gradient.is_contiguous() else gradient.nbytes
+    if count <= _UNSORTED:
+        return copied
+    segments = min(count, rows)
+    parts = count // _ROWS + segments
+    sizes = [count * item_bytes] * 3 + [segments * item_bytes] * 2 + [parts * item_bytes]
+    sizes.append(parts * width * 4)
+    return copied + max(sum(round_up(size, _ALIGNMENT_BYTES) for size in sizes), _SORTING * count * item_bytes)

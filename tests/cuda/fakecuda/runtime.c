@@ -330,7 +330,8 @@ E cudaFuncGetAttributes(struct cudaFuncAttributes *found, const void *f) {
     memset(found, 0, sizeof *found);
     found->maxThreadsPerBlock = 1024;
     found->numRegs = 64;
-    found->binaryVersion = found->ptxVersion = gpu()->architecture;
+    int architecture = gpu()->architecture;
+    found->binaryVersion = found->ptxVersion = architecture == 89 ? 86 : architecture; /* torch has no code for 89 */
     return cudaSuccess;
 }
 E cudaFuncSetAttribute(const void *f, enum cudaFuncAttribute what, int value) { return cudaSuccess; }
