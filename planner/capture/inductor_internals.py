@@ -150,6 +150,8 @@ def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:
         empty_strided_cuda=allocate_on("cuda"),
         reinterpret_tensor=view,
         assert_size_stride=nothing,
+        assert_size_stride_grouped=nothing,  # on CUDA since torch 2.14, as is the next
+        copy_if_misaligned=lambda tensor: tensor,
         assert_alignment=nothing,
     )
     return module

@@ -17,11 +17,21 @@ int cuDeviceGet(int *d, int ordinal) { *d = ordinal; return SUCCESS; }
 int cuDevicePrimaryCtxGetState(int d, unsigned *flags, int *active) { *flags = 0; *active = 1; return SUCCESS; }
 int cuCtxGetCurrent(void **context) { *context = (void *)0x1234; return SUCCESS; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *f, int size, size_t shared) { *blocks = 2; return SUCCESS; }
+int cuCtxGetDevice(int *d) { int (*get)(int *) = dlsym(RTLD_DEFAULT, "cudaGetDevice"); return get(d); }
+int cuCtxGetLimit(size_t *bytes, int what) { *bytes = 1 << 20; return SUCCESS; }
 int cuDeviceGetAttribute(int *value, int what, int d) {
-    enum { MAJOR = 75, MINOR = 76, VIRTUAL_MEMORY = 102 };
-    *value = what == MAJOR ? gpu()->architecture / 10 : what == MINOR ? gpu()->architecture % 10 : what == VIRTUAL_MEMORY;
+    enum { OVERSIZED_SHARED = 150, VIRTUAL_MEMORY = 102 };
+    if (what == OVERSIZED_SHARED || what == VIRTUAL_MEMORY) { *value = what == VIRTUAL_MEMORY; return SUCCESS; }
+    int (*get)(int *, int, int) = dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute"); /* the numbers are the runtime's */
+    return get(value, what, d);
+}
+int cuFuncGetAttribute(int *value, int what, void *f) {
+    enum { MAX_THREADS = 0, REGISTERS = 4 };
+    *value = what == MAX_THREADS ? 1024 : what == REGISTERS ? 64 : 0;
     return SUCCESS;
 }
+int cuModuleGetFunction(void **f, void *module, const char *name) { *f = (void *)0x5678; return SUCCESS; }
+int cuModuleLoadData(void **module, const void *code) { *module = (void *)0x4321; return SUCCESS; }
 
 /* Expandable segments: addresses are reserved, physical memory is made and mapped into them. */
 
@@ -62,6 +72,7 @@ int cuMemUnmap(uintptr_t start, size_t bytes) {
 
 #define NOTHING(name) int name(void) { return SUCCESS; }
 NOTHING(cuCtxSetCurrent)
+NOTHING(cuCtxSetLimit)
 NOTHING(cuDevicePrimaryCtxRetain)
 NOTHING(cuFileBufDeregister)
 NOTHING(cuFileBufRegister)
@@ -69,7 +80,6 @@ NOTHING(cuFileHandleDeregister)
 NOTHING(cuFileHandleRegister)
 NOTHING(cuFileRead)
 NOTHING(cuFileWrite)
-NOTHING(cuFuncGetAttribute)
 NOTHING(cuFuncSetAttribute)
 NOTHING(cuFuncSetCacheConfig)
 NOTHING(cuLaunchCooperativeKernel)
@@ -84,15 +94,15 @@ NOTHING(cuMemGetHandleForAddressRange)
 NOTHING(cuMemImportFromShareableHandle)
 NOTHING(cuMemRetainAllocationHandle)
 NOTHING(cuMemSetAccess)
-NOTHING(cuModuleGetFunction)
 NOTHING(cuModuleLoad)
-NOTHING(cuModuleLoadData)
 NOTHING(cuModuleLoadDataEx)
 NOTHING(cuModuleUnload)
 NOTHING(cuMulticastAddDevice)
 NOTHING(cuMulticastBindMem)
 NOTHING(cuMulticastCreate)
 NOTHING(cuMulticastUnbind)
+NOTHING(cuOccupancyMaxActiveClusters)
 NOTHING(cuPointerGetAttribute)
 NOTHING(cuStreamWriteValue32)
+NOTHING(cuTensorMapEncodeIm2col)
 NOTHING(cuTensorMapEncodeTiled)

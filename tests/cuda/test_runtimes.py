@@ -1,0 +1,90 @@
+"""Every runtime on CUDA: it runs, holds what it says, and computes beside copies only where the plan lets it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.errors import InfeasibleBudgetError
+from tests.cuda import gpu
+
+gpu.required()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.narrow, self.drop = nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+class Tower(nn.Module):
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def wrapped(runtime: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    model, x = Tower().to("cuda"), torch.randn(8192, 256, device="cuda")
+    options = {"runtime": runtime, "time_limit_seconds": 1, "deterministic": True, **options}
+    try:
+        planner.auto_wrap(model, x, activation_budget="60%", **options)
+    except InfeasibleBudgetError as refusal:
+        planner.auto_wrap(model, x, budget=refusal.minimum_feasible_peak_bytes, **options)
+    return model, x
+
+
+def allocated(model: nn.Module, x: torch.Tensor) -> int:
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        model(x).backward()
+        model.zero_grad()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "offload"),
+    [("graph", False), ("graph", True), ("modules", False), ("modules", True), ("regional", False)],
+)
+def test_what_is_allocated_is_what_is_said(runtime: str, offload: bool) -> None:
+    model, x = wrapped(runtime, offload=offload)
+    plan = planner.plan_of(model)
+    seen = allocated(model, x)
+    assert plan.reserved is not None
+    assert seen <= plan.budget_bytes
+    assert seen == pytest.approx(plan.reserved.allocated_bytes, rel=1e-3)
+    if offload:
+        assert plan.offloading is not None
+        assert plan.offloading.values or runtime == "modules"  # which may choose to run modules again
+
+
+def test_compiled_code_keeps_its_budget() -> None:
+    pytest.importorskip("triton")
+    model, x = wrapped("inductor")
+    assert allocated(model, x) <= planner.plan_of(model).budget_bytes
+
+
+@gpu.only_fake
+def test_a_planned_step_waits_for_the_device_no_more_than_eager() -> None:
+    model, x = wrapped("graph")
+    allocated(model, x)
+    before = gpu.calls()
+    model(x).backward()
+    after = gpu.calls()
+    assert after.synchronisations == before.synchronisations
+    assert after.copies_to_host == before.copies_to_host
