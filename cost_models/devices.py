@@ -60,8 +60,6 @@ class DeviceSpec:
         Threads that share one kernel; what rates per core are scaled by. 1 except on a CPU.
     architecture : str
         Decides which kernels PyTorch takes: ``"sm80"``, ``"gfx942"``; empty on a CPU.
-    multiprocessors : int
-        Over how many a kernel's blocks are spread; some kernels take memory for each. 0 on a CPU.
     library_bytes : int
         Allowance for what matrix libraries keep allocated for good: in training, one workspace of
         cuBLAS for the thread of the forward and one for that of the backward.
@@ -80,7 +78,6 @@ class DeviceSpec:
     bandwidth_efficiency: float = 0.8
     cores: int = 1
     architecture: str = ""
-    multiprocessors: int = 0
     library_bytes: int = 0
 
     def peak_flops_per_second(self, dtype: str) -> float:
@@ -173,7 +170,6 @@ def _gpu(name: str) -> DeviceSpec:
         source=figures["source"],
         compute_efficiency=figures["compute_efficiency"],
         architecture=figures["architecture"],
-        multiprocessors=figures["multiprocessors"],
         library_bytes=library_bytes(figures["architecture"]),
     )
 
@@ -204,7 +200,6 @@ def unknown_gpu(
         host_link_bytes_per_second=32 * _GB,
         source="what its driver tells; calibrate or measure instead",
         architecture=architecture,
-        multiprocessors=multiprocessors,
         library_bytes=library_bytes(architecture),
     )
 
@@ -227,6 +222,18 @@ def library_bytes(architecture: str) -> int:
     if architecture.startswith("gfx"):  # that of rocBLAS on MI300, and that of hipBLASLt
         return 2 * (128 + 76) * 2**20
     return 2 * (2 * 4096 + 8 * 16) * 2**10
+
+
+def multiprocessors(name: str) -> int:
+    """Return how many multiprocessors a device of the table has, else an A100's: some kernels take memory for each.
+
+    Examples
+    --------
+    >>> multiprocessors("h100"), multiprocessors("a card of my own")
+    (132, 108)
+    """
+    figures: dict[str, Any] = dict(zip(_GPU_COLUMNS, _GPU_FIGURES.get(name, _GPU_FIGURES["a100-80"]), strict=True))
+    return int(figures["multiprocessors"])
 
 
 def device_names() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from cost_models.devices import DeviceSpec
+from cost_models.devices import DeviceSpec, multiprocessors
 from planner.capture.joint import tensors_of, values_of
 from planner.common.units import round_up
 
@@ -83,7 +83,7 @@ def _sum(x: Tensor, dimensions: list[int] | None, spec: DeviceSpec) -> int:
     """
     summed = {d % x.dim() for d in (dimensions or range(x.dim()))} if x.dim() else set()
     by_stride = sorted((d for d in range(x.dim()) if x.shape[d] > 1), key=lambda d: (x.stride(d), x.shape[d]))
-    if not by_stride or by_stride[0] in summed or not spec.multiprocessors:
+    if not by_stride or by_stride[0] in summed:
         return 0
     results = math.prod(x.shape[d] for d in by_stride if d not in summed)
     terms = math.prod(x.shape[d] for d in by_stride if d in summed)
@@ -96,7 +96,7 @@ def _sum(x: Tensor, dimensions: list[int] | None, spec: DeviceSpec) -> int:
     if terms < min(_LEAST_VALUES * height, _MOST_VALUES):
         return 0
     values = -(-terms // height)
-    resident = spec.multiprocessors * (_threads_of(spec) // (width * height))
+    resident = multiprocessors(spec.name) * (_threads_of(spec) // (width * height))
     blocks = -(-(results // together) // width)
     if values < _MOST_VALUES or blocks > resident:
         return 0
