@@ -172,8 +172,8 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
         return result  # it takes no sizes but its own
     if isinstance(result, torch.Tensor):
         return _like(result, found)
-    laid_out = map(_like, result, found)
-    return type(result)(*laid_out) if hasattr(result, "_fields") else type(result)(laid_out)
+    leaves, structure = pytree.tree_flatten(result)  # which may have names for its parts
+    return pytree.tree_unflatten(map(_like, leaves, pytree.tree_leaves(found)), structure)
 
 
 def _group_norm(x: torch.Tensor, weight: Any, bias: Any, *told: Any) -> tuple[Any, ...]:

@@ -56,7 +56,6 @@ from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 from torch.fx.graph import _BoxedCodeGen
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _python_dispatch
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
@@ -680,18 +679,24 @@ def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
 def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give a model other parameters and buffers, by their paths, for as long as the context lasts.
 
-    Recurrent layers keep a list of the weights that they last ran with, which torch leaves behind.
+    Recurrent layers keep a list of the weights that they last ran with. (``torch.func.functional_call`` puts neither
+    these back nor, in a module that has an odd number of paths, anything.)
     """
+    tables = [table for part in model.modules() for table in (part._parameters, part._buffers)]
     layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
-    kept = [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
-    for layer, weights in kept:
+    kept = [(table, dict(table)) for table in tables]
+    kept += [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    others = {id(tensor): state[path] for path, tensor in every if path in state}
+    for table in tables:
+        table.update({name: others[id(tensor)] for name, tensor in table.items() if id(tensor) in others})
+    for layer, weights in kept[len(tables) :]:
         layer.update({name: list(of_it) for name, of_it in weights.items()})
     try:
-        with _reparametrize_module(model, dict(state), tie_weights=True):
-            yield
+        yield
     finally:
-        for layer, weights in kept:
-            layer.update(weights)
+        for place, before in kept:
+            place.update(before)
 
 
 def min_cut_partition(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.utils import checkpoint as checkpointing
 
 from planner.capture import torch_internals as internals
@@ -108,3 +108,22 @@ def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFi
         doubled = internals.compile_isolated(double, lambda graph_module, _: graph_module)(torch.ones(2))
     assert doubled.tolist() == [2, 2]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+def test_a_module_of_several_paths_has_its_own_parameters_again(uses: int) -> None:
+    shared = _Residual()
+    model = nn.ModuleDict({"first": shared, **{f"block{n}": nn.Sequential(shared, nn.ReLU()) for n in range(uses)}})
+    before = dict(model.named_parameters(remove_duplicate=False))
+    other = {id(tensor): torch.zeros_like(tensor) for tensor in before.values()}
+    with internals.other_state(model, {path: other[id(tensor)] for path, tensor in before.items()}):
+        inside = dict(model.named_parameters(remove_duplicate=False))
+        assert all(inside[path] is other[id(tensor)] for path, tensor in before.items())
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert all(after[path] is tensor for path, tensor in before.items())
