@@ -682,7 +682,7 @@ def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
     Recurrent layers keep a list of the weights that they last ran with. (``torch.func.functional_call`` puts neither
     these back nor, in a module that has an odd number of paths, anything.)
     """
-    tables = [table for part in model.modules() for table in (part._parameters, part._buffers)]
+    tables: list[dict[str, Any]] = [t for part in model.modules() for t in (part._parameters, part._buffers)]
     layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
     kept = [(table, dict(table)) for table in tables]
     kept += [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from io import StringIO
@@ -85,7 +86,16 @@ def test_answers_have_the_fields_that_they_had() -> None:
 def test_explanations_and_differences_of_plan_files_are_the_same() -> None:
     plan, other = load("graph"), load("graph_offload")
     for name, report in (("explain", planner.explain(plan)), ("diff", planner.diff(plan, other))):
-        assert json.loads(json.dumps(report.report())) == json.loads((FILES / f"{name}.json").read_text("utf-8"))
+        written = json.loads((FILES / f"{name}.json").read_text("utf-8"))
+        assert without_wording(json.loads(json.dumps(report.report()))) == without_wording(written)
+
+
+def without_wording(report: dict[str, Any]) -> dict[str, Any]:
+    """Leave of sentences the verdict and the figures: how they say it may change."""
+    for value in report.get("values", ()):
+        verdict, _, rest = value["reason"].partition(":")
+        value["reason"] = [verdict, *re.findall(r"[\d.]+ (?:[KMG]iB|B|us|ms|s|operations|runs)", rest)]
+    return report
 
 
 def test_a_profile_is_planned_with() -> None:
