@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
-from planner.capture.inputs import tensors_in
+from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.joint import mutates, run_on_recorded, tensors_of, values_of
 from planner.capture.torch_internals import (
     FakeTensor,
@@ -68,6 +68,8 @@ def layouts_of_kernels() -> Iterator[None]:
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     """Return the fake result of a call the strides of its kernel: of views, elementwise operators and BatchNorm."""
     if not isinstance(function, OpOverload) or is_mutable(function):
+        return result
+    if sparse_in((arguments, keywords)) or sparse_in(result):
         return result
     read = tensors_in((arguments, keywords))
     if any(is_drawn(size) for tensor in (*read, *tensors_in(result)) for size in tensor.shape):

@@ -48,5 +48,5 @@ def infeasible_verdict(report: dict[str, Any]) -> str:
     smallest_bytes = report["minimum_feasible_peak_bytes"]
     return (
         f"DOES NOT FIT {format_bytes(report['budget_bytes'])} · "
-        f"smallest feasible budget {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) · bound by {where}"
+        f"smallest budget known to fit {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) · bound by {where}"
     )

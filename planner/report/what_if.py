@@ -46,7 +46,7 @@ def further(answers: Answers) -> Iterator[RenderableType]:
 def verdict(curve: TradeOffCurve) -> str:
     """Say in one line from where to where the curve goes, and where it bends."""
     ends = (
-        f"from {format_bytes(curve.minimum_feasible_peak_bytes)}, the smallest feasible budget, "
+        f"from {format_bytes(curve.minimum_feasible_peak_bytes)}, the smallest budget known to fit, "
         f"to {format_bytes(curve.baseline_peak_bytes)}, the peak without recompute"
     )
     if curve.lossy:
@@ -86,7 +86,7 @@ def _asked(curve: TradeOffCurve, asked: TradeOffPoint) -> str:
     budget = format_bytes(asked.budget_bytes)
     if asked.overhead is None:
         smallest = format_bytes(curve.minimum_feasible_peak_bytes)
-        return f"Your budget of {budget} does not fit: the smallest feasible one is {smallest}."
+        return f"Your budget of {budget} does not fit: the smallest known to fit is {smallest}."
     said = f"Your budget of {budget} costs {signed_percent(asked.overhead)} step time"
     if asked.overhead > 0 and asked.lower_bound_overhead is not None:
         said += f" (no plan below {at_least_percent(asked.lower_bound_overhead)})"

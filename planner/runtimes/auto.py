@@ -30,6 +30,8 @@ _ANY_SOLVER = "auto"
 _DEARER = {SLOWER, LARGER}
 """What is said of a captured step that costs more than eager."""
 
+_DOES_NOT_FIT = "does not fit"
+
 _Refusal = CaptureError | RuntimeUnsupportedError
 
 
@@ -43,7 +45,7 @@ def choose() -> str:
 
 
 class AutoRuntime:
-    """What ``model(...)`` runs: the first choice, and once that cannot capture the model, the other one."""
+    """What ``model(...)`` runs: the first choice, or the other one if that cannot capture the model or has no plan."""
 
     def __init__(
         self,
@@ -78,6 +80,12 @@ class AutoRuntime:
                 return self._instead(*args, **kwargs)
             try:
                 return self._running(*args, **kwargs)
+            except NoPlanFitsError as refusal:
+                if choose() != FIRST or self._options.search.solver != _ANY_SOLVER:
+                    raise
+                if self._running.plan is not None:
+                    return self._run_instead(refusal, args, kwargs)
+                return self._run_as_eager(refusal, args, kwargs)
             except (CaptureError, RuntimeUnsupportedError) as refusal:
                 if choose() != FIRST:
                     raise
@@ -87,6 +95,20 @@ class AutoRuntime:
             self._running = self._current = self._start(INSTEAD, None)
             self._may_change = False
         return self._running(*args, **kwargs)
+
+    def _run_as_eager(self, refusal: NoPlanFitsError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the eager step from now on, if a plan of that fits where none of the captured one does."""
+        instead = self._start(INSTEAD, None)
+        try:
+            result = instead(*args, **kwargs)
+        except (NoPlanFitsError, CaptureError, RuntimeUnsupportedError):
+            instead.stop()
+            raise refusal from None
+        self._running = self._current = instead
+        self._may_change = False
+        assert instead.plan is not None
+        self._note = _takes_eager(instead.plan, _DOES_NOT_FIT)
+        return result
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
@@ -98,7 +120,7 @@ class AutoRuntime:
         """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
         return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
 
-    def _run_instead(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_instead(self, refusal: _Refusal | NoPlanFitsError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the middle of training that the first choice cannot capture, within the budget."""
         first_time = self._instead is None
         if self._instead is None:
@@ -106,7 +128,7 @@ class AutoRuntime:
             self._instead = self._start(INSTEAD, None, self._options.after(self._running.plan))
         try:
             result = self._instead(*args, **kwargs)
-        except (CaptureError, RuntimeUnsupportedError):
+        except (NoPlanFitsError, CaptureError, RuntimeUnsupportedError):
             raise refusal from None  # it is the call that fails, not its capture
         if first_time:
             warnings.warn(f"{refusal}. Such calls run under the runtime {INSTEAD!r}, within the budget", stacklevel=3)
@@ -155,7 +177,7 @@ def _or_eager(made_by: Callable[[str], Plan], options: Options) -> Plan:
         if not is_known:
             raise
         try:
-            return _as_eager(made_by(INSTEAD), "does not fit")
+            return _as_eager(made_by(INSTEAD), _DOES_NOT_FIT)
         except NoPlanFitsError:
             raise refusal from None
     if is_known and _DEARER.intersection(warning.rule for warning in plan.warnings):
@@ -167,15 +189,18 @@ def _or_eager(made_by: Callable[[str], Plan], options: Options) -> Plan:
 
 
 def _as_eager(plan: Plan, captured: str) -> Plan:
+    return _with(plan, _takes_eager(plan, captured))
+
+
+def _takes_eager(plan: Plan, captured: str) -> Finding:
     """Say why a plan is of the eager step."""
-    note = Finding(
+    return Finding(
         rule=_RULE,
         severity=Severity.NOTE,
         evidence=f"planned as captured the step {captured}, and as eager takes {format_seconds(plan.step_seconds)}",
         cause=f"capture makes this model's step dearer than eager, so it is planned for the runtime {INSTEAD!r}",
         fix=f"nothing; runtime={FIRST!r} plans the captured step",
     )
-    return _with(plan, note)
 
 
 def _for(name: str, options: Options) -> Options:

@@ -181,7 +181,7 @@ def test_the_plan_says_what_is_kept() -> None:
     model(SEQUENCES[:2])  # carried over to other sizes
     assert planner.plan_of(model).kept == plan.kept or not planner.plan_of(model).recomputations
     console = Console(width=100, record=True, file=io.StringIO())
-    render(plan, console)
+    render(plan, console, full=True)
     shown = console.export_text()
     assert "Kept in modules that run again" in shown and "addmm #" in shown
     assert not carries_exactly(plan, "fsdp")

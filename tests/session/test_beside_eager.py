@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from planner import runtimes
 from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
 from planner.plans.plan import NoPlanFitsError, Plan
+from planner.runtimes.graph import GraphRuntime
 from planner.session.recorded import with_eager
 from planner.session.step import Options
 
@@ -113,6 +115,38 @@ def test_auto_takes_the_eager_step_where_only_that_fits(monkeypatch: pytest.Monk
     monkeypatch.setattr(runtimes.get("graph"), "plan", plan_of_graph, raising=False)
     plan = planner.plan(Thrifty(), torch.randn(1024, 64), budget="100%", time_limit_seconds=1)
     assert plan.runtime == "modules" and any("does not fit" in w.evidence for w in plan.warnings)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_training_loop_takes_the_eager_step_where_only_that_fits(
+    steps_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Thrifty(), torch.randn(1024, 64)
+    planner.auto_wrap(model, budget="1GiB", time_limit_seconds=1, cost_model="roofline")
+    for _ in range(steps_before):
+        model(x[:512]).backward()
+
+    def planned(*_: Any, **__: Any) -> Plan:
+        raise NoPlanFitsError("too little", report={}, minimum_feasible_peak_bytes=2**30, operation="")
+
+    monkeypatch.setattr(GraphRuntime, "planned", planned)
+    with pytest.warns(UserWarning, match="too little") if steps_before else nullcontext():
+        model(x).backward()
+    plan = planner.plan_of(model)
+    assert plan.runtime == "modules"
+    assert steps_before or any("does not fit" in w.evidence for w in plan.warnings)
+
+
+def test_a_training_loop_that_nothing_fits_says_what_the_first_choice_needs() -> None:
+    model, x = Thrifty(), torch.randn(1024, 64)
+    needed = []
+    for runtime in ("auto", "graph"):
+        planner.auto_wrap(model, budget="64KiB", runtime=runtime, cost_model="roofline")
+        with pytest.raises(NoPlanFitsError) as caught:
+            model(x)
+        needed.append(caught.value.minimum_feasible_peak_bytes)
+        planner.unwrap(model)
+    assert needed[0] == needed[1]
 
 
 def test_nothing_runs_to_learn_it() -> None:

@@ -155,8 +155,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert cli.main([*asked, "--budget", "10%"]) == 3
     assert "'every-2' needs" in capsys.readouterr().err
     for arguments, words in (
-        (["plan", "own.py:make"], "--strategy NAME"),
-        (["verify", "own.py:make"], "--plan PLAN"),
+        (["verify", "own.py:make"], "--strategy NAME, --plan FILE"),
         (["verify", "own.py:make", "--plan", "own.plan", "--strategy", "every-2"], "leave --strategy out"),
         (
             ["plan", "own.py:make", "--strategy", "every-2", "--pipeline-stages", "2", "--micro-batches", "2"],
