@@ -69,13 +69,55 @@ def _timm() -> Named:
 
 
 def _torchvision() -> Named:
-    """Yield one of the names that begin alike."""
+    """Yield one of the names that begin alike: classifiers, segmentation, video and optical flow, detection."""
     models: Any = import_module("torchvision.models")
     families: dict[str, list[str]] = {}
     for name in models.list_models(module=models):
         families.setdefault(re.split(r"[_\d]", name)[0], []).append(name)
     for name in map(_smallest, families.values()):
         yield f"torchvision/{name}", partial(_pictures, "torchvision.models", "get_model", name, num_classes=CLASSES)
+    for name, shape in _FRAMES.items():
+        yield f"torchvision/{name}", partial(_frames, name, shape)
+    for name in _DETECTORS:
+        yield f"torchvision/{name}", partial(_detector, name)
+
+
+_FRAMES = {
+    "deeplabv3_mobilenet_v3_large": (2, 3, 96, 96),
+    "fcn_resnet50": (2, 3, 96, 96),
+    "lraspp_mobilenet_v3_large": (2, 3, 96, 96),
+    "r3d_18": (1, 3, 8, 56, 56),
+    "s3d": (1, 3, 16, 224, 224),
+    "raft_small": (1, 3, 128, 128),
+}
+"""Models of pictures that give a picture, of films and of two pictures, and the shape of what they read."""
+
+_DETECTORS = (
+    "fasterrcnn_mobilenet_v3_large_320_fpn",
+    "fcos_resnet50_fpn",
+    "retinanet_resnet50_fpn",
+    "ssdlite320_mobilenet_v3_large",
+)
+
+
+def _frames(name: str, shape: tuple[int, ...]) -> Case:
+    of_two = name.startswith("raft")
+    options = {} if of_two else {"weights_backbone": None} if len(shape) == 4 else {"num_classes": CLASSES}
+    model: torch.nn.Module = import_module("torchvision.models").get_model(name, weights=None, **options)
+    count, updates = (2, {"num_flow_updates": 3}) if of_two else (1, {})
+    return Case(model.train(), lambda: (tuple(torch.randn(shape) for _ in range(count)), dict(updates)))
+
+
+def _detector(name: str) -> Case:
+    without = {"weights": None, "weights_backbone": None, "num_classes": CLASSES}
+    model: torch.nn.Module = import_module("torchvision.models").get_model(name, **without)
+    model.get_submodule("transform").min_size = (160,)  # type: ignore[assignment]
+
+    def inputs() -> Inputs:
+        target = {"boxes": torch.tensor([[10.0, 10.0, 80.0, 90.0]]), "labels": torch.tensor([1])}
+        return ([torch.randn(3, 160, 160) for _ in range(IMAGES)], [dict(target) for _ in range(IMAGES)]), {}
+
+    return Case(model.train(), inputs)
 
 
 def _smallest(names: Sequence[str]) -> str:
@@ -103,16 +145,109 @@ def _diffusers() -> Named:
         ),
     )
 
+    for name, (options, inputs) in _OF_DIFFUSERS.items():
+        yield f"diffusers/{name}", partial(_of_diffusers, name, options, inputs)
+
 
 def _denoiser(name: str, **options: Any) -> Case:
+    def inputs(model: Any) -> dict[str, Any]:
+        given = {"sample": torch.randn(IMAGES, model.config.in_channels, 16, 16), "timestep": _times(IMAGES)}
+        return {**given, "encoder_hidden_states": _tokens(8)} if "Condition" in name else given
+
+    return _of_diffusers(name, options, inputs)
+
+
+def _of_diffusers(name: str, options: dict[str, Any], inputs: Callable[[Any], dict[str, Any]]) -> Case:
     model = getattr(import_module("diffusers"), name)(**options)
+    return Case(model.train(), lambda: ((), inputs(model)))
 
-    def inputs() -> Inputs:
-        channels = model.config.in_channels
-        given: tuple[Any, ...] = (torch.randn(IMAGES, channels, 16, 16), torch.randint(1000, (IMAGES,)))
-        return (*given, torch.randn(IMAGES, 8, 32)) if "Condition" in name else given, {}
 
-    return Case(model.train(), inputs)
+def _times(samples: int) -> torch.Tensor:
+    return torch.randint(1000, (samples,))
+
+
+def _tokens(count: int) -> torch.Tensor:
+    return torch.randn(IMAGES, count, 32)
+
+
+_HEADS = {"num_attention_heads": 2, "attention_head_dim": 16, "in_channels": 4}
+_LATENT = {**_HEADS, "sample_size": 8, "patch_size": 2, "num_layers": 2, "norm_num_groups": 8}
+_CODER = {"block_out_channels": (16, 32), "norm_num_groups": 8}
+_HALVES = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+
+_OF_DIFFUSERS: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
+    "AutoencoderKL": ({**_CODER, **_HALVES}, lambda _: {"sample": torch.randn(IMAGES, 3, 32, 32)}),
+    "VQModel": ({**_CODER, **_HALVES, "num_vq_embeddings": 32}, lambda _: {"sample": torch.randn(IMAGES, 3, 32, 32)}),
+    "DiTTransformer2DModel": (
+        {**_LATENT, "out_channels": 4, "num_embeds_ada_norm": CLASSES},
+        lambda _: {
+            "hidden_states": torch.randn(IMAGES, 4, 8, 8),
+            "timestep": _times(IMAGES),
+            "class_labels": torch.randint(CLASSES, (IMAGES,)),
+        },
+    ),
+    "PixArtTransformer2DModel": (
+        {
+            **_LATENT,
+            "out_channels": 8,
+            "cross_attention_dim": 32,
+            "caption_channels": 32,
+            "use_additional_conditions": False,
+        },
+        lambda _: {
+            "hidden_states": torch.randn(IMAGES, 4, 8, 8),
+            "timestep": _times(IMAGES),
+            "encoder_hidden_states": _tokens(6),
+            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        },
+    ),
+    "SD3Transformer2DModel": (
+        {
+            **_HEADS,
+            "sample_size": 8,
+            "patch_size": 2,
+            "num_layers": 3,
+            "joint_attention_dim": 32,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 32,
+            "out_channels": 4,
+        },
+        lambda _: {
+            "hidden_states": torch.randn(IMAGES, 4, 8, 8),
+            "timestep": _times(IMAGES),
+            "encoder_hidden_states": _tokens(6),
+            "pooled_projections": torch.randn(IMAGES, 32),
+        },
+    ),
+    "FluxTransformer2DModel": (
+        {
+            **_HEADS,
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 4, 8),
+        },
+        lambda _: {
+            "hidden_states": torch.randn(IMAGES, 16, 4),
+            "timestep": torch.rand(IMAGES),
+            "encoder_hidden_states": _tokens(6),
+            "pooled_projections": torch.randn(IMAGES, 32),
+            "img_ids": torch.zeros(16, 3),
+            "txt_ids": torch.zeros(6, 3),
+        },
+    ),
+    "PriorTransformer": (
+        {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2, "embedding_dim": 32, "num_embeddings": 7},
+        lambda _: {
+            "hidden_states": torch.randn(IMAGES, 32),
+            "timestep": _times(IMAGES),
+            "proj_embedding": torch.randn(IMAGES, 32),
+            "encoder_hidden_states": _tokens(7),
+        },
+    ),
+}
+"""Options of a small model of each class, and what makes its arguments."""
 
 
 def _torch_geometric() -> Named:
