@@ -23,7 +23,7 @@ from planner.capture.failures import explain_forward, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, eliminate_common_subexpressions, tensors_of
-from planner.capture.layouts import correct_layouts, layouts_of_kernels
+from planner.capture.layouts import layouts_of_kernels
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
 from planner.capture.provenance import places_of
@@ -279,8 +279,6 @@ class Backend:
             backend = own()
             assert backend is not None
             functional = backend.compiler is not aot_backend
-            if not functional and programs is None:  # Inductor lays out what it makes by what is recorded
-                correct_layouts(graph)
             assumes = assumption.names if assumption else ()
             outside_bytes = gradients_outside(narrowed, differentiable)
             captured = JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)

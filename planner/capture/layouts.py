@@ -1,26 +1,23 @@
 """Layouts as kernels give them, where fake tensors trace others.
 
 Some elementwise operators are traced through a decomposition whose result is laid out in another way than the
-kernel's (``elu_backward`` of a transposed gradient, say), and so is BatchNorm of a transposed input on a CPU. What
-follows may then copy, and that would go unseen; or it was traced as a view of what can only be copied, and fails.
+kernel's (``elu_backward`` of a transposed gradient, say), and so are norms of a transposed input on a CPU. What
+follows may then copy, and that would go unseen; or it would be traced as a view of what can only be copied, and fail.
 The order of dimensions in memory does not depend on sizes, so the kernel is asked on a handful of elements.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
 from planner.capture.inputs import sparse_in, tensors_in
-from planner.capture.joint import mutates, run_on_recorded, tensors_of, values_of
 from planner.capture.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -66,7 +63,7 @@ def layouts_of_kernels() -> Iterator[None]:
 
 
 def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
-    """Return the fake result of a call the strides of its kernel: of views, elementwise operators and BatchNorm."""
+    """Return the fake result of a call the strides of its kernel: of views, elementwise operators and norms."""
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
     if sparse_in((arguments, keywords)) or sparse_in(result):
@@ -95,58 +92,6 @@ def _as_kernels_view(source: torch.Tensor, result: Any) -> Any:
         return result
     with result.fake_mode, torch.no_grad():
         return result.as_strided(result.shape, strides, result.storage_offset())
-
-
-def correct_layouts(graph: fx.Graph) -> None:
-    """Return the recorded results of elementwise operators, and of BatchNorm, the strides that their kernels give them.
-
-    Values of nodes are changed in place; storages that are shared stay shared. Where a view is no longer possible a
-    copy is put in before it, as eager makes one. Only operators that read something not laid out in the usual way are
-    run.
-    """
-    changed: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or "val" not in node.meta:
-            continue
-        affected = not changed.isdisjoint(node.all_input_nodes)
-        traced = result = node.meta["val"]
-        if node.target is operator.getitem:
-            if affected:
-                result = node.args[0].meta["val"][node.args[1]]
-        elif isinstance(node.target, OpOverload) and not mutates(node):
-            if affected:
-                result = _traced_again(node)
-            result = as_kernel_gives(node.target, values_of(node.args), values_of(node.kwargs), result)
-        leaves = zip(pytree.tree_leaves(result), pytree.tree_leaves(traced), strict=True)
-        if any(new is not old for new, old in leaves):
-            node.meta["val"] = result
-            changed.add(node)
-
-
-def _traced_again(node: fx.Node) -> Any:
-    """Say what a node gives now that it reads another layout: of a copy, from now on, if that cannot be viewed."""
-    before, recorded = tensors_of(node), node.meta["val"]
-    if not before:
-        return recorded
-    with before[0].fake_mode, torch.no_grad():  # type: ignore[attr-defined]
-        try:
-            result = run_on_recorded(node)
-        except (RuntimeError, ValueError):
-            if node.target is not aten.view.default:
-                return recorded
-            (source,) = node.all_input_nodes
-            with node.graph.inserting_before(node):
-                copy = node.graph.call_function(
-                    aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
-                )
-            copy.meta = {**node.meta, "val": run_on_recorded(copy)}
-            node.replace_input_with(source, copy)
-            return run_on_recorded(node)
-    after = tensors_in(result)
-    looks_at = {storage_id(tensor) for source in node.all_input_nodes for tensor in tensors_of(source)}
-    is_view = not looks_at.isdisjoint(map(storage_id, after))
-    is_other = [tensor.stride() for tensor in after] != [tensor.stride() for tensor in before]
-    return result if is_view or is_other else recorded
 
 
 def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.joint import JointGraph, eliminate_common_subexpressions, fake_mode_of, is_tangent
-from planner.capture.layouts import correct_layouts, layouts_of_kernels
+from planner.capture.layouts import layouts_of_kernels
 from planner.capture.torch_internals import (
     Numbers,
     eager_kernels,
@@ -110,7 +110,6 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise OtherProgramError(f"the captured program does not run at these sizes: {error}") from error
         graph = eliminate_common_subexpressions(graph)
-        correct_layouts(graph)
     return replace(
         joint,
         graph=graph,

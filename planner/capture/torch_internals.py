@@ -679,8 +679,8 @@ def call_implementation(module: torch.nn.Module) -> Callable[..., Any]:
 def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Give a model other parameters and buffers, by their paths, for as long as the context lasts.
 
-    Recurrent layers keep a list of the weights that they last ran with. (``torch.func.functional_call`` puts neither
-    these back nor, in a module that has an odd number of paths, anything.)
+    Recurrent layers keep a list of the weights that they last ran with. ``torch.func.functional_call`` does not put
+    that back, nor the parameters of a module that has several paths.
     """
     tables: list[dict[str, Any]] = [t for part in model.modules() for t in (part._parameters, part._buffers)]
     layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]

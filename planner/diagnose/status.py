@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from planner.capture.device import of_model
 from planner.capture.memory import Recording, record
 from planner.capture.torch_internals import at_end_of_backward, is_transformed
 from planner.common.units import format_bytes, format_seconds
@@ -101,7 +102,7 @@ class Meter:
 
     def __init__(self, model: nn.Module, running: Running) -> None:
         self._running = running
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._device = of_model(model)
         self._seconds: deque[float] = deque(maxlen=_STEPS)
         self._peak_bytes: int | None = None
         self._records_next = True

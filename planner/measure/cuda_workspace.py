@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from cost_models.devices import DeviceSpec, multiprocessors
 from planner.capture.joint import tensors_of, values_of
 from planner.common.units import round_up
+from planner.plans.allocator import MIN_BLOCK_BYTES
 
 aten = torch.ops.aten
 
@@ -24,8 +25,6 @@ _HALVED_ATTENTION = (
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )
-
-_ALIGNMENT_BYTES = 512
 
 
 def allowance_bytes(node: fx.Node, spec: DeviceSpec) -> int:
@@ -105,7 +104,7 @@ def _sum(x: Tensor, dimensions: list[int] | None, spec: DeviceSpec) -> int:
         return 0
     item_bytes = max(4, x.element_size())  # 16 bits are summed up in 32
     parts_bytes = item_bytes * results * sharing * width * together
-    return round_up(parts_bytes, _ALIGNMENT_BYTES) + round_up(4 * blocks, _ALIGNMENT_BYTES)
+    return round_up(parts_bytes, MIN_BLOCK_BYTES) + round_up(4 * blocks, MIN_BLOCK_BYTES)
 
 
 def _closest(x: Tensor, by_stride: list[int], summed: set[int]) -> int:
@@ -213,4 +212,4 @@ def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int) -> int:
     parts = count // _ROWS + segments
     sizes = [count * item_bytes] * 3 + [segments * item_bytes] * 2 + [parts * item_bytes]
     sizes.append(parts * width * 4)
-    return copied + max(sum(round_up(size, _ALIGNMENT_BYTES) for size in sizes), _SORTING * count * item_bytes)
+    return copied + max(sum(round_up(size, MIN_BLOCK_BYTES) for size in sizes), _SORTING * count * item_bytes)

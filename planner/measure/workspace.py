@@ -27,6 +27,7 @@ from planner.capture.memory import record
 from planner.capture.torch_internals import profiler_is_running, storage_id
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost
+from planner.plans.allocator import MIN_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,6 @@ def effort_for(model: nn.Module) -> TrialLimits:
     """Say what trying kernels may take: those of a model that is about to run here may take what it takes."""
     return TO_PLAN if is_fake(model) else TO_RUN
 
-
-_CUDA_ALIGNMENT_BYTES = 512
 
 _LABEL = "workspace of operation "
 
@@ -161,7 +160,7 @@ def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tup
             continue  # it does not run on ones and zeros, or does not fit beside what is on the device
         now = _asked_for(device)
         kept_bytes = min(now["current"] - before_bytes, _new_bytes(result, (args, kwargs)))
-        workspace_bytes = round_up(now["peak"] - before_bytes - kept_bytes, _CUDA_ALIGNMENT_BYTES)
+        workspace_bytes = round_up(now["peak"] - before_bytes - kept_bytes, MIN_BLOCK_BYTES)
         yield index, Tried(max(0, workspace_bytes), seconds)
         del args, kwargs, result
 

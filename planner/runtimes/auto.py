@@ -32,7 +32,7 @@ _DEARER = {SLOWER, LARGER}
 
 _DOES_NOT_FIT = "does not fit"
 
-_Refusal = CaptureError | RuntimeUnsupportedError
+_Refusal = CaptureError | RuntimeUnsupportedError | NoPlanFitsError
 
 
 def choose() -> str:
@@ -80,23 +80,20 @@ class AutoRuntime:
                 return self._instead(*args, **kwargs)
             try:
                 return self._running(*args, **kwargs)
-            except NoPlanFitsError as refusal:
-                if choose() != FIRST or self._options.search.solver != _ANY_SOLVER:
+            except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as refusal:
+                does_not_fit = isinstance(refusal, NoPlanFitsError)
+                if choose() != FIRST or (does_not_fit and self._options.search.solver != _ANY_SOLVER):
                     raise
                 if self._running.plan is not None:
                     return self._run_instead(refusal, args, kwargs)
-                return self._run_as_eager(refusal, args, kwargs)
-            except (CaptureError, RuntimeUnsupportedError) as refusal:
-                if choose() != FIRST:
-                    raise
-                if self._running.plan is not None:
-                    return self._run_instead(refusal, args, kwargs)
+                if does_not_fit:
+                    return self._run_as_eager(refusal, args, kwargs)
                 self._note = _said(refusal, self._options)
             self._running = self._current = self._start(INSTEAD, None)
             self._may_change = False
         return self._running(*args, **kwargs)
 
-    def _run_as_eager(self, refusal: NoPlanFitsError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_as_eager(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the eager step from now on, if a plan of that fits where none of the captured one does."""
         instead = self._start(INSTEAD, None)
         try:
@@ -120,7 +117,7 @@ class AutoRuntime:
         """Say what calls that differ in numbers alone have in common: each number would cost a capture."""
         return situation_of(self._model, Inputs(args, kwargs)), len(args), tuple(kwargs)
 
-    def _run_instead(self, refusal: _Refusal | NoPlanFitsError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_instead(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call in the middle of training that the first choice cannot capture, within the budget."""
         first_time = self._instead is None
         if self._instead is None:

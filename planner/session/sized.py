@@ -23,8 +23,9 @@ from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
 from planner.capture.torch_internals import expression_of
 from planner.common import timings
 from planner.common.units import round_up
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import OperationCost
 from planner.ir.in_place import joined
+from planner.ir.resized import resized, scaled
 from planner.ir.static_memory import StaticMemory
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
@@ -64,15 +65,11 @@ class SizedStep:
         """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
         values_bytes = self._values_bytes(sizes)
         lowered = self.step.lowered
-        values = tuple(
-            value if value.size_bytes == size_bytes else replace(value, size_bytes=size_bytes)
-            for value, size_bytes in zip(lowered.graph.values, values_bytes, strict=True)
-        )
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
         around = self._around(self.inputs(joint.inputs))
-        graph = replace(lowered.graph, values=values, static_bytes=dict(around.static_bytes))
+        graph = resized(lowered.graph, values_bytes, around.static_bytes)
         step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
-        costs = self._costs(graph, sizes)
+        costs = scaled(self._single_costs, lowered.graph, graph, self._workspaces_of_all(sizes))
         in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
         study = replace(
             self.study,
@@ -170,18 +167,6 @@ class SizedStep:
         return tuple(at for at, tensor in enumerate(joint.inputs) if id(tensor) in asked)
 
     # What operations cost.
-
-    def _costs(self, graph: TrainingGraph, sizes: Sizes) -> tuple[OperationCost, ...]:
-        """Return the costs here, with times scaled by bytes, and workspace measured where there was some."""
-        before, now = self.step.lowered.graph.values, graph.values
-        made = []
-        workspaces = self._workspaces_of_all(sizes)
-        for operation, cost, workspace_bytes in zip(graph.operations, self._single_costs, workspaces, strict=True):
-            touched = (*operation.inputs, *operation.outputs)
-            old_bytes = sum(before[value].size_bytes for value in touched)
-            scale = sum(now[value].size_bytes for value in touched) / old_bytes if old_bytes else 1.0
-            made.append(replace(cost, seconds=cost.seconds * scale, workspace_bytes=workspace_bytes))
-        return tuple(made)
 
     def _workspaces_of_all(self, sizes: Sizes) -> list[int]:
         """Return what each operation needs, measured where there was some."""

@@ -15,6 +15,7 @@ from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
 from planner.capture.symbolic import Sizes
 from planner.common.units import round_up
+from planner.ir.resized import resized, scaled
 from planner.plans.plan import EagerStep
 
 _Seen = tuple[int, ...]
@@ -68,15 +69,8 @@ class SizedEager:
         if values_bytes is None or workspaces is None:
             return None
         step = steps[0]
-        values = zip(step.graph.values, values_bytes, strict=True)
-        graph = replace(
-            step.graph,
-            values=tuple(replace(value, size_bytes=size_bytes) for value, size_bytes in values),
-            static_bytes={**step.graph.static_bytes, "inputs": inputs_bytes},
-        )
-        costs = zip(step.costs, _growth(step, values_bytes), workspaces, strict=True)
-        scaled = tuple(replace(c, seconds=c.seconds * growth, workspace_bytes=w) for c, growth, w in costs)
-        return eager_step(replace(step, graph=graph, costs=scaled))
+        graph = resized(step.graph, values_bytes, {**step.graph.static_bytes, "inputs": inputs_bytes})
+        return eager_step(replace(step, graph=graph, costs=scaled(step.costs, step.graph, graph, workspaces)))
 
     def _by_expressions(self, sizes: Sizes) -> Callable[[_Seen], set[int]]:
         alignment_bytes = self._recorded[0].step.graph.alignment_bytes
@@ -117,11 +111,3 @@ def _all(things: Iterable[_Seen], said_of: Callable[[_Seen], set[int]]) -> list[
 def _shape(step: Study) -> Any:
     """Return all of a step but its bytes and seconds."""
     return [(o.key, o.inputs, o.outputs, o.then) for o in step.graph.operations], step.graph.producer
-
-
-def _growth(step: Study, values_bytes: list[int]) -> Iterator[float]:
-    """Return for each operation how much more it touches with values of these bytes."""
-    for operation in step.graph.operations:
-        touched = (*operation.inputs, *operation.outputs)
-        old_bytes = sum(step.graph.values[value].size_bytes for value in touched)
-        yield sum(values_bytes[value] for value in touched) / old_bytes if old_bytes else 1.0

@@ -30,7 +30,7 @@ def to_html(plan: Plan) -> str:
     context = {
         "plan": plan,
         "css": resource("page.css"),
-        "js": resource("page.js"),
+        "js": resource("chart.js") + resource("page.js"),
         "verdict": verdict.verdict(plan),
         "bound": verdict.bound(plan),
         "again": verdict.again([plan]),

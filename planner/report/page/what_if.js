@@ -1,19 +1,5 @@
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 let shown = null, pinned = null;
-
-function sized(size) {
-  for (const [unit, factor, digits] of [["GiB", 2 ** 30, 2], ["MiB", 2 ** 20, 1], ["KiB", 2 ** 10, 1]]) {
-    if (Math.abs(size) >= factor) return `${(size / factor).toFixed(digits)} ${unit}`;
-  }
-  return `${size} B`;
-}
-
-function timed(seconds) {
-  if (seconds < 1e-3) return `${(seconds * 1e6).toFixed(0)} us`;
-  return seconds < 1 ? `${(seconds * 1e3).toFixed(1)} ms` : `${seconds.toFixed(2)} s`;
-}
 
 function made(tag, properties, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -112,19 +98,11 @@ if (data.plans.length) {
     if (plan) element.addEventListener("click", () => show(plan));
     if (plan) element.classList.add("choice");
   }
-  const chart = byId("timeline-chart"), cursor = chart.querySelector(".cursor"), tip = chart.querySelector(".tip");
-  chart.addEventListener("pointermove", (event) => {
-    const box = chart.getBoundingClientRect();
-    const share = Math.min(Math.max((event.clientX - box.left) / box.width, 0), 1), seconds = share * data.end_seconds;
-    const lines = [timed(seconds), `this plan: ${sized(sizeAt(shown.points, seconds))}`,
+  follow(byId("timeline-chart"), data.end_seconds, (seconds) => {
+    const lines = [`this plan: ${sized(sizeAt(shown.points, seconds))}`,
       `without recompute: ${sized(sizeAt(data.points, seconds))}`];
     if (pinned) lines.push(`compared plan: ${sized(sizeAt(pinned.points, seconds))}`);
-    tip.textContent = lines.join("\n");
-    cursor.style.left = `${share * 100}%`;
-    tip.style.left = share < 0.5 ? `calc(${share * 100}% + 10px)` : "auto";
-    tip.style.right = share < 0.5 ? "auto" : `calc(${(1 - share) * 100}% + 10px)`;
-    cursor.hidden = tip.hidden = false;
+    return lines;
   });
-  chart.addEventListener("pointerleave", () => { cursor.hidden = tip.hidden = true; });
   show(data.plans[data.chosen]);
 }

@@ -32,7 +32,7 @@ def what_if_page(answers: Answers) -> str:
         "what_if.html.j2",
         {
             "css": resource("page.css"),
-            "js": resource("what_if.js"),
+            "js": resource("chart.js") + resource("what_if.js"),
             "curve": curve,
             "verdict": verdict(curve),
             "ends": list(_ends(curve)),
