@@ -25,7 +25,8 @@ from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
 from planner.capture.joint_capture import is_fake
 from planner.capture.parallel import has_several_ranks
-from planner.capture.torch_internals import install_call, install_untraced_call, installed_call, untraced_call
+from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
+from planner.capture.torch_internals import installed_call
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
 from planner.common.units import Size
@@ -353,7 +354,7 @@ def auto_wrap(
     completes = loss_fn is not None or options.budget.is_share
     prepare = partial(_completed, model, options, loss_fn) if completes else None
     unwrap(model)
-    install_untraced_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
+    install_planned_call(model, chosen.start(model, options, plan=plan, replan=replan, prepare=prepare))
     return model
 
 
@@ -410,7 +411,7 @@ def verify(
 
 def running_on(model: nn.Module) -> Running | None:
     """Return what runs in place of a model's call, if that is ours."""
-    running = untraced_call(model)
+    running = planned_call(model)
     return running if isinstance(running, Running) else None
 
 
@@ -470,7 +471,7 @@ def status(model: nn.Module) -> Status:
     assert running is not None
     meter = metered(model, running)
     if meter is not running:
-        install_untraced_call(model, meter)
+        install_planned_call(model, meter)
     found = meter.status()
     for line in found.warnings:
         warnings.warn(line, stacklevel=2)
@@ -492,5 +493,5 @@ def unwrap(model: ModelT) -> ModelT:
     running = running_on(model)
     if running is not None:
         running.stop()
-        install_call(model, None)
+    remove_planned_call(model)
     return model

@@ -25,6 +25,7 @@ from planner.capture.inputs import Inputs, check_capturable, expected_losses, st
 from planner.capture.joint import JointGraph, eliminate_common_subexpressions, tensors_of
 from planner.capture.layouts import layouts_of_kernels
 from planner.capture.masks import Assumption, simplify_masks
+from planner.capture.planned_call import as_its_class
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
 from planner.capture.provenance import places_of
 from planner.capture.random_states import random_states_kept
@@ -104,7 +105,7 @@ def until_stopped(
     check_capturable(model, inputs)
     call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
     try:
-        with explain_forward(model), random_states_kept(), torch.enable_grad():
+        with explain_forward(model), random_states_kept(), torch.enable_grad(), as_its_class(model):
             call(*inputs.args, **inputs.kwargs)
     except Stopped as stopped:
         return stopped.args[0]

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, partial
 from types import CodeType, FrameType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -30,6 +30,7 @@ from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import guards, mutation_guard
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError
@@ -83,6 +84,8 @@ class _Functions(set[Callable[..., Any]]):
     def __deepcopy__(self, memo: Any) -> set[Callable[..., Any]]:
         return set()
 
+
+CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -312,20 +315,15 @@ def calling(module: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]
         install_call(module, before)
 
 
-def install_untraced_call(module: torch.nn.Module, call: Callable[..., Any]) -> None:
-    """Let ``module(...)`` run ``call``, and ``torch.compile(module)`` too: nothing in it is traced."""
-    reason = "a model wrapped by planner.auto_wrap runs its own graphs"
-    install_call(module, torch.compiler.disable(call, reason=reason))
-
-
 def installed_call(module: torch.nn.Module) -> Any:
     """Return what was installed, or None."""
     return getattr(module, "_compiled_call_impl", None)
 
 
-def untraced_call(module: torch.nn.Module) -> Any:
-    """Return what :func:`install_untraced_call` was given, or None."""
-    return getattr(installed_call(module), "_torchdynamo_orig_callable", None)
+def not_compiled_alone(function: CallT) -> CallT:
+    """Let a function run as it is when Dynamo meets it by itself; inside another it is followed as ever."""
+    skip_code(function.__code__)
+    return function
 
 
 def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:

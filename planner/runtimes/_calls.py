@@ -79,7 +79,7 @@ class PlannedCalls(ABC):
         if is_transformed():
             return True
         if torch.is_grad_enabled() and self.needs_graphs and is_watched():
-            warnings.warn(f"{_WATCHED} {type(self.model).__name__} runs as it is, and keeps no budget", stacklevel=4)
+            warnings.warn(f"{_WATCHED} {type(self.model).__name__} runs as it is, and keeps no budget", stacklevel=7)
             return True
         return not torch.is_grad_enabled()
 

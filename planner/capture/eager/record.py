@@ -47,7 +47,8 @@ def record(
     that it cannot be recorded without data, or that nothing in it requires gradients; a UsageError
     that the model calls ``torch.utils.checkpoint`` itself.
     """
-    follow = partial(_record, model, inputs, loss=loss)
+    # The backward of a recording ends where the model begins, whatever the inputs were computed from.
+    follow = partial(_record, model, inputs.map_tensors(_as_leaf), loss=loss)
     depends_on_data = False
     try:
         trace = follow(attention=attention)
@@ -73,6 +74,10 @@ def record(
         raise
     except Exception as error:
         raise _failed(model, error) from error
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def _failed(model: nn.Module, error: Exception, hint: str = "") -> CaptureError:

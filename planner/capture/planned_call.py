@@ -1,0 +1,108 @@
+"""The call of a wrapped model, for itself and where something that is being compiled contains it.
+
+Dynamo follows a module's ``forward``, whatever was installed in place of its call. An attribute ``forward`` of the
+module's own changes that: Dynamo has guards on it, so what was compiled before is compiled anew, and then goes through
+the call. The attribute is there between calls, and away during them: in a call the model is captured as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
+from planner.errors import UsageError
+
+_OWN_GRAPHS = (
+    "a model wrapped by planner.auto_wrap runs its own graphs, and a compiled function cannot take it in: leave out "
+    "fullgraph=True, and the function has a graph break there, or unwrap the model"
+)
+
+
+def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call``, out of whatever is being compiled: nothing in it is traced.
+
+    A compiled function that calls the module has a graph break there, and is refused under ``fullgraph=True``. Without
+    gradients it takes the module in as it is.
+    """
+    remove_planned_call(module)
+
+    @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        with as_its_class(module):
+            return call(*args, **kwargs)
+
+    def planned(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
+            return call_implementation(module)(*args, **kwargs)
+        return untraced(*args, **kwargs)
+
+    planned.call = call  # type: ignore[attr-defined]
+    install_call(module, not_compiled_alone(planned))
+    _mark(module)
+
+
+def planned_call(module: nn.Module) -> Any:
+    """Return what :func:`install_planned_call` was given, or None."""
+    return getattr(installed_call(module), "call", None)
+
+
+def remove_planned_call(module: nn.Module) -> None:
+    """Let ``module(...)`` run its own call again, unless something else was installed meanwhile."""
+    if _is_marked(module):
+        del vars(module)["forward"]
+        _marked.discard(module)
+    if planned_call(module) is not None:
+        install_call(module, None)
+
+
+_marked: WeakSet[nn.Module] = WeakSet()
+"""Modules with an attribute ``forward`` of ours."""
+
+
+@contextmanager
+def as_its_class(model: nn.Module) -> Iterator[None]:
+    """Let a model, and wrapped parts of it, be traced as they are: a part belongs to the plan of the whole."""
+    parts = model.modules() if len(_marked) > 1 else [model]
+    marks = [(vars(part), vars(part).pop("forward")) for part in parts if part in _marked and _is_marked(part)]
+    try:
+        yield
+    finally:
+        for attributes, mark in marks:
+            attributes.setdefault("forward", mark)
+
+
+def _mark(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        return  # one of the user's own does as well
+
+    @functools.wraps(type(module).forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled_call_impl is not None and torch.is_grad_enabled():  # a copy has none
+            _check_not_compiled(self)
+        return type(self).forward(self, *args, **kwargs)
+
+    forward.is_mark = True  # type: ignore[attr-defined]
+    vars(module)["forward"] = MethodType(forward, module)
+    _marked.add(module)
+
+
+def _is_marked(module: nn.Module) -> bool:
+    return getattr(vars(module).get("forward"), "is_mark", False)
+
+
+@functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
+def _check_not_compiled(module: nn.Module) -> None:
+    """Refuse a call that does not come through the planned one, because ``compile()`` took its place."""
+    if planned_call(module) is None:
+        raise UsageError(
+            f"{type(module).__name__} was wrapped by planner.auto_wrap, and then compiled by its compile(), which runs "
+            "no plan: leave compile() out, and wrap the model with runtime='inductor' for compiled code"
+        )

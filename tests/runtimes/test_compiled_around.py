@@ -1,0 +1,101 @@
+"""A wrapped model in the hands of ``torch.compile``: its plan runs, or an error says why not, under every runtime."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner import runtimes
+from planner.api import running_on
+from planner.capture.torch_internals import Unsupported
+from planner.errors import UsageError
+from tests.models import Stack, rows
+from tests.runtimes.steps import assert_same, train
+from tests.tiers import tiered
+
+
+class Around(nn.Module):
+    """Contains a model that may be wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(32, 32), Stack(2, has_loss=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.before(x)).square().mean()
+
+
+def wrap(model: nn.Module, runtime: str = "graph") -> nn.Module:
+    return planner.auto_wrap(model, activation_budget="80%", runtime=runtime, time_limit_seconds=0.5)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("runtime", tiered(runtimes.names(), quick=["graph", "modules", "regional"]))
+def test_a_compiled_function_around_it_breaks_there_and_the_plan_runs(runtime: str) -> None:
+    plain = Around()
+    model = copy.deepcopy(plain)
+    wrap(model.inner, runtime)
+    compiled = torch.compile(model, backend="eager")
+    assert_same(train(plain, rows()), train(compiled._orig_mod, rows()), runtimes.get(runtime).tolerance)
+    model.zero_grad()
+    compiled(rows()).backward()
+    assert planner.plan_of(model.inner).recomputations
+    torch.compiler.reset()
+    with pytest.raises(Unsupported, match=r"wrapped by planner\.auto_wrap runs its own graphs"):
+        torch.compile(model, backend="eager", fullgraph=True)(rows())
+
+
+def test_what_was_compiled_before_the_wrapping_is_compiled_anew() -> None:
+    model = Around()
+    compiled = torch.compile(model, backend="eager")
+    compiled(rows()).backward()
+    wrap(model.inner)
+    compiled(rows()).backward()
+    assert planner.plan_of(model.inner).recomputations
+    planner.unwrap(model.inner)
+    assert running_on(model.inner) is None and "forward" not in vars(model.inner)
+    torch.compile(model, backend="eager", fullgraph=True)(rows()).backward()
+
+
+def test_without_gradients_it_is_taken_in_whole() -> None:
+    model = Around()
+    wrap(model.inner)
+    with torch.no_grad():
+        found = torch.compile(model, backend="eager", fullgraph=True)(rows())
+        assert torch.equal(found, model(rows()))
+
+
+@pytest.mark.parametrize("runtime", tiered(runtimes.names(), quick=["graph", "modules", "regional"]))
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_its_own_compile_is_refused(runtime: str, fullgraph: bool) -> None:
+    model = wrap(Stack(2), runtime)
+    model.compile(backend="eager", fullgraph=fullgraph)
+    error, told = (Unsupported, "wrapped by planner.auto_wrap") if fullgraph else (UsageError, "compile.., which runs")
+    with pytest.raises(error, match=told):
+        model(rows())
+    planner.unwrap(model)
+    model(rows()).backward()
+
+
+def test_a_copy_is_compiled_like_any_other_model() -> None:
+    copied = copy.deepcopy(wrap(Stack(2)))
+    torch.compile(copied, backend="eager", fullgraph=True)(rows()).backward()
+
+
+def test_a_compiled_part_of_a_wrapped_model_belongs_to_its_plan() -> None:
+    plain = Stack(2)
+    model = wrap(copy.deepcopy(plain))
+    model.blocks[0].compile(backend="eager")
+    assert_same(train(plain, rows()), train(model, rows()))
+    assert planner.plan_of(model).recomputations
