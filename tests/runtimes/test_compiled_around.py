@@ -31,7 +31,7 @@ class Around(nn.Module):
 
 
 def wrap(model: nn.Module, runtime: str = "graph") -> nn.Module:
-    return planner.auto_wrap(model, activation_budget="80%", runtime=runtime, time_limit_seconds=0.5)
+    return planner.auto_wrap(model, activation_budget="80%", runtime=runtime, time_limit_seconds=2.0)
 
 
 @pytest.fixture(autouse=True)
