@@ -21,6 +21,9 @@ from planner.ir.static_memory import LossMemory
 LossFunction = Callable[[Any], torch.Tensor]
 """From a model's output to a scalar."""
 
+Varying = tuple[torch.Tensor, set[int]]
+"""An input, and its dimensions that are not always of one size."""
+
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree; of a sparse one those that hold its indices and values."""
@@ -90,6 +93,50 @@ class Inputs:
         """Return the same arguments with every tensor replaced."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
         return Inputs(args, kwargs)
+
+    @property
+    def batch_size(self) -> int:
+        """The length of the first tensor's first dimension."""
+        return self._size_of(0)
+
+    def with_batch(self, size: int) -> Inputs:
+        """Return inputs of another batch: of every tensor whose first dimension is as long as the first one's."""
+        old = self.batch_size
+        return self.map_tensors(lambda t: _resized(t, [0], size) if t.dim() and t.shape[0] == old else t)
+
+    def with_length(self, size: int) -> Inputs:
+        """Return inputs of another sequence length: in every dimension but the first that is as long as that."""
+        old = self._size_of(1)
+        return self.map_tensors(lambda t: _resized(t, [d for d in range(1, t.dim()) if t.shape[d] == old], size))
+
+    def _size_of(self, dimension: int) -> int:
+        size = next((tensor.shape[dimension] for tensor in self.tensors() if tensor.dim() > dimension), None)
+        if size is None:
+            what = "batch" if dimension == 0 else "sequence length"
+            raise UsageError(f"the example inputs have no {what}: none of the tensors has {dimension + 1} dimensions")
+        return size
+
+
+def _resized(tensor: torch.Tensor, dimensions: Sequence[int], size: int) -> torch.Tensor:
+    """Return a tensor of another size in some dimensions, in the same layout; its values are repeated or left out."""
+    if all(tensor.shape[d] == size for d in dimensions):
+        return tensor
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    values = tensor.detach()
+    for d in dimensions:
+        values = values.index_select(d, torch.arange(size, device=tensor.device) % tensor.shape[d])
+    made = torch.empty_permuted(values.shape, order, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(values).requires_grad_(tensor.requires_grad)
+
+
+def varying_dimensions(inputs: Inputs, seen: Iterable[Sequence[Sequence[int]]]) -> list[Varying]:
+    """Return the inputs with dimensions that were of another size in a call seen before, of inputs of these sizes."""
+    tensors = inputs.tensors()
+    alike = [sizes for sizes in seen if [len(size) for size in sizes] == [tensor.dim() for tensor in tensors]]
+    found = (
+        (t, {d for s in alike for d, size in enumerate(s[at]) if size != t.shape[d]}) for at, t in enumerate(tensors)
+    )
+    return [(tensor, dimensions) for tensor, dimensions in found if dimensions]
 
 
 def check_model(model: Any) -> None:

@@ -16,6 +16,7 @@ from planner.common.program import program
 from planner.errors import CaptureError, UsageError
 
 if TYPE_CHECKING:
+    from planner.capture.torch_internals import FakeTensorMode
     from planner.zoo import ZooModel
 
 Answer = TypeVar("Answer")
@@ -128,13 +129,13 @@ def working(args: argparse.Namespace, *, real: bool = False) -> Iterator[tuple[P
         yield progress, load(args, real=real)
 
 
-def load(args: argparse.Namespace, *, real: bool) -> ZooModel:
-    """Build the model that is named: for real, or without memory."""
+def load(args: argparse.Namespace, *, real: bool, mode: FakeTensorMode | None = None) -> ZooModel:
+    """Build the model that is named: for real, or without memory, in a mode that is there."""
     from planner import zoo
     from planner.capture import fake_mode
     from planner.measure import devices
 
-    mode = None if real else fake_mode()
+    mode = None if real else mode or fake_mode()
     sizes = {size: getattr(args, size) for size in ("batch_size", "seq_len", "image_size", "layers")}
     dtype = DTYPES[args.dtype] if args.dtype else None
     specification = args.model or args.name

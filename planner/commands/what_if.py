@@ -18,21 +18,25 @@ from planner.common.options import Offload, Search, Target, Training, picked
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from planner.analysis.study import Study
     from planner.analysis.trade_off.accelerators import DeviceSearch
     from planner.analysis.trade_off.answers import Answers
     from planner.analysis.trade_off.curve import CurveSweep
     from planner.analysis.trade_off.methods import MethodSweep
     from planner.analysis.trade_off.sizes import SizeSearch
+    from planner.capture.torch_internals import FakeTensorMode
     from planner.ir.schedule import Schedule
     from planner.report.progress import Shown
+    from planner.session.sizes import StudiesBySize
 
 _DEFAULT_SECONDS = 25.0
 
-_AXES = (("batch_size", "batch size", "samples"), ("seq_len", "sequence length", "tokens"))
+_SIZES = ("batch_size", "seq_len")
 
 _ROW_SHARE = 0.2
-"""What each size and each device may take of the time limit for the curve."""
+"""What each device may take of the time limit for the curve."""
 
 
 class _WhatIf(AboutModel):
@@ -107,7 +111,7 @@ def _check(args: argparse.Namespace) -> None:
     methods.check(args.solvers, args.runtime)
     if args.budgets is not None:
         ranges.check_budgets(args.budgets)
-    sizes = [name for name, *_ in _AXES if getattr(args, f"{name}s") is not None]
+    sizes = [name for name in _SIZES if getattr(args, f"{name}s") is not None]
     if sizes and not args.budget:
         raise UsageError(f"--{sizes[0].replace('_', '-')}s needs --budget SIZE: what is to fit")
     zoo.check_sizes(args.model or args.name, sizes)
@@ -129,6 +133,9 @@ class _Asking:
         self.sizes: dict[str, SizeSearch] = {}
         self.devices: DeviceSearch | None = None
         self.methods: MethodSweep | None = None
+        self._mode: FakeTensorMode | None = None
+        self._built: tuple[nn.Module, StudiesBySize] | None = None
+        """The model that was built for a size, and its studies."""
 
     def run(self) -> bool:
         """Ask, and say whether that was interrupted; before anything is done that is an error."""
@@ -163,47 +170,58 @@ class _Asking:
         """Return the searches along the other axes."""
         from planner.analysis.trade_off.accelerators import DeviceSearch
         from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
-        from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
+        from planner.analysis.trade_off.sizes import SizeSearch
 
         args, sweep = self.args, self.sweep
         assert sweep is not None
-        row_search = replace(self.search, time_limit_seconds=_ROW_SHARE * self.search.time_limit_seconds)
-        for option, name, unit in _AXES:
-            sizes = getattr(args, f"{option}s")
+        for name in _SIZES:
+            sizes, budget_bytes = getattr(args, f"{name}s"), sweep.asked_bytes
             if sizes is None:
                 continue
-            assert sweep.asked_bytes is not None, "sizes are asked with a budget"
-            by_sample = unit == "samples"
-            self.sizes[option] = SizeSearch(
-                sizes=sizes,
-                study_at=partial(self.study, option),
-                axis_so_far=SizeAxis(name=name, unit=unit, budget_bytes=sweep.asked_bytes),
-                search=row_search,
-                offload=self.offload,
-                units_of_one=1 if by_sample else self.samples,
-                step=1 if by_sample else sizes.coarse_step,
-            )
-            yield self.sizes[option].run
+            assert budget_bytes is not None, "sizes are asked with a budget"
+            how = {"study_at": partial(self.sized, name), "offload": self.offload}
+            if name == "batch_size":
+                search = SizeSearch.of_batches(sizes, budget_bytes, self.search, **how)
+            else:
+                search = SizeSearch.of_lengths(sizes, budget_bytes, self.search, samples=self.samples, **how)
+            self.sizes[name] = search
+            yield search.run
         if args.devices:
-            self.devices = DeviceSearch(args.devices, partial(self.study, "device"), row_search, self.offload)
+            row_search = replace(self.search, time_limit_seconds=_ROW_SHARE * self.search.time_limit_seconds)
+            self.devices = DeviceSearch(args.devices, self.study, row_search, self.offload)
             yield self.devices.run
         if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
             self.methods = MethodSweep(solvers, sweep, self.partitioned)
             yield partial(self.methods.run, self.shown.count)
 
-    def study(self, option: str | None = None, value: Any = None) -> Study:
-        """Capture the step, with another value of one option if it is named."""
+    def study(self, device: str | None = None) -> Study:
+        """Capture the step, for another device if one is named."""
         import planner
         from planner.capture.inputs import Inputs
 
-        args = argparse.Namespace(**vars(self.args) | ({option: value} if option else {}))
+        args = _with(self.args, device=device) if device else self.args
         loaded = _asked.load(args, real=False)
-        if option is None:
+        if device is None:
             self.shown("capturing forward and backward")
             first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
             self.samples = first.shape[0] if first.dim() else 1
         asked = _asked.keywords(args, Target, Training)
         return _asked.ask(planner.study, loaded, runtime=args.runtime, **asked)
+
+    def sized(self, option: str, size: int) -> Study:
+        """Return the step at another size; one model serves all sizes that change nothing but its inputs."""
+        from planner.capture import fake_mode
+        from planner.capture.inputs import Inputs
+        from planner.session.studying import studies_by_size
+
+        self._mode = self._mode or fake_mode()
+        args = _with(self.args, **{option: size})
+        loaded = _asked.load(args, real=False, mode=self._mode)
+        if self._built is None or _make(loaded.model) != _make(self._built[0]):
+            asked = _asked.keywords(args, Target, Training)
+            studies = studies_by_size(loaded.model, runtime=args.runtime, name=loaded.name, **asked)
+            self._built = loaded.model, studies
+        return self._built[1].at(Inputs.of(loaded.example_args, loaded.example_kwargs), loaded.loss_fn)
 
     def partitioned(self) -> Iterator[Schedule]:
         from planner.capture.inputs import Inputs
@@ -221,14 +239,29 @@ class _Asking:
         assert self.sweep is not None
         axes = {option: search.axis_so_far for option, search in self.sizes.items()}
         return Answers(
-            curve=self.sweep.curve(),
-            batch_sizes=axes.get("batch_size"),
-            seq_lens=axes.get("seq_len"),
+            curve=replace(self.sweep.curve(), batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len")),
             devices=self.devices.rows if self.devices else (),
             methods=self.methods.methods if self.methods else (),
             interrupted=interrupted,
             plans=tuple(self.sweep.plans()) if self.args.html else (),
         )
+
+
+def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
+    return argparse.Namespace(**vars(args) | other)
+
+
+def _make(model: nn.Module) -> list[Any]:
+    """Return what tells models of one kind apart: the sizes of their tensors, and the plain attributes of modules."""
+    plain = (bool, int, float, str, tuple, list)
+    sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    return [
+        *sizes,
+        *(
+            (name, [(key, x) for key, x in vars(module).items() if isinstance(x, plain) and not key.startswith("_")])
+            for name, module in model.named_modules()
+        ),
+    ]
 
 
 def _hand_out(answers: Answers, args: argparse.Namespace) -> None:

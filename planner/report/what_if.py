@@ -31,7 +31,7 @@ def further(answers: Answers) -> Iterator[RenderableType]:
     curve = answers.curve
     if curve.asked is not None:
         yield Text(_asked(curve, curve.asked))
-    for name, axis in (("batch sizes", answers.batch_sizes), ("sequence lengths", answers.seq_lens)):
+    for name, axis in (("batch sizes", answers.curve.batch_sizes), ("sequence lengths", answers.curve.seq_lens)):
         if axis is not None:
             yield _sizes(name, axis)
             yield Text(_largest(axis))

@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, Varying, varying_dimensions
 from planner.capture.torch_internals import dynamic_dimensions, dynamic_ranges, is_marked_dynamic
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 
 InputSizes = tuple[tuple[int, ...], ...]
-
-Varying = tuple[torch.Tensor, set[int]]
-"""An input, and its dimensions that are not always of one size."""
 
 
 class PlansBySize:
@@ -59,19 +56,12 @@ class CallsSeen:
 
     def varying(self, inputs: Inputs) -> list[Varying]:
         """Return the inputs with dimensions that vary, or are marked as dynamic, and remember the sizes."""
-        tensors = inputs.tensors()
-        sizes = [tensor.shape for tensor in tensors]
-        alike = [s for s in self._seen if [len(size) for size in s] == [len(size) for size in sizes]]
+        found = varying_dimensions(inputs, self._seen)
+        sizes = [tensor.shape for tensor in inputs.tensors()]
         if sizes not in self._seen:
             self._seen.append(sizes)
         self._others = [*self._others[-1:], _others(inputs)]
-        found = []
-        for at, tensor in enumerate(tensors):
-            dimensions = dynamic_dimensions(tensor)
-            dimensions |= {d for s in alike for d, size in enumerate(s[at]) if size != tensor.shape[d]}
-            if dimensions:
-                found.append((tensor, dimensions))
-        return found
+        return [*found, *((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))]
 
 
 def _others(inputs: Inputs) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
 from planner.capture.failures import explain_failures
-from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
@@ -34,7 +34,7 @@ from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
-from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, Varying, largest_sizes, marked, with_sizes
+from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, largest_sizes, marked, with_sizes
 from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.analysis.trade_off.ranges import check_budgets
+from planner.analysis.trade_off.ranges import check_budgets, parse_sizes
+from planner.analysis.trade_off.sizes import SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
 from planner.capture.parallel import has_several_ranks
@@ -23,6 +25,7 @@ from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.session.recorded import study_eager, with_eager
+from planner.session.sizes import StudiesBySize
 from planner.session.step import Options, captured, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
 
@@ -111,6 +114,8 @@ def what_if(
     budget: Size | None = None,
     points: int = 20,
     budgets: str | None = None,
+    batch_sizes: str | None = None,
+    seq_lens: str | None = None,
     runtime: str = "graph",
     solver: str = "auto",
     offload: bool = False,
@@ -135,13 +140,17 @@ def what_if(
         How many budgets, at equal distances.
     budgets : str, optional
         Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"``.
+    batch_sizes, seq_lens : str, optional
+        Sizes to ask about at ``budget``, ``"1..64"`` or ``"1,2,4"``: the largest that fits, and how much each trains a
+        second. The example inputs are repeated or cut to each: along the first dimension of every tensor that is as
+        long there as the first, or along all others that are as long as the first tensor's second.
     runtime : str
         ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step, which have a solver of
         their own.
     solver, offload, host_budget, offload_at_least, offload_lossy, deterministic, seed
         See :func:`planner.plan`; with offload the curve is of plans that offload too.
     time_limit_seconds : float
-        Roughly, for all points together.
+        Roughly, for all points together; each size may take a fifth of it.
     progress : callable, optional
         Told in short lines how it stands.
     **options
@@ -150,7 +159,7 @@ def what_if(
     Returns
     -------
     TradeOffCurve
-        With its knee, and what 1 GiB more buys.
+        With its knee, what 1 GiB more buys, and an axis for the sizes that were asked about.
 
     Raises
     ------
@@ -168,6 +177,10 @@ def what_if(
     0.0
     """
     search, allowed = picked(Search, locals()), picked(Offload, locals())
+    batches = None if batch_sizes is None else parse_sizes(batch_sizes, what="batch sizes")
+    lengths = None if seq_lens is None else parse_sizes(seq_lens, what="sequence lengths")
+    if (batches or lengths) and budget is None:
+        raise UsageError("sizes are asked about at a budget: give budget, what is to fit")
     if points < 2:
         raise UsageError(f"a curve has at least 2 points, not {points}")
     if budget is not None:
@@ -176,11 +189,45 @@ def what_if(
         check_budgets(budgets)
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
-    step = study(model, example_inputs, runtime=runtime, deterministic=deterministic, progress=progress, **options)
+    options = {"runtime": runtime, "deterministic": deterministic, "progress": progress, **options}
+    step = study(model, example_inputs, **options)
     host = step.host_for(allowed)
     sweep = CurveSweep(step, search, points=points, budgets=budgets, asked=budget, host=host)
     sweep.run()
-    return sweep.curve()
+    curve = sweep.curve()
+    if sweep.asked_bytes is None or not (batches or lengths):
+        return curve
+    inputs = Inputs.of(example_inputs, options.get("example_kwargs"))
+    studies, loss_fn = studies_by_size(model, **options), options.get("loss_fn")
+    if batches is not None:
+        by_batch = SizeSearch.of_batches(
+            batches,
+            sweep.asked_bytes,
+            search,
+            study_at=lambda size: studies.at(inputs.with_batch(size), loss_fn),
+            offload=allowed,
+        )
+        by_batch.run()
+        curve = replace(curve, batch_sizes=by_batch.axis_so_far)
+    if lengths is not None:
+        by_length = SizeSearch.of_lengths(
+            lengths,
+            sweep.asked_bytes,
+            search,
+            samples=inputs.batch_size,
+            study_at=lambda size: studies.at(inputs.with_length(size), loss_fn),
+            offload=allowed,
+        )
+        by_length.run()
+        curve = replace(curve, seq_lens=by_length.axis_so_far)
+    return curve
+
+
+def studies_by_size(model: nn.Module, **asked: Any) -> StudiesBySize:
+    """Return the studies of a model's step at sizes of its inputs; the keywords are those of :func:`study`."""
+    return StudiesBySize(
+        model, Options.of({**(study.__kwdefaults__ or {}), **asked}, chunk=check_chunk(asked.get("chunk", OFF)))
+    )
 
 
 def audit(

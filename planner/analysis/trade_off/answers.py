@@ -9,7 +9,6 @@ from typing import Any
 
 from planner.analysis.trade_off.accelerators import DeviceRow
 from planner.analysis.trade_off.methods import Method
-from planner.analysis.trade_off.sizes import SizeAxis
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.plans.plan import Plan
 
@@ -19,8 +18,6 @@ class Answers:
     """The curve and the other axes that were asked about."""
 
     curve: TradeOffCurve
-    batch_sizes: SizeAxis | None = None
-    seq_lens: SizeAxis | None = None
     devices: tuple[DeviceRow, ...] = ()
     methods: tuple[Method, ...] = ()
     interrupted: bool = False
@@ -33,8 +30,8 @@ class Answers:
         return {
             **self.curve.report(),
             "interrupted": self.interrupted,
-            "batch_sizes": self.batch_sizes.report() if self.batch_sizes else None,
-            "seq_lens": self.seq_lens.report() if self.seq_lens else None,
+            "batch_sizes": self.curve.batch_sizes.report() if self.curve.batch_sizes else None,
+            "seq_lens": self.curve.seq_lens.report() if self.curve.seq_lens else None,
             "devices": [row.report() for row in self.devices],
             "solvers": [method.report() for method in self.methods],
         }

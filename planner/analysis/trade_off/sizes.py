@@ -1,7 +1,7 @@
 """How large a batch, or how long a sequence, fits a budget, and which size trains most a second.
 
-Every row is a capture of its own. What a step needs is close to affine in its size, so two captures say where the
-largest that fits about is, and a few more around that place decide.
+What a step needs is close to affine in its size, so two sizes say where the largest that fits about is, and a few more
+around that place decide.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import SizeRange
 from planner.common.options import Offload, Search
 
+_ROW_SHARE = 0.2
+"""What each size may take of the time limit for the curve."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRow:
@@ -27,7 +30,7 @@ class SizeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeAxis:
-    """Sizes at one budget: those that were captured, in rising order.
+    """Sizes at one budget: those that were planned, in rising order.
 
     ``name`` is ``"batch size"`` or ``"sequence length"``, and ``unit`` what ``per_second`` counts, ``"samples"`` or
     ``"tokens"``. Once it is complete, the largest size is the largest of all that were asked about.
@@ -86,6 +89,27 @@ class SizeSearch:
     units_of_one: int = 1
     step: int = 1
 
+    @classmethod
+    def of_batches(cls, sizes: SizeRange, budget_bytes: int, search: Search, **more: Any) -> SizeSearch:
+        """Return a search over batch sizes, with a share of the time that ``search`` has for a curve."""
+        axis = SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes)
+        return cls(sizes=sizes, axis_so_far=axis, search=_of_a_row(search), **more)
+
+    @classmethod
+    def of_lengths(
+        cls, sizes: SizeRange, budget_bytes: int, search: Search, *, samples: int, **more: Any
+    ) -> SizeSearch:
+        """Return a search over sequence lengths of a batch of so many samples, likewise; single tokens do not count."""
+        axis = SizeAxis(name="sequence length", unit="tokens", budget_bytes=budget_bytes)
+        return cls(
+            sizes=sizes,
+            axis_so_far=axis,
+            search=_of_a_row(search),
+            units_of_one=samples,
+            step=sizes.coarse_step,
+            **more,
+        )
+
     def run(self) -> None:
         """Look at sizes until the largest that fits is known."""
         lower = None
@@ -129,3 +153,7 @@ class SizeSearch:
         row = SizeRow(size=size, outcome=outcome, per_second=per_second)
         self.axis_so_far = replace(axis, rows=tuple(sorted((*axis.rows, row), key=lambda row: row.size)))
         return outcome
+
+
+def _of_a_row(search: Search) -> Search:
+    return replace(search, time_limit_seconds=_ROW_SHARE * search.time_limit_seconds)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.analysis.trade_off.sizes import SizeAxis
 from planner.common.json_reader import attributes, to_data
 from planner.plans.plan import EagerStep
 
@@ -59,6 +60,9 @@ class TradeOffCurve:
     """Whether values of float32 are rounded to bfloat16 there."""
     eager: EagerStep | None = None
     """The model's own step, of whose peak percentages are, if it is known; overheads are over the captured one."""
+    batch_sizes: SizeAxis | None = None
+    seq_lens: SizeAxis | None = None
+    """Other sizes at the budget that was asked about."""
 
     @property
     def knee(self) -> TradeOffPoint | None:

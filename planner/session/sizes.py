@@ -1,0 +1,101 @@
+"""The step of one model at many sizes of its inputs, from as few captures as can be."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from planner.analysis.study import Study
+from planner.capture.inputs import Inputs, LossFunction, check_plannable, varying_dimensions
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import IsolatedCall, Stopped, loss_outputs
+from planner.capture.masks import AssumptionBrokenError
+from planner.capture.random_states import random_states_kept
+from planner.capture.symbolic import OtherProgramError, at_sizes
+from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
+from planner.common import timings
+from planner.errors import CaptureError
+from planner.session.recorded import study_eager
+from planner.session.step import Options, attention_for, captured, lower_as_run, study_lowered, with_loss
+from planner.session.step_planning import chunked
+
+
+class StudiesBySize:
+    """Studies of a model's step at sizes of its inputs.
+
+    The first size is captured as it is. For the second the program is captured with symbols for what differs from the
+    first, and serves all others: made plain for a size, it is the step that a capture at that size gives. A size that
+    it does not hold for (of one row, often) is captured by itself. What eager needs is not recorded: budgets are bytes.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model, self._options = model, options
+        self._first: Inputs | None = None
+        self._call: IsolatedCall | None = None
+        """What is captured with symbols."""
+        self._may_vary = True
+
+    def at(self, inputs: Inputs, loss_fn: LossFunction | None = None) -> Study:
+        """Return the step for these inputs; a CaptureError says that it cannot be captured."""
+        model = self._model
+        options = with_loss(model, self._options, loss_fn, inputs)
+        if options.runtime == "modules":
+            return study_eager(model, inputs, options)
+        check_plannable(model, inputs)
+        step = lower_as_run(model, self._captured(inputs, options), options)
+        if isinstance(options.chunk, int) and options.chunk != 1:
+            step = chunked(model, step, options.chunk, options)
+        return study_lowered(model, step, options)
+
+    def _captured(self, inputs: Inputs, options: Options) -> JointGraph:
+        if self._first is None:
+            self._first = inputs
+        elif self._may_vary:
+            try:
+                joint = self._of_symbols(inputs, options)
+            except CaptureError:
+                self._may_vary = False  # it is the symbols that cannot be captured
+            else:
+                if joint is not None:
+                    return joint
+        return captured(self._model, inputs, options)
+
+    @timings.stage("capture")
+    def _of_symbols(self, inputs: Inputs, options: Options) -> JointGraph | None:
+        """Return the program with symbols made plain for these inputs; None if it does not hold for them."""
+        assert self._first is not None
+        varying = varying_dimensions(inputs, [[tensor.shape for tensor in self._first.tensors()]])
+        if not varying or min(tensor.shape[d] for tensor, dimensions in varying for d in dimensions) < 2:
+            return None  # torch takes a size of one for a number
+        try:
+            with random_states_kept(), torch.enable_grad(), with_symbolic_sizes(varying):
+                if self._call is not None:
+                    self._call.known(inputs.args, inputs.kwargs)
+                else:
+                    self._call = self._new_call(options)
+                    self._call(*inputs.args, **inputs.kwargs)
+        except Stopped as stopped:
+            joint, *given = stopped.args
+            return at_sizes(joint, *given) if given else joint
+        except (OtherProgramError, AssumptionBrokenError):
+            pass
+        return None
+
+    def _new_call(self, options: Options) -> IsolatedCall:
+        options.search.tell("capturing forward and backward for all sizes")
+        return IsolatedCall(
+            self._model,
+            call_implementation(self._model),
+            _stop,
+            make_program=_stop,
+            attention=attention_for(self._model, options),
+            choose_outputs=partial(loss_outputs, loss=options.loss),
+        )
+
+
+def _stop(*captured: Any) -> NoReturn:
+    """Give back what was captured: a joint graph, and if that has symbols what it is given."""
+    raise Stopped(*captured)
