@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from planner.analysis.explain import explain
     from planner.analysis.study import Study
     from planner.analysis.trade_off.types import TradeOffCurve
-    from planner.api import auto_wrap, plan, plan_of, profile, status, unwrap, verify
+    from planner.api import auto_wrap, backend, plan, plan_of, profile, status, unwrap, verify
     from planner.diagnose.check import check
     from planner.diagnose.status import Status
     from planner.exporters import export
@@ -32,8 +32,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit", "Export", "PipelinePlan", "Plan", "Status", "Study", "TradeOffCurve", "Verification",
-    "__version__", "audit", "auto_wrap", "check", "diff", "explain", "export", "load_instance", "load_profile",
-    "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status", "study", "unwrap",
+    "__version__", "audit", "auto_wrap", "backend", "check", "diff", "explain", "export", "load_instance",
+    "load_profile", "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status", "study", "unwrap",
     "verify", "what_if",
 ]  # fmt: skip
 
@@ -43,7 +43,7 @@ _HOME = {
     "planner.analysis.explain": ("explain",),
     "planner.analysis.study": ("Study",),
     "planner.analysis.trade_off.types": ("TradeOffCurve",),
-    "planner.api": ("auto_wrap", "plan", "plan_of", "profile", "status", "unwrap", "verify"),
+    "planner.api": ("auto_wrap", "backend", "plan", "plan_of", "profile", "status", "unwrap", "verify"),
     "planner.diagnose.check": ("check",),
     "planner.diagnose.status": ("Status",),
     "planner.exporters": ("export",),

@@ -29,7 +29,7 @@ from planner.capture.planned_call import install_planned_call, planned_call, rem
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
-from planner.common.units import Size
+from planner.common.units import Size, is_share
 from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
@@ -38,6 +38,7 @@ from planner.measure import loss
 from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import Running
+from planner.runtimes._backend import RUNTIMES, Backend
 from planner.session.recorded import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 from planner.session.telling import working
@@ -407,6 +408,73 @@ def verify(
     with entered(of_model(model, inputs.args, inputs.kwargs)):
         needed = loss.memory_of(model, inputs, loss_fn) if loss_fn is not None else None
         return _verify(model, inputs, plan, loss_fn=loss_fn, loss=needed, timed_steps=timed_steps)
+
+
+def backend(
+    *,
+    budget: Size,
+    runtime: str = "inductor",
+    solver: str = "auto",
+    time_limit_seconds: float = 10.0,
+    deterministic: bool = False,
+    seed: int = 0,
+    cost_model: str = "auto",
+    optimizer: str = "none",
+    master_weights: bool = False,
+    gradient_accumulation: bool = False,
+    reserve: Size = 0,
+    maximum_shapes: int = 64,
+    progress: Progress | None = None,
+) -> Backend:
+    """Return a backend for ``torch.compile`` that keeps a memory budget while what it compiles trains.
+
+    All graphs that one backend compiles share its budget, whatever Dynamo cuts a program into. Each runs once under
+    the lowest plan that is known for it, by eager kernels. When all are known, at the next step, every one is planned
+    for its share and compiled. What is computed eagerly between them is not counted.
+
+    Parameters
+    ----------
+    budget : int or str
+        What the whole device may hold at any moment: bytes or ``"8GiB"``.
+    runtime : str
+        ``"inductor"``: Inductor writes the code; ``torch.compile``'s ``mode`` and ``options`` are its own, and what
+        needs no gradients is compiled as without a plan. ``"graph"``: eager kernels, with eager's bits.
+    solver, time_limit_seconds, deterministic, seed, cost_model, optimizer, master_weights, gradient_accumulation
+        See :func:`plan`; the time limit is for each graph.
+    reserve, progress
+        See :func:`plan`.
+    maximum_shapes : int
+        How many sets of input sizes each graph may have code for.
+
+    Returns
+    -------
+    Backend
+        For ``torch.compile(..., backend=...)``. Printing it says what each graph may hold; ``plans`` has them all.
+
+    Raises
+    ------
+    UsageError
+        If an argument is wrong.
+    UsageError, CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
+        By the compiled program, when it is called: ``mode`` or ``options`` that no plan goes with, programs that cannot
+        be planned, a budget that nothing keeps.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    >>> compiled = torch.compile(model, backend=planner.backend(budget="1GiB", runtime="graph"))
+    >>> compiled(torch.randn(256, 64)).sum().backward()
+    """
+    options = Options.of({**locals(), "compare": False})
+    if runtime not in RUNTIMES:
+        raise UsageError(f"a backend is of runtime {' or '.join(map(repr, RUNTIMES))}, not {runtime!r}")
+    if is_share(budget):
+        raise UsageError(f"budget={budget!r}: a backend does not know what the whole step takes; give bytes, or '8GiB'")
+    check_solver(runtime, solver)
+    if progress is None:
+        options = replace(options, search=replace(options.search, progress=tell))
+    return Backend(options)
 
 
 def running_on(model: nn.Module) -> Running | None:

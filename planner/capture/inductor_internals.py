@@ -7,7 +7,8 @@ it allocates and frees, and then, where that keeps the budget, for the code with
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import torch._functorch.config
 from torch import fx
 
 from planner.capture.torch_internals import PartitionFunction
-from planner.errors import PlannerError
+from planner.common.registry import did_you_mean
+from planner.errors import PlannerError, UsageError
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,55 @@ class Draft:
     run: Callable[[list[Any]], Any]
     """That code, loaded: it takes a list of tensors, which it empties, and gives the outputs."""
     inputs: list[Any]
+
+
+_SETTINGS = {
+    "fallback_random": True,
+    "fx_graph_cache": False,
+    "layout_optimization": False,  # copies of images and weights in another layout
+    "allow_buffer_reuse": False,  # what may be used again later is not freed meanwhile
+    "cpp_wrapper": False,
+}
+"""What a plan settles for Inductor, beside the partition."""
+
+_NOT_PLANNED = {"triton.cudagraphs", "custom_partitioner_fn"}
+"""Settings of which a plan knows nothing: CUDA graphs keep memory of their own."""
+
+
+def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return Inductor's settings for what ``torch.compile`` is given, by a UsageError if a plan does not go with it."""
+    import torch._inductor
+
+    known = torch._inductor.list_options()
+    modes = torch._inductor.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise UsageError(f"unknown mode {mode!r}: {did_you_mean(mode, modes)}known are {', '.join(modes)}")
+    settings = {**(modes[mode] if mode is not None else {}), **(options or {})}
+    settings = {name.replace("-", "_"): value for name, value in settings.items()}
+    for name, value in settings.items():
+        if name not in known:
+            raise UsageError(f"unknown option {name!r} of Inductor: {did_you_mean(name, known)}see list_options()")
+        if (name in _NOT_PLANNED and value) or _SETTINGS.get(name, value) != value:
+            asked = f"mode={mode!r}" if mode is not None and name in modes[mode] else f"option {name!r}"
+            hint = ": take 'max-autotune-no-cudagraphs'" if mode == "max-autotune" else ""
+            raise UsageError(f"{asked} ({name}={value!r}) does not go with a plan of memory{hint or ': leave it out'}")
+    return settings
+
+
+def with_settings(settings: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    """Let Inductor compile by the settings of :func:`settings_of`."""
+    from torch._inductor import config
+
+    patched: AbstractContextManager[Any] = config.patch(dict(settings))
+    return patched
+
+
+def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Let Inductor compile a program that has no backward, as ``torch.compile`` does by default."""
+    from torch._inductor.compile_fx import compile_fx
+
+    run: Any = compile_fx(graph_module, inputs, config_patches=dict(settings))
+    return run  # type: ignore[no-any-return]
 
 
 def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> list[Draft]:
@@ -106,14 +157,7 @@ def _compile_with_inductor(
         with V.set_choices_handler(Choices()):
             return compile_one(compile_fx_inner, *arguments, **options)
 
-    settings = {
-        "custom_partitioner_fn": Partitioner(),
-        "fallback_random": True,
-        "fx_graph_cache": False,
-        "layout_optimization": False,  # copies of images and weights in another layout
-        "allow_buffer_reuse": False,  # what may be used again later is not freed meanwhile
-        "cpp_wrapper": False,
-    }
+    settings = {**_SETTINGS, "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches):

@@ -22,7 +22,7 @@ from planner.errors import UsageError
 
 _OWN_GRAPHS = (
     "a model wrapped by planner.auto_wrap runs its own graphs, and a compiled function cannot take it in: leave out "
-    "fullgraph=True, and the function has a graph break there, or unwrap the model"
+    "fullgraph=True, and the function has a graph break there; or do not wrap, and compile with planner.backend(...)"
 )
 
 
@@ -104,5 +104,5 @@ def _check_not_compiled(module: nn.Module) -> None:
     if planned_call(module) is None:
         raise UsageError(
             f"{type(module).__name__} was wrapped by planner.auto_wrap, and then compiled by its compile(), which runs "
-            "no plan: leave compile() out, and wrap the model with runtime='inductor' for compiled code"
+            "no plan: leave compile() out, or unwrap, and call it with backend=planner.backend(budget=...)"
         )

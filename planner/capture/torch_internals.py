@@ -320,6 +320,12 @@ def installed_call(module: torch.nn.Module) -> Any:
     return getattr(module, "_compiled_call_impl", None)
 
 
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` made a module of, or the module itself."""
+    original: torch.nn.Module = getattr(module, "_orig_mod", module)
+    return original
+
+
 def not_compiled_alone(function: CallT) -> CallT:
     """Let a function run as it is when Dynamo meets it by itself; inside another it is followed as ever."""
     skip_code(function.__code__)

@@ -44,12 +44,26 @@ def reach_of(joint: JointGraph) -> Reach | None:
     return raw_outputs, gradients
 
 
+def watched(
+    run: Callable[..., Any], _graph_module: fx.GraphModule, differentiable: Sequence[int], joint: JointGraph | None
+) -> Callable[..., Any]:
+    """Return what runs a planned graph all of whose outputs count, and watches its backward."""
+    reach = None if joint is None else reach_of(joint)
+
+    def finished(*inputs: Any) -> Any:
+        outputs = run(*inputs)
+        watch_backward([outputs[position] for position in differentiable], reach)
+        return outputs
+
+    return finished
+
+
 def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None:
     """Put hooks on the backward of one call, whose planned forward returned these outputs that require gradients.
 
     Without a reach every gradient is passed on as it is.
     """
-    node = _planned_node(outputs)
+    node = planned_node(outputs)
     if node is None:
         return
     node.register_prehook(_refuse_double_backward)
@@ -87,7 +101,8 @@ def _without_unreached(
     )
 
 
-def _planned_node(outputs: Sequence[torch.Tensor]) -> Any:
+def planned_node(outputs: Sequence[torch.Tensor]) -> Any:
+    """Return autograd's node of the planned graph that made some outputs, or None."""
     pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
     for _ in range(4):
         for node in pending:

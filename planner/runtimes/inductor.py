@@ -45,7 +45,8 @@ class InductorRuntime(GraphRuntime):
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         options = options.without_measuring()  # operations are fused: what each takes alone says little
         super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
-        self._step: PlannedStep | None = None
+        self.step: PlannedStep | None = None
+        """What was planned last."""
         self._fits = False
         self._limit_bytes: int | None = None
         self._budget_bytes = self._needed_bytes = 0
@@ -71,17 +72,17 @@ class InductorRuntime(GraphRuntime):
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph, for less than the budget where its code needs more than the graph."""
         if self._limit_bytes is None:
-            self._step = super().planned(joint)
+            self.step = super().planned(joint)
         else:
             tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
             step = plan_step(self.model, joint, tighter)
-            self._step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
-        return self._step
+            self.step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
+        return self.step
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph and write its forward and backward, or write again what was drafted."""
-        if self._fits and self._step is not None:
-            return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self._step.schedule)
+        if self._fits and self.step is not None:
+            return extract_fwd_bwd(lower_step(self.model, joint, self.options).lowered, self.step.schedule)
         return super().partition(joint)
 
     def _compiled(self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
@@ -95,11 +96,11 @@ class InductorRuntime(GraphRuntime):
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
         must_match = self.must_match  # planning confirms it
-        self._step, self._fits = None, False
+        self.step, self._fits = None, False
         try:
             for attempt in range(ATTEMPTS):
                 drafts = draft_with_inductor(partition, graph_module, example_inputs)
-                step = self._step
+                step = self.step
                 if step is None or self._keeps_budget(step, drafts, slack=2**attempt):
                     return drafts  # without a step nothing requires gradients: there is no backward to plan
                 if must_match:
@@ -120,8 +121,8 @@ class InductorRuntime(GraphRuntime):
         self._budget_bytes, self._needed_bytes = plan.budget_bytes, self._peak_bytes(step, drafts)
         self._fits = self._needed_bytes <= self._budget_bytes
         if self._fits:
-            self._step = replace(step, plan=_as_compiled(plan, self._needed_bytes))
-            self._remember(self._step, step.lowered.joint)
+            self.step = replace(step, plan=_as_compiled(plan, self._needed_bytes))
+            self._remember(self.step, step.lowered.joint)
         else:
             # A tighter graph has other code: what it holds falls by less than the graph's peak.
             self._limit_bytes = max(1, plan.peak_bytes - slack * (self._needed_bytes - self._budget_bytes))
@@ -172,7 +173,7 @@ class _Inductor(StartsCalls):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        _check(model, options)
+        check_can_compile(model, options)
         begun = time.perf_counter()
         options.search.tell("capturing forward and backward")
         check_plannable(model, inputs)
@@ -180,11 +181,12 @@ class _Inductor(StartsCalls):
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        _check(model, options)
+        check_can_compile(model, options)
         return super().start(model, options, **settings)
 
 
-def _check(model: nn.Module, options: Options) -> None:
+def check_can_compile(model: nn.Module, options: Options) -> None:
+    """Raise a RuntimeUnsupportedError where there is no compiler, or where code is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(f"runtime 'inductor' needs {missing}: install it, or choose another runtime")
     if attention_for(model, options) is not None:

@@ -37,7 +37,7 @@ from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
-from planner.runtimes._gradients import reach_of, watch_backward
+from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
 from planner.session.step import LoweredStep, Options, attention_for, context_of, described, static_memory_of
 
@@ -108,23 +108,8 @@ class _Planned:
                 )
             return extract_fwd_bwd(lowered, schedule)
 
-        def finish(
-            run: Callable[..., Any],
-            _graph_module: fx.GraphModule,
-            differentiable: Sequence[int],
-            joint: JointGraph | None,
-        ) -> Callable[..., Any]:
-            reached = None if joint is None else reach_of(joint)
-
-            def finished(*inputs: Any) -> Any:
-                outputs = run(*inputs)
-                watch_backward([outputs[position] for position in differentiable], reached)
-                return outputs
-
-            return finished
-
         return IsolatedCall(
-            block, block.forward, partition, choose_outputs=differentiable_outputs, finish=finish, assume=False
+            block, block.forward, partition, choose_outputs=differentiable_outputs, finish=watched, assume=False
         )
 
 

@@ -1,0 +1,341 @@
+"""A backend for ``torch.compile`` whose graphs share one budget.
+
+What Dynamo cuts a program into is known only when it has run. So a graph runs for the first time under the lowest plan
+that is known for it, by eager kernels. At the first call after that with nothing held for a backward, every graph gets
+its share (:mod:`planner.plans.shares`), is planned for it, and compiled. Graphs are told apart by what was held when
+they were called: the same one may have several plans.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from planner.capture.device import entered, of_model
+from planner.capture.inductor_internals import settings_of, without_plan
+from planner.capture.joint_capture import differentiable_outputs
+from planner.capture.pieces import Piece, model_of, numbers_among
+from planner.capture.random_states import random_states_kept
+from planner.common.options import Budget
+from planner.common.units import format_bytes, format_percent, parse_size, round_up
+from planner.errors import InfeasibleBudgetError, PlannerError, RuntimeUnsupportedError, UsageError
+from planner.findings.finding import Finding, Severity
+from planner.ir.static_memory import LossMemory
+from planner.plans.plan import Plan
+from planner.plans.shares import Call, calls_in, fraction_that_fits, least_bytes
+from planner.runtimes._gradients import planned_node
+from planner.runtimes._pieces import Made, Program
+from planner.session.step import Options
+from planner.session.telling import working
+
+RUNTIMES = ("inductor", "graph")
+"""Runtimes of whole graphs, which a backend can be of."""
+
+_MOST_CALLS = 512
+"""More than a step holds at the same time, unless it holds on to what it should let go."""
+
+
+class Backend:
+    """What ``torch.compile`` takes for its backend; :func:`planner.backend` makes it."""
+
+    def __init__(self, options: Options) -> None:
+        assert options.budget.budget is not None
+        self.options = options
+        self._budget_bytes = parse_size(options.budget.budget)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all graphs, as ``torch.compiler.reset()`` does."""
+        self._models: list[nn.Module] = []
+        self._loose = nn.Module()
+        """Holds parameters of programs that no module is called around."""
+        self._first: dict[Any, _Call] = {}
+        self._held: list[_Held] = []
+        self._is_new = False
+        self._count = 0
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plans in force, by the names of their graphs and the numbers of their calls, in the order of these."""
+        found: dict[str, Plan] = {}
+        seen = Counter[str]()
+        for call in self._calls():
+            name = call.program.name
+            seen[name] += 1
+            if call.made is not None:
+                found[f"{name}, call {seen[name]}" if seen[name] > 1 else name] = call.made.plan
+        return found
+
+    def __str__(self) -> str:
+        plans = self.plans
+        rows = [
+            f"  {name}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.budget_bytes)}, "
+            f"+{format_percent(plan.overhead)} step time, {len(plan.recomputations)} recomputations"
+            for name, plan in plans.items()
+        ]
+        graphs = f"{len(plans)} planned graph{'s' * (len(plans) != 1)}"
+        return "\n".join([f"{graphs} under one budget of {format_bytes(self._budget_bytes)}", *rows])
+
+    def __call__(
+        self,
+        graph_module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        """Take what Dynamo captured. Errors of ours come out of the first call: Dynamo would wrap them in its own."""
+        try:
+            settings = self._settings(mode, options)
+        except PlannerError as error:
+            return partial(_refuse, error)
+        if differentiable_outputs(graph_module):
+            self._count += 1
+            return _Graph(self, graph_module, settings, f"graph {self._count}").run
+        return without_plan(graph_module, example_inputs, settings) if self._is_compiled else graph_module.forward
+
+    @property
+    def _is_compiled(self) -> bool:
+        return self.options.runtime == "inductor"
+
+    def _settings(self, mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        if self._is_compiled:
+            return settings_of(mode, options)
+        if mode or options:
+            raise UsageError("mode and options are Inductor's: leave them out, or take runtime='inductor'")
+        return {}
+
+    def _calls(self) -> list[_Call]:
+        return [call for call in calls_in(self._first.values()) if isinstance(call, _Call)]
+
+    def run(self, graph: _Graph, given: Sequence[Any]) -> Any:
+        """Run a graph: as it was planned, or for the first time."""
+        program = graph.program(given)
+        if program is None:
+            return graph.as_it_is(given)
+        if self._is_new and not self._held:
+            self._plan_all()
+        calls: dict[Any, Any] = self._held[-1].call.after if self._held else self._first
+        if program not in calls:
+            calls[program] = self._new_call(program, given)
+        call = calls[program]
+        outputs = call.run(*(given[at] for at in program.piece.positions))
+        self._hold(call, given, outputs)
+        return outputs
+
+    def model_for(self, given: Sequence[Any]) -> nn.Module:
+        """Return the module whose tensors a program is given; one of ours, where no module is called around it."""
+        model = model_of(given)
+        if model is None:
+            model = self._loose
+            for value in given:
+                if isinstance(value, nn.Parameter) and all(value is not known for known in model.parameters()):
+                    model.register_parameter(f"parameter {len(model._parameters)}", value)
+        if all(model is not known for known in self._models):
+            self._models.append(model)
+        return model
+
+    @property
+    def _free_bytes(self) -> int:
+        """What the budget leaves for what steps allocate and are given."""
+        resident = {call.program.model: call.program.resident_bytes for call in self._calls()}
+        return self._budget_bytes - sum(resident.values())
+
+    def _new_call(self, program: Program, given: Sequence[Any]) -> _Call:
+        """Return a call of a program where it has not been called before, under the lowest plan that is known."""
+        calls = self._calls()
+        if len(calls) >= _MOST_CALLS:
+            raise RuntimeUnsupportedError(
+                f"{_MOST_CALLS} different calls of compiled graphs hold memory for a backward: a loop that keeps "
+                "outputs of earlier steps, or calls the model without torch.no_grad() and differentiates nothing?"
+            )
+        held = {storage.cdata for one in self._held for storage in one.storages}
+        inputs = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in program.own_inputs(given)}
+        own_bytes = sum(round_up(n, program.alignment_bytes) for cdata, n in inputs.items() if cdata not in held)
+        call = _Call(
+            program=program,
+            lowest=program.lowest,
+            whole=program.whole,
+            own_bytes=own_bytes,
+            left_bytes=program.left_bytes,
+            run=program.first_run,
+            now_bytes=own_bytes + program.first_needs.kept_bytes,
+        )
+        others = [*calls, call]
+        resident = {one.program.model: one.program.resident_bytes for one in others}
+        before_bytes = sum(resident.values()) + sum(one.call.now_bytes for one in self._held)
+        needed_bytes = before_bytes + own_bytes + program.first_needs.peak_bytes
+        if needed_bytes > self._budget_bytes:
+            raise self._infeasible(needed_bytes, f"{program.name} holds at least", program.name)
+        self._is_new = True
+        return call
+
+    def _hold(self, call: _Call, given: Sequence[Any], outputs: Any) -> None:
+        """Note what is held from now on until the backward of a call begins, or nobody can run it any more."""
+        node = planned_node([x for x in outputs if isinstance(x, torch.Tensor)])
+        if node is None:
+            return
+        tensors = [x for x in (*given, *outputs) if isinstance(x, torch.Tensor)]
+        held = _Held(call, [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])
+        self._held.append(held)
+        release = partial(_release, weakref.ref(self), held)
+        node.register_prehook(lambda _gradients: release())
+        weakref.finalize(node, release)
+
+    def release(self, held: _Held) -> None:
+        """Note that a call's memory is no longer held."""
+        self._held = [one for one in self._held if one is not held]
+
+    def _plan_all(self) -> None:
+        """Give every call its share, and plan those for which that is another than before."""
+        needed_bytes, free_bytes = least_bytes(self._first.values()), self._free_bytes
+        if needed_bytes > free_bytes:
+            needed_bytes += self._budget_bytes - free_bytes
+            raise self._infeasible(needed_bytes, "its graphs, as they are compiled, hold at least", "the step")
+        fraction = fraction_that_fits(self._first.values(), free_bytes)
+        for call in self._first.values():
+            self._plan(call, free_bytes, fraction)
+        self._is_new = False
+
+    def _plan(self, call: _Call, free_bytes: int, fraction: float) -> None:
+        """Plan what comes after a call, and then the call: it is told what the others take."""
+        after: list[Any] = list(call.after.values())
+        for later in after:
+            self._plan(later, free_bytes - call.kept_bytes(fraction), fraction)
+        left_bytes = call.left_after_bytes
+        working_bytes = max([0, *(later.demand_bytes - left_bytes for later in after)])
+        loss = LossMemory(working_bytes=working_bytes, held_bytes=left_bytes, is_known=True) if after else None
+        room_bytes = free_bytes - call.own_bytes
+        asked = room_bytes, loss
+        if call.made is None or call.asked != asked:
+            # What runs later fits here too: equal blocks share their code.
+            equal = (c.made for c in calls_in(after) if isinstance(c, _Call) and c.program is call.program)
+            fitting = (made for made in equal if made is not None and made.peak_with(loss) <= room_bytes)
+            call.use(next(fitting, None) or self._made(call, room_bytes, loss, fraction))
+            call.asked = asked
+        assert call.made is not None
+        call.demand_bytes = call.own_bytes + call.made.peak_with(loss)
+
+    def _made(self, call: _Call, room_bytes: int, loss: LossMemory | None, fraction: float) -> Made:
+        options = replace(self.options, budget=Budget(activation_budget=max(1, room_bytes)), loss=loss)
+        with working(call.program.model) as done:
+            made = call.program.planned(options)
+            done(f"{call.program.name} of {self._count}", made.plan)
+        noted = (*made.plan.warnings, self._note(call, fraction))
+        return replace(made, plan=replace(made.plan, warnings=noted))
+
+    def _note(self, call: _Call, fraction: float) -> Finding:
+        count = len(self._calls())
+        return Finding(
+            rule="share-of-budget",
+            severity=Severity.NOTE,
+            evidence=f"{call.program.name}: {count} call{'s' * (count != 1)} of compiled graphs share "
+            f"{format_bytes(self._budget_bytes)}",
+            cause=f"each may go {format_percent(fraction)} of the way from the least it can hold to what it holds "
+            "without recompute; what others hold meanwhile is taken off",
+            fix="nothing; fewer graph breaks leave more to choose from" if count > 1 else "nothing",
+        )
+
+    def _infeasible(self, needed_bytes: int, what: str, operation: str) -> InfeasibleBudgetError:
+        return InfeasibleBudgetError(
+            f"no plan fits {format_bytes(self._budget_bytes)}: with all that is resident, {what} "
+            f"{format_bytes(needed_bytes)} ({needed_bytes} bytes); raise the budget, or make the batch smaller"
+            + (", or try runtime='graph'" if self._is_compiled else ""),
+            minimum_feasible_peak_bytes=needed_bytes,
+            operation=operation,
+        )
+
+
+def _refuse(error: PlannerError, *_given: Any) -> Any:
+    raise error.with_traceback(None)
+
+
+def _release(backend: Callable[[], Backend | None], held: _Held) -> None:
+    found = backend()
+    if found is not None:
+        found.release(held)
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A graph as Dynamo cut it out, whatever its sizes."""
+
+    backend: Backend
+    graph_module: fx.GraphModule
+    settings: dict[str, Any]
+    name: str
+    programs: dict[Any, Program | None] = field(default_factory=dict)
+    """By sizes, where those vary; None where nothing needs gradients."""
+
+    @cached_property
+    def _varies(self) -> bool:
+        values = (node.meta.get("example_value") for node in self.graph_module.graph.find_nodes(op="placeholder"))
+        return bool(self._numbers) or any(isinstance(value, (torch.SymInt, torch.SymFloat)) for value in values)
+
+    @cached_property
+    def _numbers(self) -> list[int]:
+        return numbers_among(self.graph_module)
+
+    def _sizes(self, given: Sequence[Any]) -> Any:
+        """Return all that code depends on and Dynamo's guards let vary."""
+        sizes = [x.shape if isinstance(x, torch.Tensor) else x for x in given]
+        return (*sizes, *(given[at].item() for at in self._numbers))
+
+    def run(self, *given: Any) -> Any:
+        return self.backend.run(self, given)
+
+    def as_it_is(self, given: Sequence[Any]) -> Any:
+        return self.graph_module.forward(*given)
+
+    def program(self, given: Sequence[Any]) -> Program | None:
+        """Return the program for the sizes of a call."""
+        sizes = self._sizes(given) if self._varies else ()
+        if sizes not in self.programs:
+            most = self.backend.options.maximum_shapes
+            if len(self.programs) >= most:
+                raise RuntimeUnsupportedError(
+                    f"{self.name} was called with {most} sets of sizes, each of which needs code of its own: pad or "
+                    "bucket the inputs, or raise maximum_shapes of planner.backend"
+                )
+            model = self.backend.model_for(given)
+            with entered(of_model(model, *given)), random_states_kept():
+                piece = Piece.of(self.graph_module, given, model)
+                name = f"{self.name}{f', sizes {len(self.programs) + 1}' if self.programs else ''}"
+                self.programs[sizes] = Program.seen(model, piece, self.backend.options, self.settings, name)
+        return self.programs[sizes]
+
+
+@dataclass(eq=False, kw_only=True)
+class _Call(Call):
+    """A call of a program, with the code that runs it."""
+
+    program: Program
+    run: Callable[..., Any]
+    now_bytes: int
+    """What it holds for its backward by the code that runs now, with what it is given."""
+    made: Made | None = None
+    asked: Any = None
+    """What it was planned for."""
+    demand_bytes: int = 0
+    """What it and all that comes after it take at most."""
+
+    def use(self, made: Made) -> None:
+        """Run what was made from now on."""
+        self.made, self.run, self.now_bytes = made, made.run, self.own_bytes + made.needs.kept_bytes
+
+
+@dataclass(eq=False, frozen=True)
+class _Held:
+    """A call whose backward is still to come."""
+
+    call: _Call
+    storages: list[StorageWeakRef]
+    """What it was given and gave."""
