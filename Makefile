@@ -28,10 +28,11 @@ lint:
 types:
 	$(PYTHON) -m mypy
 
-# The API reference, from docstrings: open build/docs/index.html.
+# The site: all pages, the notebooks and the API reference. Its search needs a server:
+# .venv/bin/python -m http.server -d build/docs
 docs:
 	$(PYTHON) -m pip install -q -c constraints.txt -e '.[docs]'
-	$(PYTHON) docs/reference.py build/docs
+	$(PYTHON) docs/build_site.py build/docs
 
 ci:
 	bash .ci/run

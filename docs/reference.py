@@ -16,8 +16,6 @@ MODULES = (
     "planner.capture.memory",
     "planner.common.options",
     "planner.plans.plan",
-    "planner.plans.plan",
-    "planner.plans.plan",
     "planner.plans.pipeline_types",
     "planner.analysis.study",
     "planner.analysis.trade_off.types",
