@@ -8,16 +8,17 @@ that torch would choose there; its shapes, what it saves and its backward are th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from cost_models.devices import DeviceSpec
+from planner.capture.torch_internals import VERSION
 
 aten = torch.ops.aten
 
@@ -25,12 +26,62 @@ Attention = Callable[..., Tensor]
 
 _HALVES = (torch.float16, torch.bfloat16)
 
-_CUDNN_FIRST = ("sm90", "sm100")
-"""Where torch 2.11 and later tries cuDNN first, given the cuDNN that its builds for CUDA 13 bring."""
+_CUDNN_FIRST = ("sm90", "sm100", "sm103")
+"""Where cuDNN is tried first, given the cuDNN that torch's builds for CUDA 13 bring."""
+
+_OLDER = ("sm50", "sm60", "sm61", "sm70", "sm72", "sm75")
+"""Without tensor cores for bfloat16, and without flash attention."""
+
+_LITTLE_SHARED_MEMORY = ("sm86", "sm89", "sm120", "sm121")
+"""Cards on which flash attention has no backward for some large heads."""
 
 _FLASH_HEAD = 256
 _MASK_ALIGNMENT = 8
 _FLASH_ALIGNMENT = 8
+_CUDNN_HEAD = 128
+_DROPOUT_STEPS = 16
+_SWITCH = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What differs between versions of torch."""
+
+    grouped_efficient: bool = True
+    """Whether the efficient kernel takes fewer heads of keys and values than of queries."""
+    dropout_in_steps: bool = True
+    """Whether cuDNN is left alone for probabilities that are no multiple of a sixteenth."""
+    largest_cudnn_head: Mapping[str, int] = field(default_factory=dict)
+    """By architecture, up to which size cuDNN takes heads; 128 for others."""
+    other_cudnn_heads: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """By architecture, larger sizes of queries and values that it takes in training."""
+    no_single_query: tuple[str, ...] = ()
+    """Architectures on which cuDNN is left alone for one query at a time."""
+
+
+_LATENT = (192, 128)
+_BLACKWELL = ("sm100", "sm103")
+
+_2_11 = Rules(
+    grouped_efficient=False,
+    dropout_in_steps=False,
+    largest_cudnn_head={"sm90": 256},
+    other_cudnn_heads=dict.fromkeys(_BLACKWELL, (_LATENT,)),
+)
+_2_12 = replace(_2_11, dropout_in_steps=True)
+_2_14 = Rules(
+    other_cudnn_heads=dict.fromkeys(_CUDNN_FIRST, (_LATENT, (256, 256))),
+    no_single_query=_BLACKWELL,
+)
+RULES = {(2, 11): _2_11, (2, 12): _2_12, (2, 13): _2_12, (2, 14): _2_14}
+"""By version. Each was held against torch itself over a grid of calls: ``tests/cuda/test_attention.py``."""
+
+NEWEST = max(RULES)
+
+
+def rules_here() -> Rules:
+    """Return the rules of this torch: those of the newest version that is known, where it is newer."""
+    return RULES.get(VERSION, RULES[NEWEST])
 
 
 def choose(spec: DeviceSpec, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> str:
@@ -38,14 +89,19 @@ def choose(spec: DeviceSpec, query: Tensor, key: Tensor, value: Tensor, mask: Te
 
     Tensors, fake ones will do, are of shape (batch, heads, length, head size); ``options`` are ``dropout_p``,
     ``is_causal`` and ``enable_gqa`` of the call. The order and the conditions are those of
-    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` in torch 2.11 to 2.13 with nothing disabled by the user.
+    ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` in training; what a person has switched off stays off.
     """
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return "math"
     call = _Call(query, key, value, mask, **options)
-    fused = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}
-    order = ("cudnn", "flash", "efficient") if spec.architecture in _CUDNN_FIRST else ("flash", "efficient")
-    return next((name for name in order if fused[name](spec, call)), "math")
+    fused = {
+        "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
+        "flash": (torch.backends.cuda.flash_sdp_enabled, _flash),
+        "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, _efficient),
+    }
+    cudnn_first = spec.architecture in _CUDNN_FIRST and os.environ.get(_SWITCH) != "1"
+    order = ("cudnn", "flash", "efficient") if cudnn_first else ("flash", "efficient")
+    return next((name for name in order if fused[name][0]() and fused[name][1](spec, call)), "math")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +130,36 @@ def _flash(spec: DeviceSpec, call: _Call) -> bool:
     size = call.query.shape[-1]
     same_size = size == call.key.shape[-1] == call.value.shape[-1] and size <= _FLASH_HEAD
     square = not call.is_causal or call.query.shape[2] == call.key.shape[2]
-    # Cards with less shared memory have no backward for some large heads.
-    small_card = spec.architecture in ("sm86", "sm89", "sm120")
-    no_backward = small_card and (192 < size <= 224 or (size > 224 and call.dropout_p > 0))
-    takes = call.mask is None and call.query.dtype in _HALVES and same_size and square and not no_backward
+    no_backward = 192 < size <= 224 or (size > 224 and call.dropout_p > 0)
+    card = spec.architecture not in _OLDER and not (spec.architecture in _LITTLE_SHARED_MEMORY and no_backward)
+    takes = call.mask is None and call.query.dtype in _HALVES and same_size and square and card
     return takes and call.is_dense(grouped=call.enable_gqa)
 
 
 def _efficient(spec: DeviceSpec, call: _Call) -> bool:
-    alignment = 8 if call.query.dtype in _HALVES else 4
+    older = spec.architecture in _OLDER
+    alignment = 8 if call.query.dtype in _HALVES else 1 if older else 4
     size, value_size = call.query.shape[-1], call.value.shape[-1]
     sizes = size == call.key.shape[-1] and size % alignment == 0 and value_size % alignment == 0
-    known = call.query.dtype in (*_HALVES, torch.float32)
-    return known and sizes and not (call.mask is not None and call.is_causal) and call.is_dense(grouped=False)
+    known = call.query.dtype in (torch.float16, torch.float32) or (call.query.dtype == torch.bfloat16 and not older)
+    grouped = call.enable_gqa and rules_here().grouped_efficient
+    return known and sizes and not (call.mask is not None and call.is_causal) and call.is_dense(grouped=grouped)
 
 
 def _cudnn(spec: DeviceSpec, call: _Call) -> bool:
-    largest = 256 if spec.architecture == "sm90" else 128
-    sizes = (call.query.shape[-1], call.value.shape[-1])
-    fits = all(size <= largest and size % 8 == 0 for size in sizes) and call.key.shape[2] > 1
+    rules = rules_here()
+    (size, value_size), lengths = (call.query.shape[-1], call.value.shape[-1]), (call.query.shape[2], call.key.shape[2])
+    small = max(size, value_size) <= rules.largest_cudnn_head.get(spec.architecture, _CUDNN_HEAD)
+    other = (size, value_size) in rules.other_cudnn_heads.get(spec.architecture, ())
+    fits = size % 8 == value_size % 8 == 0 and (small or other)
+    several = lengths[1] > 1 and not (
+        lengths[0] == 1 and (call.dropout_p or spec.architecture in rules.no_single_query)
+    )
+    in_steps = not rules.dropout_in_steps or (call.dropout_p * _DROPOUT_STEPS).is_integer()
     constant_mask = call.mask is None or not call.mask.requires_grad  # it has no gradient for the mask
-    return call.query.dtype in _HALVES and fits and constant_mask and call.is_dense(grouped=call.enable_gqa)
+    strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    takes = call.query.dtype in _HALVES and fits and several and in_steps and constant_mask and not strict
+    return takes and call.is_dense(grouped=call.enable_gqa)
 
 
 _FUSED = {
@@ -153,25 +218,3 @@ def _added(mask: Tensor, query: Tensor, key: Tensor, *, pad: bool) -> Tensor:
         length = mask.shape[-1]
         mask = functional.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-
-
-def replace_attention(graph_module: fx.GraphModule, attention: Attention) -> None:
-    """Let every attention call of a captured graph run something else."""
-    for node in graph_module.graph.find_nodes(
-        op="call_function", target=functional.scaled_dot_product_attention, sort=False
-    ):
-        node.target = attention
-    graph_module.recompile()
-
-
-class InPlaceOfAttention(TorchFunctionMode):
-    """While entered, lets every attention call of a program that is followed run something else, if there is any."""
-
-    def __init__(self, attention: Attention | None) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.attention is not None and function is functional.scaled_dot_product_attention:
-            function = self.attention
-        return function(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.capture.elsewhere import Elsewhere
 from planner.capture.torch_internals import (
     FakeTensor,
     InputMutationAOTOutput,
@@ -49,6 +50,8 @@ class JointGraph:
     """Whether nothing in the graph may write into what it has made: Inductor wants it so."""
     outside_bytes: tuple[int, ...] = ()
     """Gradients that autograd handles outside: of outputs that are views of each other, or of inputs."""
+    elsewhere: Elsewhere | None = None
+    """The device that it was captured for, where that is not here."""
 
     @classmethod
     def without_graph(cls, inputs: list[torch.Tensor]) -> JointGraph:
@@ -181,7 +184,13 @@ def mutates(node: fx.Node) -> bool:
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Whether a node is BatchNorm in training: recomputed, it takes the form without running statistics."""
-    return node.target is aten._native_batch_norm_legit_functional.default and node.args[5] is True
+    kinds = (aten._native_batch_norm_legit_functional.default, aten.cudnn_batch_norm.default)
+    return node.target in kinds and node.args[5] is True
+
+
+def _writes_statistics(node: fx.Node) -> bool:
+    """Whether a node writes over running statistics without a word of that in its schema, as cuDNN's BatchNorm does."""
+    return is_batch_norm(node) and node.target is aten.cudnn_batch_norm.default
 
 
 def drop_unused_statistics(graph: fx.Graph) -> None:
@@ -189,6 +198,8 @@ def drop_unused_statistics(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
         if node.args[7] is True:
             node.args = (*node.args[:3], None, None, *node.args[5:])
+    for node in graph.find_nodes(op="call_function", target=aten.cudnn_batch_norm_backward.default):
+        node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
 def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
@@ -203,7 +214,8 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
     for node in nodes:
         # Writes and random draws stay where eager has them, whoever reads the result.
         drawn = is_random(node) and node.meta.get("partitioner_tag") == "is_forward"
-        if node.op == "call_function" and (drawn or (mutates(node) and not is_backward(node))):
+        writes = (mutates(node) and not is_backward(node)) or _writes_statistics(node)
+        if node.op == "call_function" and (drawn or writes):
             roots.append(node)
     return set(ancestors(roots, nodes))
 
@@ -233,6 +245,7 @@ def sources(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
     """Return the inputs that the forward overwrites: what they held is gone when the backward runs."""
     overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
+    overwritten |= {given for n in joint.graph.nodes if _writes_statistics(n) for given in n.args[3:5]}
     names = {d.mutated_input for d in joint.output_descriptors[0] if isinstance(d, InputMutationAOTOutput)}
     overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}
     return {n for n in overwritten if isinstance(n, fx.Node) and n.op == "placeholder"}

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from planner.capture.cuda_attention import Attention, replace_attention
+from planner.capture.elsewhere import Elsewhere, meant
 from planner.capture.failures import explain_forward, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, eliminate_common_subexpressions, tensors_of
-from planner.capture.layouts import layouts_of_kernels
+from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.planned_call import as_its_class
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
@@ -40,7 +40,6 @@ from planner.capture.torch_internals import (
     aot_backend,
     call_implementation,
     dynamo_settings,
-    eager_kernels,
     hint_of,
     is_drawn,
     storage_id,
@@ -244,8 +243,8 @@ class Backend:
     nothing requires gradients."""
     make_program: MakeProgram | None = None
     """Makes what runs at some sizes of a program with symbolic ones; by default what ``partition`` gives for them."""
-    attention: Attention | None = None
-    """Stands in for ``scaled_dot_product_attention``."""
+    elsewhere: Elsewhere | None = None
+    """The device that the step is for, where that is not here."""
     assume: bool = True
     """Whether a mask may be left out for inputs that hold the same values as those at hand; other values then end in
     :class:`~planner.capture.masks.AssumptionBrokenError`."""
@@ -259,8 +258,8 @@ class Backend:
         keep_recurrent(narrowed)
         given = [hint_of(x) for x in example_inputs]
         assumption = simplify_masks(narrowed, given, assume=self.assume)
-        if self.attention is not None:
-            replace_attention(narrowed, self.attention)
+        if self.elsewhere is not None:
+            self.elsewhere.replace_calls(narrowed)
         is_sized = any(isinstance(x, torch.SymInt) for x in example_inputs) or _takes_numbers(narrowed)
         own = weakref.ref(self)  # what is compiled must not keep the model: AOTAutograd keeps these functions
 
@@ -276,19 +275,23 @@ class Backend:
         def partition(
             joint: fx.GraphModule, _joint_inputs: Any, *, num_fwd_outputs: int, **_: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            for node in joint.graph.nodes:
+                node.target = meant(node.target)
             graph = eliminate_common_subexpressions(joint.graph)
             backend = own()
             assert backend is not None
             functional = backend.compiler is not aot_backend
             assumes = assumption.names if assumption else ()
             outside_bytes = gradients_outside(narrowed, differentiable)
-            captured = JointGraph(joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes)
+            captured = JointGraph(
+                joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes, backend.elsewhere
+            )
             joints.append(captured)
             _check_strided(captured)
             return programs.captured(captured) if programs is not None else backend.partition(captured)
 
         # Inductor compiles what tracing makes.
-        with _as_eager_runs() if self.compiler is aot_backend else nullcontext():
+        with as_eager_runs(self.elsewhere) if self.compiler is aot_backend else nullcontext():
             if programs is None:
                 run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
             else:
@@ -298,13 +301,6 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under(assumption, run) if assumption else run
-
-
-@contextmanager
-def _as_eager_runs() -> Iterator[None]:
-    """Trace operators as eager's kernels, with their layouts."""
-    with eager_kernels(), layouts_of_kernels():
-        yield
 
 
 def _takes_numbers(graph_module: fx.GraphModule) -> bool:

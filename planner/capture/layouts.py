@@ -17,11 +17,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
+from planner.capture.elsewhere import Elsewhere, is_elsewhere, results_of
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    eager_kernels,
     hint_of,
     is_drawn,
     is_mutable,
@@ -43,6 +45,13 @@ _NORMS = {
 """Not elementwise, yet as many elements come out as go in. A GPU's kernels lay them out as fake tensors do."""
 
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
+
+
+@contextmanager
+def as_eager_runs(elsewhere: Elsewhere | None) -> Iterator[None]:
+    """Trace operators as eager's kernels, with their layouts; of a device elsewhere, if there is one."""
+    with eager_kernels(), results_of(elsewhere), layouts_of_kernels():
+        yield
 
 
 @contextmanager
@@ -102,7 +111,7 @@ def _laid_out(function: Any, arguments: Any, keywords: Any, result: Any) -> Any:
     if not {storage_id(t) for t in outputs}.isdisjoint(map(storage_id, read)):
         return result
     if function in _NORMS:
-        if outputs[0].device.type != "cpu":
+        if outputs[0].device.type != "cpu" or is_elsewhere():
             return result
     elif len({_numbers(output.shape) for output in outputs}) != 1 or not all(
         _goes_with(tensor, outputs[0]) for tensor in read

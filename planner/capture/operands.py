@@ -138,7 +138,8 @@ def signature(node: fx.Node) -> str:
             return f"[{', '.join(map(described, argument))}]"
         return repr(argument)
 
-    described_arguments = [*map(described, node.args), *(f"{k}={described(v)}" for k, v in node.kwargs.items())]
+    others = {name: given for name, given in node.kwargs.items() if name != "device"}  # a profile names its own
+    described_arguments = [*map(described, node.args), *(f"{k}={described(v)}" for k, v in others.items())]
     return f"{node.target}({', '.join(described_arguments)})"
 
 

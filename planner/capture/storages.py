@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.elsewhere import meant
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.layouts import as_kernel_gives
 from planner.capture.torch_internals import OpOverload, called, is_mutable, storage_id, strided_parts, written_arguments
@@ -288,6 +289,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
         """Write a call down; a view, or a number for Python, is none."""
+        function = meant(function)
         reads = self.numbers(tensors_in((args, kwargs)))
         makes = self.follow(function, (args, kwargs), result)
         writes = written_arguments(function, args, kwargs) if isinstance(function, OpOverload) else []

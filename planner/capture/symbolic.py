@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.joint import JointGraph, eliminate_common_subexpressions, fake_mode_of, is_tangent
-from planner.capture.layouts import layouts_of_kernels
+from planner.capture.layouts import as_eager_runs
 from planner.capture.torch_internals import (
     Numbers,
-    eager_kernels,
     evaluated,
     expression_of,
     number_of,
@@ -104,7 +103,7 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
     not run at these sizes.
     """
     numbers = bound(joint, given)
-    with fake_mode_of(joint.graph), torch.no_grad(), eager_kernels(), layouts_of_kernels():
+    with fake_mode_of(joint.graph), torch.no_grad(), as_eager_runs(joint.elsewhere):
         try:
             graph = _AtSizes(joint, given, numbers).run()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -48,7 +48,11 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
 from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
-from torch._prims_common import is_channels_last_contiguous_or_false, is_non_overlapping_and_dense_or_false
+from torch._prims_common import (
+    is_channels_last_contiguous_or_false,
+    is_non_overlapping_and_dense_or_false,
+    suggest_memory_format,
+)
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -94,6 +98,9 @@ Compiler = Callable[[PartitionFunction], Callable[..., Any]]
 
 GIVES_GRADIENTS_AWAY = hasattr(torch.autograd.Function, "boxed_grads_call")
 """Whether AOTAutograd's backward is the only one to hold the gradients that it is given; else they stay to its end."""
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""Major and minor version of torch."""
 
 GUARDS_PARAMETERS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 """Whether Dynamo captures anew when a parameter begins or ceases to train; 2.11 runs the graph that it has."""

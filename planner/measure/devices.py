@@ -31,7 +31,7 @@ def here(device: torch.device) -> DeviceSpec:
         bus_bits, memory_kilohertz = getattr(facts, "memory_bus_width", 256), getattr(facts, "memory_clock_rate", 7e6)
         return unknown_gpu(
             name,
-            architecture=getattr(facts, "gcnArchName", "").split(":")[0] or f"sm{facts.major}{facts.minor}",
+            architecture=facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm{facts.major}{facts.minor}",
             memory_bytes=facts.total_memory,
             multiprocessors=facts.multi_processor_count,
             clock_hertz=1e3 * getattr(facts, "clock_rate", 1.5e6),

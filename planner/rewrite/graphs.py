@@ -32,8 +32,11 @@ from planner.rewrite.layouts import OF_ANY_LAYOUT
 
 aten = torch.ops.aten
 
-_BATCH_NORM_OUTPUTS = 3
-"""Output, mean and inverse deviation: what BatchNorm gives without running statistics."""
+_WITHOUT_STATISTICS: dict[Any, tuple[Any, tuple[None, ...], int]] = {
+    aten._native_batch_norm_legit_functional.default: (aten._native_batch_norm_legit.no_stats, (), 3),
+    aten.cudnn_batch_norm.default: (aten.cudnn_batch_norm.default, (None, None), 4),
+}
+"""BatchNorm that leaves running statistics alone: its operator, what that takes in their place, how many results."""
 
 
 @timings.stage("rewriting")
@@ -291,7 +294,8 @@ class _Emitter:
             # Running statistics were updated by the first run; a second update would be wrong.
             x, weight, bias, _mean, _variance, *others = node.args
             arguments = fx.map_arg((x, weight, bias, *others), self.resolve)
-            new = self.graph.call_function(aten._native_batch_norm_legit.no_stats, arguments)
+            again_by, none, _count = _WITHOUT_STATISTICS[node.target]
+            new = self.graph.call_function(again_by, (*arguments[:3], *none, *arguments[3:]))
         elif index in self.replayed:
             new = self._replay(index, node) if again else self._run_and_save_state(index, node)
         elif index in self.over:
@@ -312,11 +316,11 @@ class _Emitter:
         elements = [user for user in node.users if user in self._elements]
         if not elements and (renewed or not operation.outputs):
             self.current[node] = new
-        without_statistics = again and is_batch_norm(node)
+        results = _WITHOUT_STATISTICS[node.target][-1] if again and is_batch_norm(node) else None
         for element in elements:
             looks_at = self.lowered.storage_of[element]
             position: int = element.args[1]  # type: ignore[assignment]
-            if not element.users or (without_statistics and position >= _BATCH_NORM_OUTPUTS):
+            if not element.users or (results is not None and position >= results):
                 continue
             if not looks_at or not renewed.isdisjoint(looks_at):
                 self.current[element] = self._call(element.meta, operator.getitem, new, position)

@@ -32,7 +32,7 @@ from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import Running
 from planner.runtimes._calls import StartsCalls
 from planner.runtimes.graph import GraphRuntime
-from planner.session.step import Options, PlannedStep, attention_for, lower_step
+from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
 
 ATTEMPTS = 6
@@ -189,7 +189,7 @@ def check_can_compile(model: nn.Module, options: Options) -> None:
     """Raise a RuntimeUnsupportedError where there is no compiler, or where code is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
         raise RuntimeUnsupportedError(f"runtime 'inductor' needs {missing}: install it, or choose another runtime")
-    if attention_for(model, options) is not None:
+    if elsewhere_for(model, options) is not None:
         raise RuntimeUnsupportedError(
             f"runtime 'inductor' plans by the code for the device that the model is on, {of_model(model)}, and "
             f"not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"

@@ -39,7 +39,7 @@ from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
 from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
-from planner.session.step import LoweredStep, Options, attention_for, context_of, described, static_memory_of
+from planner.session.step import LoweredStep, Options, elsewhere_for, context_of, described, static_memory_of
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
@@ -137,7 +137,7 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[LoweredStep, dict[str, Block]]:
     """Follow one step of a model on fake tensors, and lower it with its blocks."""
     spec = device_spec(model, options.target.device)
-    step = Step(model, inputs, attention_for(model, options))
+    step = Step(model, inputs, elsewhere_for(model, options))
 
     def lower_block(joint: JointGraph, given: Sequence[fx.Node]) -> LoweredGraph:
         return lower(joint, StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu"), given)

@@ -27,7 +27,7 @@ from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, PlanOrigin
 from planner.session.step import (
     Options,
-    attention_for,
+    elsewhere_for,
     context_of,
     cost,
     fingerprint,
@@ -87,10 +87,10 @@ class _Recorded:
     def __init__(self, model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> None:
         self.begun = time.perf_counter()
         options.search.tell("recording a step")
-        attention = attention_for(model, options)
+        elsewhere = elsewhere_for(model, options)
         with timings.stage("capture"):
-            self.trace = record(model, inputs, loss=options.loss, attention=attention, may_run=may_run)
-        self.has_attention_of_here = self.trace.is_real and attention is not None
+            self.trace = record(model, inputs, loss=options.loss, elsewhere=elsewhere, may_run=may_run)
+        self.has_kernels_of_here = self.trace.is_real and elsewhere is not None
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
         self.spec = device_spec(model, options.target.device)
@@ -143,7 +143,7 @@ class _Recorded:
             runtime=options.runtime,
             warnings=(
                 *costing.warnings,
-                *_notes(trace, has_attention_of_here=self.has_attention_of_here),
+                *_notes(trace, has_kernels_of_here=self.has_kernels_of_here),
                 *problems_of(
                     model,
                     options,
@@ -155,8 +155,8 @@ class _Recorded:
         )
 
 
-def _notes(trace: Trace, *, has_attention_of_here: bool) -> Iterator[Finding]:
-    if has_attention_of_here:
+def _notes(trace: Trace, *, has_kernels_of_here: bool) -> Iterator[Finding]:
+    if has_kernels_of_here:
         yield Finding(
             rule="attention-of-here",
             evidence="a real step was recorded on this machine, for a device that is not here",

@@ -23,16 +23,17 @@ from cost_models.roofline import RooflineCosts
 from planner.analysis import beside_eager
 from planner.analysis.beside_eager import Costed, eager_step
 from planner.analysis.study import Study
-from planner.capture.cuda_attention import Attention, attention_on
+from planner.capture.elsewhere import Elsewhere
+from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.device import of_model
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
-from planner.capture.joint import JointGraph
+from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
 from planner.capture.provenance import kinds_of
-from planner.capture.torch_internals import outside_tracing
+from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
 from planner.common.options import LEAST_BYTES, Budget, Chunk, Offload, Search, Target, Training, chunks_of, picked
 from planner.common.units import Size
@@ -220,13 +221,13 @@ def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
     """Capture a step as it is on the device that the plan is for."""
     options.search.tell("capturing forward and backward")
     choose_outputs = partial(loss_outputs, loss=options.loss)
-    return capture(model, inputs, attention=attention_for(model, options), choose_outputs=choose_outputs)
+    return capture(model, inputs, elsewhere=elsewhere_for(model, options), choose_outputs=choose_outputs)
 
 
-def attention_for(model: nn.Module, options: Options) -> Attention | None:
-    """Return the attention that a captured step is to have: the GPU's, where that is not here to say so itself."""
+def elsewhere_for(model: nn.Module, options: Options) -> Elsewhere | None:
+    """Return the GPU that a step is captured for, where that is not here to choose its kernels itself."""
     spec = device_spec(model, options.target.device)
-    return attention_on(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
+    return Elsewhere(spec) if spec.kind == "cuda" and of_model(model).type != "cuda" else None
 
 
 def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Study:
@@ -254,7 +255,7 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
                 *costing.warnings,
                 *step.warnings,
                 *beside_eager.findings(single, planned, options.eager),
-                *_assumed(step.lowered.joint),
+                *_assumptions(step.lowered.joint),
                 *problems_of(model, options, outside_bytes=outside_bytes(step.lowered.graph)),
             ),
         ),
@@ -321,7 +322,7 @@ def plan_lowered(
     return PlannedStep(step.lowered, study.costs, plan, schedule, study.in_place.over, step, study)
 
 
-def _assumed(joint: JointGraph) -> Iterator[Finding]:
+def _assumptions(joint: JointGraph) -> Iterator[Finding]:
     if joint.assumes:
         yield Finding(
             rule="mask-left-out",
@@ -329,6 +330,14 @@ def _assumed(joint: JointGraph) -> Iterator[Finding]:
             evidence=f"masks are made from {', '.join(joint.assumes)} alone, and hide nothing but what comes later",
             cause="attention runs with a flag in place of its mask, as in eager",
             fix="nothing: every batch is checked, and one that needs the mask gets a plan of its own within the budget",
+        )
+    if joint.elsewhere and VERSION not in RULES and any(map(is_attention, joint.graph.nodes)):
+        yield Finding(
+            rule="attention-of-another-version",
+            severity=Severity.NOTE,
+            evidence=f"torch {torch.__version__} chooses attention kernels by rules that are not known here",
+            cause=f"those of torch {'.'.join(map(str, NEWEST))} were taken for a device that is not here",
+            fix="plan on the device, where torch chooses by itself",
         )
 
 

@@ -8,14 +8,21 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cost_models
 import planner
-from planner.capture.cuda_attention import attention_on, choose
+from planner.capture import cuda_attention
+from planner.capture.cuda_attention import choose
+from planner.capture.elsewhere import Elsewhere, takes_cudnn
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.errors import PlanMismatchError
 from planner.measure.cuda_workspace import allowance_bytes
+from planner.ir.schedule import Schedule
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.session import step
+from planner.session.step import Options
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 96, 64
 
@@ -68,8 +75,42 @@ MASK = torch.empty(BATCH, 1, LENGTH, LENGTH, dtype=torch.bool, device="meta")
         ("h100", {"key": {"length": 1}, "value": {"length": 1}}, "flash"),
     ],
 )
-def test_the_kernel_that_torch_takes(device: str, case: dict[str, Any], kernel: str) -> None:
+def test_the_kernel_that_torch_takes(
+    device: str, case: dict[str, Any], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_attention, "VERSION", (2, 13))
     assert chosen(device, **case) == kernel
+
+
+GROUPED = {"key": {"count": 2}, "value": {"count": 2}, "enable_gqa": True, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("device", "case", "kernels"),
+    [
+        ("h100", {"dropout_p": 0.1}, ("cudnn", "flash", "flash", "flash")),
+        ("h100", {"dropout_p": 0.125}, ("cudnn", "cudnn", "cudnn", "cudnn")),
+        ("h100", {"size": 160}, ("cudnn", "cudnn", "cudnn", "flash")),
+        ("b200", {"size": 256}, ("flash", "flash", "flash", "cudnn")),
+        ("b200", {"query": {"length": 1}}, ("cudnn", "cudnn", "cudnn", "flash")),
+        ("a100-80", GROUPED, ("math", "math", "math", "efficient")),
+    ],
+)
+def test_the_kernel_that_a_version_takes(
+    device: str, case: dict[str, Any], kernels: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version, kernel in zip(cuda_attention.RULES, kernels, strict=True):
+        monkeypatch.setattr(cuda_attention, "VERSION", version)
+        assert chosen(device, **case) == kernel, version
+    monkeypatch.setattr(cuda_attention, "VERSION", (9, 0))
+    assert chosen(device, **case) == kernels[-1]
+
+
+def test_what_a_person_switched_off_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+        assert chosen("h100") == "efficient"
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert chosen("h100") == "flash"
 
 
 def test_other_than_four_dimensions_and_unit_strides_go_to_the_fallback() -> None:
@@ -100,14 +141,14 @@ class Attention(nn.Module):
 def captured(device: str, *, length: int = LENGTH, **options: Any) -> Any:
     model = Attention(**options)
     x = torch.randn(BATCH, length, HEADS * SIZE, dtype=options.get("dtype", torch.bfloat16))
-    return capture(model, Inputs.of(x), attention=attention_on(cost_models.device(device)))
+    return capture(model, Inputs.of(x), elsewhere=Elsewhere(cost_models.device(device)))
 
 
 @pytest.mark.parametrize(
     ("device", "options", "kernel"),
     [
         ("a100-80", {"dropout": 0.1}, "flash"),
-        ("h100", {"dropout": 0.1}, "cudnn"),
+        ("h100", {"dropout": 0.125}, "cudnn"),
         ("a100-80", {"dropout": 0.1, "masked": True}, "efficient"),
         ("a100-80", {"masked": True, "length": 97}, "efficient"),
         ("h100", {"masked": True}, "cudnn"),
@@ -166,8 +207,8 @@ class Tower(nn.Module):
 
     def __init__(self, *, looks: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Attention(dropout=0.1) for _ in range(3))
-        self.last = Attention(dropout=0.1)
+        self.blocks = nn.ModuleList(Attention(dropout=0.125) for _ in range(3))
+        self.last = Attention(dropout=0.125)
         self.looks = looks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -210,3 +251,79 @@ def test_it_is_not_verified_on_a_cpu() -> None:
     plan = planner.plan(model, x, activation_budget="90%", device="a100-80")
     with pytest.raises(PlanMismatchError, match="device is 'a100-80' in the plan and 'cpu' here"):
         planner.verify(model, x, plan)
+
+
+def test_a_version_whose_choice_of_attention_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.bfloat16)
+    for known in (True, False):
+        if not known:
+            monkeypatch.setattr(step, "VERSION", (9, 0))
+        plan = planner.plan(Tower(), x, budget="100%", device="h100", compare=False)
+        assert ("attention-of-another-version" in {warning.rule for warning in plan.warnings}) is not known
+
+
+class Norms(nn.Module):
+    """What a GPU runs otherwise than a CPU: BatchNorm by cuDNN, RMSNorm as one operator, statistics of 32 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps, self.rows = nn.BatchNorm2d(8), nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16)).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rows(self.maps(x).bfloat16()).float().square().mean()
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_norms_are_those_of_that_gpu(runtime: str) -> None:
+    x = torch.randn(4, 8, 16, 16, requires_grad=True)
+    plan = planner.plan(Norms(), x, budget="100%", device="a100-80", runtime=runtime, compare=False)
+    found = {row.operation: row for row in plan.operations}
+    named = "|".join(found)
+    for norm in ("cudnn_batch_norm", "_fused_rms_norm"):
+        assert f"aten.{norm}.default" in named and f"aten.{norm}_backward.default" in named
+    assert "rsqrt" not in named and "checkpoint_planner" not in named
+
+
+def test_statistics_of_norms_have_32_bits_there() -> None:
+    model, x = nn.LayerNorm(16).bfloat16(), torch.randn(4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    for elsewhere, dtype in ((None, torch.bfloat16), (Elsewhere(cost_models.device("h100")), torch.float32)):
+        (node,) = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.find_nodes(
+            op="call_function", target=torch.ops.aten.native_layer_norm.default
+        )
+        assert [t.dtype for t in node.meta["val"]] == [torch.bfloat16, dtype, dtype]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "weight", "training", "takes"),
+    [
+        (4, torch.float32, torch.float32, True, True),
+        (4, torch.float16, torch.float32, True, True),
+        (4, torch.float16, torch.float16, True, False),
+        (4, torch.bfloat16, torch.float32, True, False),
+        (131_071, torch.float32, torch.float32, True, False),
+        (262_137, torch.float32, torch.float32, False, False),
+    ],
+)
+def test_batch_norm_by_cudnn(
+    rows: int, dtype: torch.dtype, weight: torch.dtype, training: bool, takes: bool
+) -> None:
+    x, ones = torch.empty(rows, 4, dtype=dtype, device="meta"), torch.empty(4, dtype=weight, device="meta")
+    assert takes_cudnn(x, ones, ones, training, 1e-5) is takes
+
+
+def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again() -> None:
+    """It writes over them without a word in its schema: only its first run in a step may be given them."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()) for _ in range(3)))
+    inputs, options = Inputs.of(torch.randn(512, 16)), Options.of({"device": "h100", "cost_model": "roofline"})
+    lowered = step.lower_as_run(model, step.captured(model, inputs, options), options).lowered
+    operations = lowered.graph.operations
+    norms = [i for i, o in enumerate(operations) if "cudnn_batch_norm.default" in o.key]
+    kept = Schedule.keep_all(lowered.graph).order
+    at = next(i for i, index in enumerate(kept) if "cudnn_batch_norm_backward" in operations[index].key)
+    schedule = Schedule((*kept[:at], *norms, *kept[at:]))
+    forward, backward = extract_fwd_bwd(lowered, schedule)
+    target = torch.ops.aten.cudnn_batch_norm.default
+    first, again = ([*half.graph.find_nodes(op="call_function", target=target)] for half in (forward, backward))
+    assert [len(first), len(again)] == [3, 3]
+    assert all(node.args[3] is not None and node.args[4] is not None for node in first)
+    assert all(node.args[3:6] == (None, None, True) for node in again)

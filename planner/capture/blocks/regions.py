@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Recorder
-from planner.capture.cuda_attention import Attention, InPlaceOfAttention
+from planner.capture.elsewhere import Elsewhere, Following
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
@@ -71,9 +71,9 @@ class Block:
 class Step:
     """One step of a model, which is left as it was, on fake tensors."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, attention: Attention | None = None) -> None:
+    def __init__(self, model: nn.Module, inputs: Inputs, elsewhere: Elsewhere | None = None) -> None:
         self.model = model
-        self.attention = attention
+        self.elsewhere = elsewhere
         self.masking = masking_of(model, inputs)
         state = state_of(model)
         self.mode = mode_of([*state.values(), *inputs.tensors()])
@@ -180,7 +180,7 @@ class Step:
             forwards(replacing),
             recorder.modules() if recorder else nullcontext(),
             as_with_data(self.masking),
-            InPlaceOfAttention(self.attention),
+            Following(self.elsewhere),
             self.mode,
             torch.enable_grad(),
             recorder or nullcontext(),
@@ -194,7 +194,7 @@ class Step:
             joint = capture(
                 block,
                 inputs,
-                attention=self.attention,
+                elsewhere=self.elsewhere,
                 choose_outputs=differentiable_outputs,
                 implementation=block.forward,
                 assume=False,

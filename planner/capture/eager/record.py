@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.cuda_attention import Attention, InPlaceOfAttention
+from planner.capture.elsewhere import Elsewhere, Following
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -36,14 +36,14 @@ def record(
     inputs: Inputs,
     *,
     loss: LossMemory | None = None,
-    attention: Attention | None = None,
+    elsewhere: Elsewhere | None = None,
     may_run: bool = True,
 ) -> Trace:
     """Record one training step: without data where the program allows that, else for real if it may run.
 
     The model is left as it was, its gradients, buffers, attributes and the random state included. Without a loss
-    outside the model what that returns is differentiated. ``attention`` stands in for
-    ``scaled_dot_product_attention`` where the step is recorded without data. A CaptureError says that the step fails,
+    outside the model what that returns is differentiated. ``elsewhere`` is the
+    device that the step is for, where that is not here and the step is recorded without data. A CaptureError says that the step fails,
     that it cannot be recorded without data, or that nothing in it requires gradients; a UsageError
     that the model calls ``torch.utils.checkpoint`` itself.
     """
@@ -51,10 +51,10 @@ def record(
     follow = partial(_record, model, inputs.map_tensors(_as_leaf), loss=loss)
     depends_on_data = False
     try:
-        trace = follow(attention=attention)
+        trace = follow(elsewhere=elsewhere)
         if trace.repeats:
             # Fake kernels do that the first time only, and autograd copies such a result.
-            trace = follow(attention=attention)
+            trace = follow(elsewhere=elsewhere)
         if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
             return trace
     except PlannerError:
@@ -90,16 +90,16 @@ def _record(
     *,
     loss: LossMemory | None,
     real: bool = False,
-    attention: Attention | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Trace:
-    recorder = _recorded(model, inputs, loss=loss, real=real, attention=attention)
+    recorder = _recorded(model, inputs, loss=loss, real=real, elsewhere=elsewhere)
     if not real:
         forget(recorder.still_there, type(model).__name__)
     return recorder.trace
 
 
 def _recorded(
-    model: nn.Module, inputs: Inputs, *, loss: LossMemory | None, real: bool, attention: Attention | None
+    model: nn.Module, inputs: Inputs, *, loss: LossMemory | None, real: bool, elsewhere: Elsewhere | None
 ) -> Recorder:
     state = state_of(model)
     known = [*state.values(), *inputs.tensors()]
@@ -120,7 +120,7 @@ def _recorded(
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
             recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
             in_their_place = other_state(model, {name: twins[id(tensor)] for name, tensor in state.items()})
-            with as_with_data(masking), InPlaceOfAttention(attention), mode, in_their_place:
+            with as_with_data(masking), Following(elsewhere), mode, in_their_place:
                 _step(recorder, model, parameters, inputs, loss)
     recorder.trace.is_real = real
     return recorder

@@ -29,7 +29,10 @@ int cublasLtMatmulAlgoGetHeuristic(void *lt, void *operation, void *a, void *b, 
     return 0;
 }
 
-size_t cudnnGetVersion(void) { return 92400; }
+size_t cudnnGetVersion(void) {
+    const char *version = getenv("FAKE_CUDNN_VERSION");
+    return version ? atol(version) : 92400;
+}
 size_t cudnnGetCudartVersion(void) { return 13000; }
 const char *cudnnGetErrorString(int error) { return "fakecuda"; }
 void cudnnGetLastErrorString(char *text, size_t bytes) { if (bytes) *text = 0; }

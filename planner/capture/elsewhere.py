@@ -1,0 +1,233 @@
+"""What a GPU that is not here runs, traced on a CPU.
+
+Torch chooses kernels by device before anything can be traced: attention, BatchNorm by cuDNN, RMSNorm as one operator.
+Statistics of norms have 32 bits on CUDA and the input's type on a CPU. A step that is captured on a CPU for a GPU has
+the GPU's operators, sizes and types, so that its plan is a plan there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from cost_models.devices import DeviceSpec
+from planner.capture.cuda_attention import attention_on
+from planner.capture.torch_internals import FakeTensor, FakeTensorMode, suggest_memory_format
+
+aten = torch.ops.aten
+
+_WITH_STATISTICS = {
+    aten.native_layer_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+}
+"""Of these, fake kernels know what they give on which device. GroupNorm's statistics follow the input everywhere."""
+
+_LARGEST_BATCH = {"rows": 131_070, "maps": 880_801}
+"""Of cuDNN's BatchNorm in training: for inputs of two dimensions, and of more."""
+_LARGEST_BATCH_OF_EVAL = {"rows": 262_136, "maps": 65_535}
+_LEAST_EPSILON = 0.0  # of cuDNN 7.5 and later
+_LARGEST_INDEX = 2**31 - 1
+
+
+_is_elsewhere: ContextVar[bool] = ContextVar("traced for a device elsewhere", default=False)
+
+
+class Elsewhere:
+    """A CUDA device that is planned for and not here."""
+
+    def __init__(self, spec: DeviceSpec) -> None:
+        self.spec = spec
+        attention = attention_on(spec)
+        self.functions: dict[Any, Callable[..., Any]] = {
+            functional.scaled_dot_product_attention: attention,
+            functional.rms_norm: _rms_norm,
+            torch.rms_norm: _rms_norm,
+            functional.batch_norm: _batch_norm,
+        }
+
+    def replace_calls(self, graph_module: fx.GraphModule) -> None:
+        """Let a captured program call what the device runs."""
+        for node in graph_module.graph.nodes:
+            if node.op == "call_function":
+                node.target = self.functions.get(node.target, node.target)
+        graph_module.recompile()
+
+
+class Following(TorchFunctionMode):
+    """While entered, lets a program that is followed call what a device elsewhere runs, if there is one."""
+
+    def __init__(self, elsewhere: Elsewhere | None) -> None:
+        super().__init__()
+        self.functions = elsewhere.functions if elsewhere else {}
+        self._results = results_of(elsewhere)
+
+    def __enter__(self) -> Any:
+        self._results.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._results.__exit__(*raised)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.functions.get(function, function)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def results_of(elsewhere: Elsewhere | None) -> Iterator[None]:
+    """Give statistics of norms the types that they have on a device elsewhere, if there is one, while tensors are fake."""
+    if elsewhere is None:
+        yield
+        return
+    dispatch = FakeTensorMode.dispatch
+
+    def there(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = dispatch(mode, func, types, args, kwargs or {})
+        if func is aten.cudnn_batch_norm.default:  # of which no fake kernel knows what it gives
+            return (made[0], *(_typed(mode, tensor, args[1].dtype) for tensor in made[1:3]), made[3])
+        return _as_on_cuda(mode, func, args, kwargs or {}, made) if func in _WITH_STATISTICS else made
+
+    token = _is_elsewhere.set(True)
+    try:
+        with patch.object(FakeTensorMode, "dispatch", there):
+            yield
+    finally:
+        _is_elsewhere.reset(token)
+
+
+def is_elsewhere() -> bool:
+    """Whether what is traced now runs on a device that is not here."""
+    return _is_elsewhere.get()
+
+
+def _as_on_cuda(mode: FakeTensorMode, function: Any, arguments: Any, keywords: Any, made: Any) -> Any:
+    """Return fake results with the types and strides that they have on CUDA."""
+    if made[0].device.type != "cpu":
+        return made
+
+    def twin(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+    def here(own: Tensor, found: Tensor) -> Tensor:
+        if (own.dtype, own.stride()) == (found.dtype, found.stride()):
+            return own
+        return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=own.device)
+
+    with mode:
+        arguments, keywords = pytree.tree_map_only(FakeTensor, twin, (arguments, keywords))
+        return tuple(map(here, made, function(*arguments, **keywords)))
+
+
+def _typed(mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    with mode:
+        return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
+
+
+def _rms_norm(x: Tensor, sizes: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """Run one operator, as ``rms_norm`` of aten/src/ATen/native/layer_norm.cpp does for tensors on CUDA."""
+    other_type = weight is not None and weight.dtype != x.dtype
+    if x.is_complex() or other_type or suggest_memory_format(x) != torch.contiguous_format:
+        return torch.rms_norm(x, sizes, weight, eps)
+    return fused_rms_norm(x, list(sizes), weight, eps)[0]
+
+
+@torch.library.custom_op("checkpoint_planner::fused_rms_norm", mutates_args=())
+def fused_rms_norm(
+    x: Tensor, sizes: list[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Stand for ``aten._fused_rms_norm`` while a step is traced: on a CPU torch would trace what that is made of."""
+    made: tuple[Tensor, Tensor] = aten._fused_rms_norm(x, sizes, weight, eps)
+    return made
+
+
+@fused_rms_norm.register_fake
+def _(x: Tensor, sizes: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    outer = x.shape[: x.dim() - len(sizes)]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return made, x.new_empty((*outer, *[1] * len(sizes)), dtype=dtype)
+
+
+@torch.library.custom_op("checkpoint_planner::fused_rms_norm_backward", mutates_args=())
+def fused_rms_norm_backward(
+    gradient: Tensor, x: Tensor, sizes: list[int], deviation: Tensor, weight: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Stand for ``aten._fused_rms_norm_backward``, likewise."""
+    made: tuple[Tensor, Tensor] = aten._fused_rms_norm_backward(gradient, x, sizes, deviation, weight, needed)
+    return made
+
+
+@fused_rms_norm_backward.register_fake
+def _(
+    gradient: Tensor, x: Tensor, sizes: list[int], deviation: Tensor, weight: Tensor | None, needed: list[bool]
+) -> tuple[Tensor, Tensor]:
+    of_weight = x.new_empty(0) if weight is None or not needed[1] else torch.empty_like(weight)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), of_weight
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.sizes, weight, _eps = inputs
+    ctx.save_for_backward(x, output[1], weight)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _of_deviation: Any) -> tuple[Tensor | None, ...]:
+    x, deviation, weight = ctx.saved_tensors
+    needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+    of_x, of_weight = fused_rms_norm_backward(gradient, x, ctx.sizes, deviation, weight, needed)
+    return of_x if needed[0] else None, None, of_weight if needed[1] else None, None
+
+
+fused_rms_norm.register_autograd(_differentiate, setup_context=_remember)
+
+
+def _batch_norm(
+    x: Tensor,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Run cuDNN's operator where torch does."""
+    if weight is None or bias is None or not takes_cudnn(x, mean, weight, training, eps):
+        return torch.batch_norm(
+            x, weight, bias, mean, variance, training, momentum, eps, torch.backends.cudnn.enabled
+        )
+    made: Tensor = aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
+    return made
+
+
+def takes_cudnn(x: Tensor, mean: Tensor | None, weight: Tensor, training: bool, eps: float) -> bool:
+    """Whether BatchNorm with weight and bias runs by cuDNN: ``_select_batch_norm_backend`` in Normalization.cpp."""
+    types = torch.bfloat16 not in (x.dtype, weight.dtype) and (x.dtype != torch.half or weight.dtype == torch.float32)
+    largest = _LARGEST_BATCH if training else _LARGEST_BATCH_OF_EVAL
+    small = x.shape[0] <= largest["rows" if x.dim() == 2 else "maps"] and x.numel() < _LARGEST_INDEX
+    has_statistics = mean is not None or training
+    return types and small and has_statistics and eps >= _LEAST_EPSILON and torch.backends.cudnn.enabled
+
+
+_STAND_FOR = {
+    torch.ops.checkpoint_planner.fused_rms_norm.default: aten._fused_rms_norm.default,
+    torch.ops.checkpoint_planner.fused_rms_norm_backward.default: aten._fused_rms_norm_backward.default,
+}
+
+
+def meant(operator: Any) -> Any:
+    """Return the operator of a device elsewhere that one which was traced stands for; any other as it is."""
+    return _STAND_FOR.get(operator, operator)

@@ -1,0 +1,183 @@
+"""Plans and profiles travel: a step that is captured on a CPU for a GPU is, node by node, the step on that GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner import zoo
+from planner.capture.inputs import Inputs
+from planner.capture.joint import tensors_of
+from planner.capture.joint_capture import fake_mode
+from planner.measure import devices
+from planner.session.step import LoweredStep, Options, captured, fingerprint_of, lower_as_run
+from tests.cuda import gpu
+from tests.tiers import tiered
+
+gpu.required()
+
+Made = tuple[nn.Module, Inputs]
+
+
+def lowered(made: Made) -> LoweredStep:
+    """Lower a step for this GPU, on whatever device its model is."""
+    options = Options.of({"device": devices.here(torch.device("cuda")).name, "cost_model": "roofline"})
+    with gpu.masks_on_host():
+        return lower_as_run(made[0], captured(*made, options), options)
+
+
+def differences(one: LoweredStep, other: LoweredStep) -> list[str]:
+    """Compare two lowered steps node by node; say what differs, kinds of operations first."""
+    graphs = [step.lowered.graph for step in (one, other)]
+    kinds = [Counter((o.target, o.phase) for o in graph.operations) for graph in graphs]
+    if kinds[0] != kinds[1]:
+        return [f"only one has {dict(kinds[0] - kinds[1])}, only the other {dict(kinds[1] - kinds[0])}"]
+    found = []
+    for index, (own, others) in enumerate(zip(*(graph.operations for graph in graphs), strict=True)):
+        names = ("key", "inputs", "outputs", "signature", "dtype", "flops", "moved_bytes", "recomputable")
+        pairs = {name: (getattr(own, name), getattr(others, name)) for name in names}
+        pairs["bytes"] = tuple([g.values[v].size_bytes for v in o.outputs] for g, o in zip(graphs, (own, others)))
+        nodes = [step.lowered.operation_nodes[index] for step in (one, other)]
+        pairs["results"] = tuple(
+            [(t.dtype, t.shape, t.stride()) for t in tensors_of(node)] if node else [] for node in nodes
+        )
+        found += [f"{own.key}: {name} {a} != {b}" for name, (a, b) in pairs.items() if a != b]
+    if one.may_overwrite != other.may_overwrite:
+        found.append("other results may be written over inputs")
+    if one.static_memory != other.static_memory:
+        found.append(f"{one.static_memory} != {other.static_memory}")
+    return found[:20]
+
+
+def hold(make: Callable[[str], Made]) -> None:
+    there, here = make("cpu"), make("cuda")
+    elsewhere, on_it = lowered(there), lowered(here)
+    assert differences(elsewhere, on_it) == []
+    assert fingerprint_of(there[0], elsewhere) == fingerprint_of(here[0], on_it)
+
+
+SMALL: dict[str, dict[str, int]] = {"lstm": {"seq_len": 4}, "llama-7b": {"layers": 1}, "mixtral-1b": {"layers": 1}}
+
+QUICK = [("minimind-26m", "float32"), ("minimind-26m", "bfloat16"), ("resnet50", "float32"), ("vit-b16", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), tiered([(n, t) for n in zoo.names() for t in ("float32", "bfloat16")], quick=QUICK)
+)
+def test_a_model_of_the_zoo(name: str, dtype: str) -> None:
+    def make(device: str) -> Made:
+        sizes = SMALL.get(name, {"layers": 2})
+        built = zoo.build(name, **sizes, dtype=dtype, device=device, fake_mode=fake_mode())
+        return built.model, Inputs(built.example_args, built.example_kwargs)
+
+    hold(make)
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.model(x)
+        return getattr(made, "logits", made).float().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    "name", tiered(["mobilenet_v3_small", "swin_t", "efficientnet_b0", "regnet_y_400mf", "vgg11_bn"], quick=[])
+)
+def test_a_model_of_torchvision(name: str, last: bool, dtype: torch.dtype) -> None:
+    models = pytest.importorskip("torchvision.models")
+
+    def make(device: str) -> Made:
+        with fake_mode(), torch.device(device):
+            model, x = getattr(models, name)().to(dtype), torch.empty(4, 3, 64, 64, dtype=dtype)
+            if last:
+                model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        return Loss(model.train()), Inputs.of(x)
+
+    hold(make)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", tiered(["OPT", "GPTNeoX", "Qwen2", "Mistral", "Bloom", "Electra", "Roberta"], quick=[]))
+def test_a_model_of_transformers(name: str, dtype: torch.dtype) -> None:
+    transformers = importlib.import_module("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes |= {"vocab_size": 100, "n_head": 4, "n_layer": 2, "ffn_dim": 128, "word_embed_proj_dim": 64}
+    sizes |= {"num_key_value_heads": 2} if name in ("Qwen2", "Mistral") else {}
+
+    def make(device: str) -> Made:
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        with fake_mode(), torch.device(device):
+            model = getattr(transformers, f"{name}Model")(config).to(dtype)
+        kind = type("Step", (Loss,), {"forward": lambda self, x: self.model(x).last_hidden_state.float().sum()})
+        return kind(model.train()), Inputs.of(torch.ones(2, 64, dtype=torch.int64, device=device))
+
+    hold(make)
+
+
+class Net(nn.Module):
+    """Convolutions with BatchNorm, LayerNorm, RMSNorm and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.Sequential(*(self._maps(3 if i == 0 else 16) for i in range(3)))
+        self.norm, self.root, self.mix = nn.LayerNorm(16), nn.RMSNorm(16), nn.Linear(16, 48)
+
+    @staticmethod
+    def _maps(channels: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.norm(self.maps(x).flatten(2).transpose(1, 2))
+        query, key, value = self.mix(rows).unflatten(-1, (3, 2, 8)).movedim(2, 0).transpose(2, 3).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        return self.root(mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+def example(device: str) -> tuple[nn.Module, torch.Tensor]:
+    return Net().to(device), torch.randn(8, 3, 16, 16, device=device)
+
+
+OPTIONS: dict[str, Any] = {"time_limit_seconds": 1, "cost_model": "roofline"}
+
+
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_a_plan_travels_either_way(runtime: str, tmp_path: Path) -> None:
+    name = devices.here(torch.device("cuda")).name
+    for source, target in (("cpu", "cuda"), ("cuda", "cpu")):
+        model, x = example(source)
+        plan = planner.plan(model, x, budget="100%", device=name, runtime=runtime, **OPTIONS)
+        plan.save(tmp_path / "step.plan")
+        model, x = example(target)
+        if target == "cuda":
+            planner.auto_wrap(model, x, plan=planner.Plan.load(tmp_path / "step.plan"))
+            model(x).backward()
+            taken = planner.plan_of(model)
+        else:
+            taken = planner.plan(model, x, device=name, runtime=runtime, budget=plan.budget_bytes, **OPTIONS)
+        assert taken.peak_bytes == plan.peak_bytes
+        assert [row.operation for row in taken.operations] == [row.operation for row in plan.operations]
+
+
+def test_a_profile_that_was_taken_on_the_gpu_serves_elsewhere() -> None:
+    name = devices.here(torch.device("cuda")).name
+    model, x = example("cuda")
+    profile = planner.profile(model, x, time_limit_seconds=20)
+    model, x = example("cpu")
+    plan = planner.plan(model, x, activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
+    options = Options.of({"device": name})
+    asked = {o.signature for o in lower_as_run(model, captured(model, Inputs.of(x), options), options).lowered.graph.operations}
+    assert asked - {""} <= set(profile.measurements)
+    assert plan.cost_model == "measured"
