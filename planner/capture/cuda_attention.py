@@ -73,7 +73,7 @@ _2_14 = Rules(
     other_cudnn_heads=dict.fromkeys(_CUDNN_FIRST, (_LATENT, (256, 256))),
     no_single_query=_BLACKWELL,
 )
-RULES = {(2, 11): _2_11, (2, 12): _2_12, (2, 13): _2_12, (2, 14): _2_14}
+RULES: dict[tuple[int, ...], Rules] = {(2, 11): _2_11, (2, 12): _2_12, (2, 13): _2_12, (2, 14): _2_14}
 """By version. Each was held against torch itself over a grid of calls: ``tests/cuda/test_attention.py``."""
 
 NEWEST = max(RULES)
@@ -94,7 +94,7 @@ def choose(spec: DeviceSpec, query: Tensor, key: Tensor, value: Tensor, mask: Te
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         return "math"
     call = _Call(query, key, value, mask, **options)
-    fused = {
+    fused: dict[str, tuple[Callable[[], bool], Callable[[DeviceSpec, _Call], bool]]] = {
         "cudnn": (torch.backends.cuda.cudnn_sdp_enabled, _cudnn),
         "flash": (torch.backends.cuda.flash_sdp_enabled, _flash),
         "efficient": (torch.backends.cuda.mem_efficient_sdp_enabled, _efficient),

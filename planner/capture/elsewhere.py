@@ -8,7 +8,7 @@ the GPU's operators, sizes and types, so that its plan is a plan there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 from unittest.mock import patch
@@ -65,36 +65,32 @@ class Elsewhere:
         graph_module.recompile()
 
 
-class Following(TorchFunctionMode):
-    """While entered, lets a program that is followed call what a device elsewhere runs, if there is one."""
-
-    def __init__(self, elsewhere: Elsewhere | None) -> None:
+class _Calls(TorchFunctionMode):
+    def __init__(self, elsewhere: Elsewhere) -> None:
         super().__init__()
-        self.functions = elsewhere.functions if elsewhere else {}
-        self._results = results_of(elsewhere)
-
-    def __enter__(self) -> Any:
-        self._results.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._results.__exit__(*raised)
+        self.functions = elsewhere.functions
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.functions.get(function, function)(*args, **(kwargs or {}))
 
 
 @contextmanager
+def as_it_runs(elsewhere: Elsewhere | None) -> Iterator[None]:
+    """Let a program that is followed call what a device elsewhere runs, if there is one."""
+    with results_of(elsewhere), _Calls(elsewhere) if elsewhere else nullcontext():
+        yield
+
+
+@contextmanager
 def results_of(elsewhere: Elsewhere | None) -> Iterator[None]:
-    """Give statistics of norms the types that they have on a device elsewhere, if there is one, while tensors are fake."""
+    """Give statistics of norms of fake tensors the types that they have on a device elsewhere, if there is one."""
     if elsewhere is None:
         yield
         return
     dispatch = FakeTensorMode.dispatch
 
     def there(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = dispatch(mode, func, types, args, kwargs or {})
+        made: Any = dispatch(mode, func, types, args, kwargs or {})
         if func is aten.cudnn_batch_norm.default:  # of which no fake kernel knows what it gives
             return (made[0], *(_typed(mode, tensor, args[1].dtype) for tensor in made[1:3]), made[3])
         return _as_on_cuda(mode, func, args, kwargs or {}, made) if func in _WITH_STATISTICS else made
@@ -140,13 +136,12 @@ def _rms_norm(x: Tensor, sizes: list[int], weight: Tensor | None = None, eps: fl
     other_type = weight is not None and weight.dtype != x.dtype
     if x.is_complex() or other_type or suggest_memory_format(x) != torch.contiguous_format:
         return torch.rms_norm(x, sizes, weight, eps)
-    return fused_rms_norm(x, list(sizes), weight, eps)[0]
+    made: Tensor = fused_rms_norm(x, list(sizes), weight, eps)[0]
+    return made
 
 
 @torch.library.custom_op("checkpoint_planner::fused_rms_norm", mutates_args=())
-def fused_rms_norm(
-    x: Tensor, sizes: list[int], weight: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
+def fused_rms_norm(x: Tensor, sizes: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
     """Stand for ``aten._fused_rms_norm`` while a step is traced: on a CPU torch would trace what that is made of."""
     made: tuple[Tensor, Tensor] = aten._fused_rms_norm(x, sizes, weight, eps)
     return made
@@ -206,9 +201,7 @@ def _batch_norm(
 ) -> Tensor:
     """Run cuDNN's operator where torch does."""
     if weight is None or bias is None or not takes_cudnn(x, mean, weight, training, eps):
-        return torch.batch_norm(
-            x, weight, bias, mean, variance, training, momentum, eps, torch.backends.cudnn.enabled
-        )
+        return torch.batch_norm(x, weight, bias, mean, variance, training, momentum, eps, torch.backends.cudnn.enabled)
     made: Tensor = aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)[0]
     return made
 

@@ -48,11 +48,8 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
 from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
-from torch._prims_common import (
-    is_channels_last_contiguous_or_false,
-    is_non_overlapping_and_dense_or_false,
-    suggest_memory_format,
-)
+from torch._prims_common import is_channels_last_contiguous_or_false, is_non_overlapping_and_dense_or_false
+from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode

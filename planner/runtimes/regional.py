@@ -39,7 +39,7 @@ from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
 from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
-from planner.session.step import LoweredStep, Options, elsewhere_for, context_of, described, static_memory_of
+from planner.session.step import LoweredStep, Options, context_of, described, elsewhere_for, static_memory_of
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""

@@ -27,9 +27,9 @@ from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, PlanOrigin
 from planner.session.step import (
     Options,
-    elsewhere_for,
     context_of,
     cost,
+    elsewhere_for,
     fingerprint,
     origin_of,
     plan_study,

@@ -23,9 +23,9 @@ from cost_models.roofline import RooflineCosts
 from planner.analysis import beside_eager
 from planner.analysis.beside_eager import Costed, eager_step
 from planner.analysis.study import Study
-from planner.capture.elsewhere import Elsewhere
 from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.device import of_model
+from planner.capture.elsewhere import Elsewhere
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, is_attention

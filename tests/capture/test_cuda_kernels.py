@@ -18,8 +18,8 @@ from planner.capture.elsewhere import Elsewhere, takes_cudnn
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.errors import PlanMismatchError
-from planner.measure.cuda_workspace import allowance_bytes
 from planner.ir.schedule import Schedule
+from planner.measure.cuda_workspace import allowance_bytes
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.session import step
 from planner.session.step import Options
@@ -304,9 +304,7 @@ def test_statistics_of_norms_have_32_bits_there() -> None:
         (262_137, torch.float32, torch.float32, False, False),
     ],
 )
-def test_batch_norm_by_cudnn(
-    rows: int, dtype: torch.dtype, weight: torch.dtype, training: bool, takes: bool
-) -> None:
+def test_batch_norm_by_cudnn(rows: int, dtype: torch.dtype, weight: torch.dtype, training: bool, takes: bool) -> None:
     x, ones = torch.empty(rows, 4, dtype=dtype, device="meta"), torch.empty(4, dtype=weight, device="meta")
     assert takes_cudnn(x, ones, ones, training, 1e-5) is takes
 

@@ -110,7 +110,9 @@ def test_a_model_of_torchvision(name: str, last: bool, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", tiered(["OPT", "GPTNeoX", "Qwen2", "Mistral", "Bloom", "Electra", "Roberta"], quick=[]))
+@pytest.mark.parametrize(
+    "name", tiered(["OPT", "GPTNeoX", "Qwen2", "Mistral", "Bloom", "Electra", "Roberta"], quick=[])
+)
 def test_a_model_of_transformers(name: str, dtype: torch.dtype) -> None:
     transformers = importlib.import_module("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
@@ -178,6 +180,6 @@ def test_a_profile_that_was_taken_on_the_gpu_serves_elsewhere() -> None:
     model, x = example("cpu")
     plan = planner.plan(model, x, activation_budget="70%", device=name, profile=profile, time_limit_seconds=1)
     options = Options.of({"device": name})
-    asked = {o.signature for o in lower_as_run(model, captured(model, Inputs.of(x), options), options).lowered.graph.operations}
+    asked = {XX}
     assert asked - {""} <= set(profile.measurements)
     assert plan.cost_model == "measured"

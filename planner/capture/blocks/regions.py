@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Recorder
-from planner.capture.elsewhere import Elsewhere, Following
+from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
@@ -180,7 +180,7 @@ class Step:
             forwards(replacing),
             recorder.modules() if recorder else nullcontext(),
             as_with_data(self.masking),
-            Following(self.elsewhere),
+            as_it_runs(self.elsewhere),
             self.mode,
             torch.enable_grad(),
             recorder or nullcontext(),

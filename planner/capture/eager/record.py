@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.elsewhere import Elsewhere, Following
 from planner.capture.eager.trace import Recorder, Trace
+from planner.capture.elsewhere import Elsewhere
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
@@ -42,10 +42,10 @@ def record(
     """Record one training step: without data where the program allows that, else for real if it may run.
 
     The model is left as it was, its gradients, buffers, attributes and the random state included. Without a loss
-    outside the model what that returns is differentiated. ``elsewhere`` is the
-    device that the step is for, where that is not here and the step is recorded without data. A CaptureError says that the step fails,
-    that it cannot be recorded without data, or that nothing in it requires gradients; a UsageError
-    that the model calls ``torch.utils.checkpoint`` itself.
+    outside the model what that returns is differentiated. ``elsewhere`` is the device that the step is for, where that
+    is not here and the step is recorded without data. A CaptureError says that the step fails, that it cannot be
+    recorded without data, or that nothing in it requires gradients; a UsageError that the model calls
+    ``torch.utils.checkpoint`` itself.
     """
     # The backward of a recording ends where the model begins, whatever the inputs were computed from.
     follow = partial(_record, model, inputs.map_tensors(_as_leaf), loss=loss)
@@ -120,7 +120,7 @@ def _recorded(
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
             recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
             in_their_place = other_state(model, {name: twins[id(tensor)] for name, tensor in state.items()})
-            with as_with_data(masking), Following(elsewhere), mode, in_their_place:
+            with as_with_data(masking), following(elsewhere), mode, in_their_place:
                 _step(recorder, model, parameters, inputs, loss)
     recorder.trace.is_real = real
     return recorder
