@@ -120,7 +120,7 @@ def _recorded(
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
             recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
             in_their_place = other_state(model, {name: twins[id(tensor)] for name, tensor in state.items()})
-            with as_with_data(masking), following(elsewhere), mode, in_their_place:
+            with as_with_data(masking), as_it_runs(elsewhere), mode, in_their_place:
                 _step(recorder, model, parameters, inputs, loss)
     recorder.trace.is_real = real
     return recorder
