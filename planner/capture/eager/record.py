@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
-from planner.capture.elsewhere import Elsewhere
+from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
