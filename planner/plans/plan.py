@@ -140,6 +140,10 @@ class Verification:
     from_one_piece: float = field(default=0.0, metadata={"older": True})
     """How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
     difference as a share of the length, see :func:`planner.diagnose.verification.distance`."""
+    control: float | None = field(default=None, metadata={"older": True})
+    """How far two steps without the plan were from each other, where kernels may give other bits in every run (CUDA
+    without ``torch.use_deterministic_algorithms``): the largest difference as a share of the length. The tolerance
+    follows from it; 0 demands bits."""
     eager: MeasuredEager | None = field(default=None, metadata={"left_out": True})
     """The model's own step, where the plan is held against that."""
     rounding_error: float | None = field(default=None, metadata={"older": True})

@@ -93,6 +93,9 @@ def render_measured(plan: Plan) -> Group | None:
             ". Values are rounded on their way to the host, so no bits are promised: loss and gradients are off by up "
             f"to {measured.rounding_error:.2g} of their length ({measured.tolerance:g} is allowed)"
         )
+    elif measured.control:
+        kept = "is no further off than that allows" if measured.agrees else "is FURTHER OFF"
+        exact.append(f". Two steps without the plan differ by {measured.control:.2g} of their length; the plan {kept}")
     elif measured.tolerance:
         kept = "they stay within" if measured.agrees else "they DO NOT stay within"
         exact.append(f". This runtime promises no bits: {kept} {measured.tolerance:g} of each other")

@@ -1,0 +1,61 @@
+"""Steps with a plan beside steps without it, where kernels give other bits in every run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.diagnose import verification
+
+_run = itertools.count()
+
+
+@torch.library.custom_op("tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Copy, but for noise that is another one in every run."""
+    return x * (1.0 + 1e-6 * (next(_run) % 7))
+
+
+@noisy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(noisy(self.mix(x))).square().sum()
+
+
+def test_a_plan_is_held_to_what_two_steps_without_it_differ_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(64, 16)
+    plan = planner.plan(model, x, budget="100%", compare=False)
+    demanded = planner.verify(model, x, plan, timed_steps=1)
+    assert demanded.control is None and not demanded.agrees
+    monkeypatch.setattr(verification, "bits_may_differ", lambda device: True)
+    held = planner.verify(model, x, plan, timed_steps=1)
+    assert held.control > 0 and held.agrees and not held.exact
+    assert held.tolerance == verification.NOISE * held.control
+    monkeypatch.setattr(verification, "NOISE", 1e-3)
+    assert not planner.verify(model, x, plan, timed_steps=1).agrees
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_bits_are_demanded_where_torch_is_told_to_be_deterministic(strict: bool) -> None:
+    torch.use_deterministic_algorithms(strict)
+    try:
+        assert verification.bits_may_differ(torch.device("cuda")) is not strict
+        assert not verification.bits_may_differ(torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
