@@ -1,7 +1,7 @@
 # Short names for the commands of the README and of .ci/run.
 PYTHON ?= .venv/bin/python
 
-.PHONY: setup test test-all cuda benchmark lint types docs ci
+.PHONY: setup test test-all cuda gpu-rehearsal benchmark lint types docs ci
 
 setup:
 	python3.11 -m venv .venv
@@ -16,6 +16,10 @@ test-all:
 # The tests on CUDA: a CUDA build of torch in an environment of its own (6 GB), on a GPU or under stand-ins.
 cuda:
 	bash .ci/cuda
+
+# benchmarks/gpu.sh as it runs on a bare GPU machine, in small sizes, on a GPU or under stand-ins.
+gpu-rehearsal:
+	bash .ci/gpu-rehearsal
 
 benchmark:
 	$(PYTHON) -m benchmarks.compare --resume

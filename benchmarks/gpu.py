@@ -1,278 +1,284 @@
-"""Do predictions hold on a GPU? Allocated and reserved peak, overhead, and the largest batch.
+"""Do predictions hold on a GPU? Peaks, times, bits, offload and the largest batch: what matters most comes first.
 
-For each model its operations are measured, then plans at several budgets are run, each in a
-process of its own, so that the allocator starts empty: predicted against measured peak of
-``torch.cuda.memory_allocated`` and ``memory_reserved``, predicted against measured overhead. Then
-the largest batch that fits a part of the card is looked for, run, and one step more refused. What is
-done is written at once; without a GPU nothing is run. Exit code 1 if an allocated peak is more than
-0.5% from its prediction, a reserved one more than 3%, or an overhead more than 3 points away.
+Each case runs in a process of its own, with a time limit, so that the allocator starts empty and nothing that hangs or
+crashes takes others along; the next one captures on free cores meanwhile. Rows are written as they come, what goes
+wrong is in the log, whole. Without a GPU nothing is run. Exit code 1 if a case came to nothing, an allocated peak is
+more than 0.5% from its prediction or above its budget, a reserved one more than 3% from it, or bits are further off
+than those of eager's own steps.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from statistics import median
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
-import planner
 from benchmarks import common
 from benchmarks.cases import GPU_SIZES
 from benchmarks.common import Result, mebibytes, percent
-from planner import api, zoo
-from planner.capture import fake_mode
+from benchmarks.gpu_cases import READY
 from planner.errors import UsageError
-from planner.plans.plan import NoPlanFitsError
+from planner.measure import devices
 
-ALLOCATED_GOAL, RESERVED_GOAL, OVERHEAD_GOAL = 0.005, 0.03, 0.03
+ALLOCATED_GOAL, RESERVED_GOAL = 0.005, 0.03
 
-MODELS = {name: GPU_SIZES[name] for name in ("gpt2-774m", "llama-7b", "bert-large", "vit-b16", "resnet152")}
+MODELS = ("gpt2-774m", "vit-b16", "llama-7b", "resnet152", "bert-large")
+LARGEST = "gpt2"
+SMALL = {
+    "gpt2-774m": {"batch_size": 2, "seq_len": 256, "layers": 2, "dtype": "bfloat16"},
+    "vit-b16": {"batch_size": 8, "image_size": 224, "layers": 2, "dtype": "bfloat16"},
+    "llama-7b": {"batch_size": 1, "seq_len": 256, "layers": 1, "dtype": "bfloat16"},
+    "resnet152": {"batch_size": 8, "image_size": 96, "layers": 3, "dtype": "bfloat16"},
+    "bert-large": {"batch_size": 2, "seq_len": 128, "layers": 2, "dtype": "bfloat16"},
+    "gpt2": {"batch_size": 2, "seq_len": 128, "layers": 1, "dtype": "bfloat16"},
+}
+"""Sizes of a rehearsal: enough to see that everything runs."""
 
-LARGEST_OF, LARGEST_WITHIN_BYTES = "gpt2-774m", 24 * 2**30
-"""The largest batch is looked for within what the process may have of the card."""
+_GIB = 2**30
 
-_WARM_UPS, _STEPS = 3, 10
+
+@dataclass(frozen=True)
+class Case:
+    """What one process does, and how long it may take once the GPU is its."""
+
+    what: dict[str, Any]
+    seconds: float
+
+    @property
+    def title(self) -> str:
+        return " ".join(str(self.what[key]) for key in ("case", "model") if key in self.what)
+
+
+def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]:
+    """Give what is to be run, breadth before depth: everything once, then more of it."""
+    sizes = SMALL if rehearsal else GPU_SIZES
+    common_to_all: Result = {"device": device, "folder": folder, "solve_seconds": 1 if rehearsal else 3}
+
+    def case(kind: str, seconds: float, model: str = "", **more: Any) -> Case:
+        of_model = {"model": model, "sizes": sizes[model]} if model else {}
+        return Case({"case": kind, **of_model, **common_to_all, **more}, seconds)
+
+    profiled = {"profile_seconds": 1 if rehearsal else 6}
+    yield case("facts", 40)
+    yield case("tiny", 80)
+    for name in MODELS:
+        yield case("model", 45, name, budgets=["60%"], **profiled)
+    yield case("offload", 60, MODELS[0], budgets=["60%"], copy_bytes=_GIB // (64 if rehearsal else 1))
+    yield case("largest", 90, LARGEST, cap_bytes=_GIB // 2 if rehearsal else 24 * _GIB)
+    yield case("snapshot", 30, LARGEST, budgets=["60%"])
+    yield case("compiled", 80, LARGEST, budgets=["60%"])
+    for name in MODELS:
+        yield case("model", 45, name, budgets=["80%", "40%"], eager=False, **profiled)
+
+
+@dataclass
+class Child:
+    """The process of a case. What it writes arrives by a thread, so that waiting for it can end."""
+
+    case: Case
+    command: Sequence[str] = (sys.executable, "-m", "benchmarks.gpu_cases")
+    log: Any = field(default_factory=tempfile.TemporaryFile)
+    lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
+
+    def __post_init__(self) -> None:
+        self.process = subprocess.Popen(
+            [*self.command, json.dumps(self.case.what)],
+            cwd=common.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True,
+        )  # fmt: skip
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+        self.lines.put(None)
+
+    def is_ready(self, deadline: float) -> bool:
+        """Wait until a case has captured what it needs; not so if it ended before, or time is up."""
+        return next((line == READY for line in self._until(deadline) if line == READY), False)
+
+    def rows(self, deadline: float) -> Iterator[Result]:
+        """Let it have the GPU, and give what it finds until it ends or time is up."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        for line in self._until(deadline):
+            if line.startswith("{"):
+                yield json.loads(line)
+
+    def _until(self, deadline: float) -> Iterator[str]:
+        while True:
+            try:
+                line = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return
+            if line is None:
+                return
+            yield line
+
+    def end(self) -> str:
+        """Stop it if it runs, say how it ended, and return what it wrote to standard error."""
+        cut_off = self.process.poll() is None
+        if cut_off:
+            try:
+                self.process.wait(timeout=1)  # it may just be leaving
+                cut_off = False
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        code = self.process.wait()
+        self.log.seek(0)
+        ended = "cut off" if cut_off else f"exit code {code}"
+        return f"== {self.case.title}: {ended}\n{self.log.read().decode(errors='replace')}\n"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; see the module."""
     parser = common.parser("gpu", __doc__)
-    parser.add_argument("--models", metavar="NAMES", help=f"with commas, of {', '.join(MODELS)} (default: all)")
-    parser.add_argument("--budgets", metavar="PERCENT", type=common.ratios, default="85,65,45")
-    parser.add_argument("--profile-seconds", metavar="S", type=float, default=20.0)
-    parser.add_argument("--time-limit", metavar="S", type=float, default=5.0, help="for each solve (default: 5)")
-    parser.add_argument("--seconds", metavar="S", type=float, default=500.0, help="nothing is begun after that")
-    parser.add_argument("--case", metavar="JSON", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", metavar="S", type=float, default=480.0, help="all together (default: 480)")
+    parser.add_argument("--rehearsal", action="store_true", help="small sizes: to see that everything runs")
+    parser.add_argument("--only", metavar="CASES", help="with commas, of facts, tiny, model, offload, ...")
+    parser.add_argument("--page", action="store_true", help="write the page of results that are there; run nothing")
     args = parser.parse_args(arguments)
-    if args.case:
-        case = json.loads(args.case)
-        print(json.dumps(_largest_batch(case) if "cap_bytes" in case else _run_case(case)))
-        return 0
-    names = common.chosen(args.models, list(MODELS))
     common.check_destination(args.json)
+    destination = Path(args.json)
+    if args.page:
+        result = json.loads(destination.read_text(encoding="utf-8"))
+        common.write(args.json, result, _markdown(result))
+        return 0
     if not torch.cuda.is_available():
         raise UsageError("there is no GPU here: this benchmark runs on one, the others without")
-    begun = time.perf_counter()
-    total_bytes = torch.cuda.mem_get_info()[1]
-    result: Result = {
-        **common.environment("gpu", arguments),
-        "gpu": torch.cuda.get_device_name(),
-        "memory_bytes": total_bytes,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "rows": [],
-        "largest_batch": None,
-    }
-    for name in names:
-        for ratio in args.budgets:
-            if time.perf_counter() - begun > args.seconds:
-                common.progress(f"after {args.seconds:.0f} s, {name} at {percent(ratio, 0)} is left out")
-                continue
-            case = {"model": name, "ratio": ratio, "profile_seconds": args.profile_seconds, "limit": args.time_limit}
-            row = _in_a_process(case)
-            result["rows"].append(row)
-            common.progress(" | ".join(map(str, _cells(row))))
+    deadline = time.monotonic() + args.seconds
+    result = {**common.environment("gpu", arguments), "rehearsal": args.rehearsal, "rows": []}
+    with tempfile.TemporaryDirectory() as folder:
+        device = devices.here(torch.device("cuda")).name
+        chosen = list(cases(device, folder, rehearsal=args.rehearsal))
+        if args.only:
+            chosen = [case for case in chosen if case.what["case"] in args.only.split(",")]
+
+        def keep(case: Case, row: Result) -> None:
+            begun = {"case": case.what["case"], **row}
+            result["rows"].append(begun)
+            common.progress(f"{case.title}: " + ", ".join(f"{k} {_short(v)}" for k, v in row.items() if k != "sizes"))
             common.write(args.json, result, _markdown(result))
-    if time.perf_counter() - begun < args.seconds:
-        case = {"model": LARGEST_OF, "limit": args.time_limit, "cap_bytes": LARGEST_WITHIN_BYTES}
-        result["largest_batch"] = _in_a_process(case)
-        common.progress(_largest_line(result["largest_batch"]))
-        common.write(args.json, result, _markdown(result))
-    return 1 if any(_misses(row) for row in result["rows"]) else 0
+
+        run_all(chosen, deadline, keep, destination.with_suffix(".log"))
+        _collect(Path(folder), destination)
+    return 1 if any(map(_misses, result["rows"])) else 0
 
 
-def _in_a_process(case: Result) -> Result:
-    """Run one case alone: an allocator that others have used has other segments."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--case", json.dumps(case)],
-        cwd=common.ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    lines = ran.stdout.strip().splitlines()
-    if ran.returncode or not lines:
-        reason = (ran.stderr.strip().splitlines() or ["no word"])[-1]
-        return {**case, "status": "error", "error": reason}
-    found: Result = json.loads(lines[-1])
-    return found
+def run_all(
+    chosen: Sequence[Case], deadline: float, keep: Callable[[Case, Result], None], log: Path, **of_child: Any
+) -> None:
+    """Run one case after the other; the next one prepares while one has the GPU."""
+    log.write_text("", encoding="utf-8")
+    waiting = Child(chosen[0], **of_child)
+    for position, case in enumerate(chosen):
+        child, begun = waiting, time.monotonic()
+        is_ready = child.is_ready(min(deadline, begun + case.seconds))
+        if position + 1 < len(chosen):
+            waiting = Child(chosen[position + 1], **of_child)
+        count = 0
+        if is_ready:
+            for row in child.rows(min(deadline, time.monotonic() + case.seconds)):
+                keep(case, row)
+                count += 1
+        words = child.end()
+        with log.open("a", encoding="utf-8") as file:
+            file.write(words)
+        how = words.splitlines()[0].rpartition(": ")[2]
+        if not count or how != "exit code 0":
+            keep(case, {"what": "the case", "status": "error", "error": f"{how} after {count} rows; see the log"})
+        if time.monotonic() > deadline:
+            left = ", ".join(c.title for c in chosen[position + 1 :])
+            if left:
+                common.progress(f"no time was left for {left}")
+                waiting.end()
+            return
 
 
-def _run_case(case: Result) -> Result:
-    """Profile, plan and run one model at one budget, on the GPU if there is one."""
-    name = case["model"]
-    row: Result = {"model": name, "ratio": case["ratio"], "sizes": case.get("sizes", MODELS.get(name, {}))}
-    where = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = zoo.build(name, **row["sizes"], device=where)
-    arguments = {"example_kwargs": loaded.example_kwargs, "loss_fn": loaded.loss_fn}
-    profile = api.profile(
-        loaded.model, loaded.example_args, **arguments, time_limit_seconds=case["profile_seconds"], name=name
-    )
-    try:
-        plan = api.plan(
-            loaded.model,
-            loaded.example_args,
-            **arguments,
-            activation_budget=f"{100 * case['ratio']:g}%",
-            profile=profile,
-            time_limit_seconds=case["limit"],
-            compare=False,
-            name=name,
-        )
-    except NoPlanFitsError as error:
-        return {**row, "status": "infeasible", "minimum_feasible_peak_bytes": error.minimum_feasible_peak_bytes}
-    row |= {
-        "status": plan.status,
-        "budget_bytes": plan.budget_bytes,
-        "predicted_peak_bytes": plan.peak_bytes,
-        "predicted_overhead": plan.overhead,
-        "lower_bound_overhead": plan.lower_bound_overhead,
-        "measured_operations": len(profile.measurements),
-    }
-    if plan.reserved is not None:
-        row["predicted_allocated_bytes"] = plan.reserved.allocated_bytes
-        row["predicted_reserved_bytes"] = plan.reserved.reserved_bytes
-    del profile
-    row |= _peaks(loaded, plan, where)
-    verified = api.verify(loaded.model, loaded.example_args, plan, **arguments, timed_steps=_STEPS)
-    return {**row, "measured_overhead": verified.overhead, "bitwise_equal": verified.exact}
-
-
-def _peaks(loaded: zoo.ZooModel, plan: planner.Plan, where: str) -> Result:
-    """Train a few steps under the plan and read the allocator's own counters."""
-    model = api.auto_wrap(loaded.model, plan=plan)
-    seconds = []
-    try:
-        if where == "cuda":
-            torch.cuda.empty_cache()
-        for number in range(_WARM_UPS + _STEPS):
-            if number == _WARM_UPS and where == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            begun = time.perf_counter()
-            output = model(*loaded.example_args, **loaded.example_kwargs)
-            (
-                loaded.loss_fn(output) if loaded.loss_fn else output if torch.is_tensor(output) else output.loss
-            ).backward()
-            model.zero_grad(set_to_none=True)
-            del output
-            if where == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - begun)
-    finally:
-        planner.unwrap(model)
-    found: Result = {"step_seconds": median(seconds[_WARM_UPS:])}
-    if where == "cuda":
-        found["measured_allocated_bytes"] = torch.cuda.max_memory_allocated()
-        found["measured_reserved_bytes"] = torch.cuda.max_memory_reserved()
-    return found
-
-
-def _largest_batch(case: Result) -> Result:
-    """Find the largest batch that a plan says fits, run it within the cap, and see the next one break it."""
-    name, cap_bytes = case["model"], case["cap_bytes"]
-    sizes = {key: size for key, size in MODELS[name].items() if key != "batch_size"}
-
-    def planned(batch: int, budget: int | str) -> planner.Plan:
-        fake = zoo.build(name, **sizes, batch_size=batch, device="cuda", fake_mode=fake_mode())
-        return api.plan(
-            fake.model,
-            fake.example_args,
-            example_kwargs=fake.example_kwargs,
-            budget=budget,
-            time_limit_seconds=case["limit"],
-            compare=False,
-        )
-
-    def fits(batch: int) -> planner.Plan | None:
-        try:
-            plan = planned(batch, cap_bytes)
-        except NoPlanFitsError:
-            return None
-        return plan if plan.reserved is None or plan.reserved.reserved_bytes <= cap_bytes else None
-
-    low, high, best = 0, 64, None
-    while high - low > 1:
-        middle = (low + high) // 2
-        plan = fits(middle)
-        low, high, best = (middle, high, plan) if plan else (low, middle, best)
-    torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info()[1])
-    row: Result = {**case, "status": "run", "batch": low, "overhead": best.overhead if best else None}
-    if best is not None:
-        row |= _peaks(zoo.build(name, **sizes, batch_size=low, device="cuda"), best, "cuda")
-    try:
-        planned(high, cap_bytes)
-        smallest_bytes = cap_bytes
-    except NoPlanFitsError as error:
-        smallest_bytes = error.minimum_feasible_peak_bytes
-    try:
-        _peaks(zoo.build(name, **sizes, batch_size=high, device="cuda"), planned(high, smallest_bytes), "cuda")
-        row["next_batch"] = "fits too"
-    except torch.OutOfMemoryError:
-        row["next_batch"] = "out of memory"
-    return row
-
-
-def _largest_line(row: Result) -> str:
-    if row["status"] == "error":
-        return f"largest batch of {row['model']}: {row['error']}"
-    return (
-        f"Largest batch of {row['model']} within {mebibytes(row['cap_bytes'])} MiB: {row['batch']} "
-        f"({percent(row['overhead'])} overhead, {mebibytes(row.get('measured_reserved_bytes'))} MiB reserved); "
-        f"one more: {row['next_batch']}."
-    )
+def _collect(folder: Path, destination: Path) -> None:
+    """Put what cases left into one file beside the results: few files may be all that comes back from a machine."""
+    with zipfile.ZipFile(destination.with_suffix(".zip"), "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(folder.iterdir()):
+            archive.write(path, path.name)
 
 
 def _misses(row: Result) -> bool:
-    if row["status"] == "infeasible":
-        return False
-    if row["status"] == "error" or not row["bitwise_equal"]:
+    if row.get("status") == "error" or row.get("within_control") is False or row.get("same_step") is False:
         return True
+    if row.get("attention_differences") or row.get("came_to") == ("out of memory" if row.get("what") == "fits" else ""):
+        return True
+    if "predicted_allocated_bytes" not in row or "measured_allocated_bytes" not in row:
+        return False
     return (
-        abs(_ratio(row, "allocated")) > ALLOCATED_GOAL
-        or abs(_ratio(row, "reserved")) > RESERVED_GOAL
-        or abs(row["measured_overhead"] - row["predicted_overhead"]) > OVERHEAD_GOAL
+        abs(_off(row, "allocated")) > ALLOCATED_GOAL
+        or abs(_off(row, "reserved")) > RESERVED_GOAL
         or row["measured_allocated_bytes"] > row["budget_bytes"]
     )
 
 
-def _ratio(row: Result, kind: str) -> float:
+def _off(row: Result, kind: str) -> float:
     return float(row[f"measured_{kind}_bytes"] / row[f"predicted_{kind}_bytes"] - 1)
 
 
-def _cells(row: Result) -> list[object]:
-    start = [row["model"], percent(row["ratio"], 0)]
-    if row["status"] == "infeasible":
-        return [*start, f"smallest {mebibytes(row['minimum_feasible_peak_bytes'])}", *["-"] * 8]
-    if row["status"] == "error":
-        return [*start, row["error"][:80], *["-"] * 8]
-    return [
-        *start,
-        mebibytes(row["predicted_allocated_bytes"]),
-        mebibytes(row["measured_allocated_bytes"]),
-        percent(_ratio(row, "allocated"), 2),
-        mebibytes(row["predicted_reserved_bytes"]),
-        mebibytes(row["measured_reserved_bytes"]),
-        percent(_ratio(row, "reserved"), 2),
-        percent(row["predicted_overhead"]),
-        percent(row["measured_overhead"]),
-        "equal" if row["bitwise_equal"] else "DIFFER",
-    ]
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:100]
+
+
+_COUNTED = ["allocated, predicted", "measured", "off", "reserved, predicted", "measured", "off"]
+_HEADINGS = ["", *_COUNTED, "ms", "of eager", "bits"]
 
 
 def _markdown(result: Result) -> str:
-    headings = ["model", "budget", "allocated, predicted", "measured", "difference", "reserved, predicted", "measured"]
-    headings += ["difference", "overhead, predicted", "measured", "bits"]
-    return common.page(
-        "On a GPU",
-        result,
-        f"{result['gpu']}, {result['memory_bytes'] / 2**30:.1f} GiB, CUDA {result['cuda']}, cuDNN {result['cudnn']}. "
-        "MiB of the whole device; budgets are shares of what the step allocates without recompute.",
-        common.table(headings, [_cells(row) for row in result["rows"]]),
-        _largest_line(result["largest_batch"]) if result["largest_batch"] else "The largest batch was not looked for.",
-    )
+    rows = result["rows"]
+    facts = next((row for row in rows if "gpu" in row), {})
+    eager = {row.get("model", row["case"]): row["seconds"] for row in rows if row.get("what") == "eager"}
+    steps = [_step_cells(row, eager) for row in rows if "what" in row and ("seconds" in row or "status" in row)]
+    others = [row for row in rows if not ("what" in row and ("seconds" in row or "status" in row)) and row is not facts]
+    rehearsed = "**A rehearsal: kernels or sizes are not real, and no figure here is one of a GPU.**"
+    parts = [
+        *([rehearsed] if result["rehearsal"] else []),
+        ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items() if name not in ("case", "gpu")),
+        "MiB of the whole device; budgets are shares of what the step allocates without recompute. Times are medians.",
+        common.table(_HEADINGS, steps),
+        *(
+            f"- {row['case']}: " + "; ".join(f"{k} {_short(v)}" for k, v in row.items() if k != "case")
+            for row in others
+        ),
+    ]
+    return common.page(f"On a GPU: {facts.get('gpu', 'unknown')}", result, *(part for part in parts if part))
+
+
+def _in_words(row: Result) -> str:
+    return "; ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in row.items())
+
+
+def _step_cells(row: Result, eager: dict[str, float]) -> list[object]:
+    start: list[object] = [f"{row.get('model', row['case'])}, {row['what']}"]
+    if row.get("status") == "error" and "seconds" not in row:
+        return [*start, row["error"].replace("|", "/")[:100], *["-"] * 8]
+    if "seconds" not in row:
+        return [*start, f"smallest {mebibytes(row.get('minimum_feasible_peak_bytes'))}", *["-"] * 8]
+    cells: list[object] = []
+    for kind in ("allocated", "reserved"):
+        known = f"predicted_{kind}_bytes" in row
+        cells += [mebibytes(row.get(f"predicted_{kind}_bytes")), mebibytes(row[f"measured_{kind}_bytes"])]
+        cells.append(percent(_off(row, kind), 2) if known else "-")
+    before = eager.get(row.get("model", row["case"]))
+    cells += [f"{1e3 * row['seconds']:.1f}", percent(row["seconds"] / before if before else None)]
+    bits = {True: "equal", False: "within control" if row.get("within_control") else "FURTHER OFF"}
+    return [*start, *cells, bits[row["bits"]] if "bits" in row else "-"]
 
 
 if __name__ == "__main__":

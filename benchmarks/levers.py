@@ -28,7 +28,7 @@ from planner.capture.joint_capture import capture, fake_mode
 from planner.common.options import Budget, Target, Training, chunks_of
 from planner.common.units import format_bytes
 from planner.plans.plan import NoPlanFitsError, Plan
-from planner.session.step import Options, attention_for, lower_as_run, study_lowered
+from planner.session.step import Options, elsewhere_for, lower_as_run, study_lowered
 from planner.session.step_planning import Candidate, candidates, cheapest
 from planner.solving.peak_bounds import minimum_peak
 from planner.zoo import ZooModel
@@ -115,7 +115,7 @@ class _Step:
         training = Training(optimizer=self.case.optimizer)
         options = Options(target=Target(device=self.case.device), training=training, name=loaded.name)
         inputs = Inputs.of(loaded.example_args or None, loaded.example_kwargs)
-        joint = capture(loaded.model, inputs, attention=attention_for(loaded.model, options))
+        joint = capture(loaded.model, inputs, attention=elsewhere_for(loaded.model, options))
         whole = lower_as_run(loaded.model, joint, options)
         return candidates(loaded.model, whole, study_lowered(loaded.model, whole, options), options)
 

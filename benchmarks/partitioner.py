@@ -39,7 +39,7 @@ from planner.measure.costing import operation_costs
 from planner.plans.plan import NoPlanFitsError
 from planner.plans.planning import make_plan
 from planner.session.min_cut import Partition, partition, read_schedule
-from planner.session.step import Options, attention_for, lower_step
+from planner.session.step import Options, elsewhere_for, lower_step
 
 GOAL_MEAN, GOAL_WORST = 0.65, 1.0
 MODELS = "gpt2,bert-large,vit-b16,resnet50,unet,t5-base"
@@ -158,7 +158,7 @@ def _tables(name: str, case: str, sizes: dict[str, Any], args: argparse.Namespac
     for device in args.devices.split(","):
         common.progress(f"{name}, {case}, {device}: capturing")
         options = Options(target=Target(device=device), name=name)
-        joint = capture(model.model, inputs, attention=attention_for(model.model, options))
+        joint = capture(model.model, inputs, elsewhere=elsewhere_for(model.model, options))
         splits = {}
         seconds = {}
         for ratio in args.points:

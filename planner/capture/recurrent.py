@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from planner.capture.elsewhere import is_elsewhere
 from planner.capture.torch_internals import has_onednn, outside_tracing
 
 _STACKS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -66,7 +67,7 @@ def _is_for_onednn(x: Tensor, state: Any, parameters: Sequence[Tensor], has_bias
     tensors = [x, *state, *parameters]
     alike = all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
     plain = has_biases and state[0].shape[2] == state[1].shape[2] and x.numel() != 0
-    return alike and plain and has_onednn(x.dtype)
+    return alike and plain and has_onednn(x.dtype) and not is_elsewhere()
 
 
 def _onednn_layer(

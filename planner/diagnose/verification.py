@@ -129,7 +129,7 @@ def verify(
 
 
 def bits_may_differ(device: torch.device) -> bool:
-    """Whether kernels may give other bits in every run: on CUDA some do, unless torch is told to use no such kernels."""
+    """Whether kernels may give other bits in every run: on CUDA some do, unless torch is told to leave them."""
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return device.type == "cuda" and not strict
 

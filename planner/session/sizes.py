@@ -19,7 +19,7 @@ from planner.capture.torch_internals import call_implementation, with_symbolic_s
 from planner.common import timings
 from planner.errors import CaptureError
 from planner.session.recorded import study_eager
-from planner.session.step import Options, attention_for, captured, lower_as_run, study_lowered, with_loss
+from planner.session.step import Options, captured, elsewhere_for, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
 
 
@@ -91,7 +91,7 @@ class StudiesBySize:
             call_implementation(self._model),
             _stop,
             make_program=_stop,
-            attention=attention_for(self._model, options),
+            elsewhere=elsewhere_for(self._model, options),
             choose_outputs=partial(loss_outputs, loss=options.loss),
         )
 

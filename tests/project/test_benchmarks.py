@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from benchmarks import (
     coverage,
     exactness,
     full_save,
+    gpu,
     kernels,
     levers,
     partitioner,
@@ -388,3 +390,80 @@ def test_coverage_outlives_what_it_runs(tmp_path: Path, monkeypatch: pytest.Monk
     assert coverage.main(["--json", str(file)]) == 1
     (row,) = _results(file)["models"]
     assert (row["status"], row["reason"]) == ("crashed", "the process ended with exit code 3")
+
+
+_ROW = {
+    "case": "model", "model": "gpt2", "what": "planned for 60%", "seconds": 0.02, "status": "optimal",
+    "budget_bytes": 101 * 2**20, "predicted_overhead": 0.1,
+    "predicted_allocated_bytes": 100 * 2**20, "measured_allocated_bytes": 100 * 2**20,
+    "predicted_reserved_bytes": 200 * 2**20, "measured_reserved_bytes": 200 * 2**20,
+}  # fmt: skip
+
+
+def test_gpu_fails_where_a_prediction_does_not_hold() -> None:
+    assert not gpu._misses(_ROW)
+    assert gpu._misses({**_ROW, "measured_allocated_bytes": 100.6 * 2**20})
+    assert gpu._misses({**_ROW, "budget_bytes": 99 * 2**20})
+    assert gpu._misses({**_ROW, "measured_reserved_bytes": 207 * 2**20})
+    for broken in (
+        {"status": "error", "error": "x"},
+        {"within_control": False},
+        {"attention_differences": 3},
+        {"same_step": False},
+        {"what": "fits", "came_to": "out of memory"},
+    ):
+        assert gpu._misses({"case": "any", **broken})
+    assert not gpu._misses({"what": "one more", "came_to": "out of memory"})
+
+
+def test_gpu_writes_a_page_of_what_there_is(tmp_path: Path) -> None:
+    eager = {"case": "model", "model": "gpt2", "what": "eager", "seconds": 0.01}
+    counted = {f"measured_{kind}_bytes": 2**20 for kind in ("allocated", "reserved")}
+    rows = [
+        {"case": "facts", "gpu": "a card"},
+        {**eager, **counted},
+        _ROW,
+        {"case": "x", "what": "y", "status": "error", "error": "gone"},
+    ]
+    file = tmp_path / "gpu.json"
+    result = {**common.environment("gpu", []), "rehearsal": False, "rows": rows}
+    file.write_text(json.dumps(result))
+    assert gpu.main(["--page", "--json", str(file)]) == 0
+    page = file.with_suffix(".md").read_text()
+    assert "# On a GPU: a card" in page
+    assert "| gpt2, planned for 60% | 100.0 | 100.0 | 0.00% | 200.0 | 200.0 | 0.00% | 20.0 | 200.0% | - |" in page
+    assert "| x, y | gone |" in page
+
+
+_CHILD = """
+import json, sys, time
+what = json.loads(sys.argv[1])
+print("working", file=sys.stderr, flush=True)
+print("ready", flush=True)
+sys.stdin.readline()
+print(json.dumps({"row": 1}), flush=True)
+if what["case"] == "hangs":
+    time.sleep(60)
+if what["case"] == "dies":
+    raise SystemExit(3)
+"""
+
+
+def test_gpu_outlives_what_hangs_or_dies(tmp_path: Path) -> None:
+    found: list[tuple[str, Any]] = []
+    chosen = [gpu.Case({"case": name}, 0.5) for name in ("hangs", "dies", "works")]
+    gpu.run_all(
+        chosen,
+        time.monotonic() + 60,
+        lambda case, row: found.append((case.title, row.get("error", row.get("row")))),
+        tmp_path / "log",
+        command=(sys.executable, "-c", _CHILD),
+    )
+    assert found == [
+        ("hangs", 1),
+        ("hangs", "cut off after 1 rows; see the log"),
+        ("dies", 1),
+        ("dies", "exit code 3 after 1 rows; see the log"),
+        ("works", 1),
+    ]
+    assert (tmp_path / "log").read_text().count("working") == 3

@@ -1,0 +1,374 @@
+"""What ``benchmarks.gpu`` runs on a GPU, each case in a process of its own: prepared on the CPU, then run.
+
+``python -m benchmarks.gpu_cases JSON`` prepares a case, says ``ready``, waits for a line, and then writes each row as a
+line of JSON as soon as it is known, so that a case that is cut off keeps what it has.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import planner
+from benchmarks.attention import differences
+from benchmarks.common import Result
+from planner import api, zoo
+from planner.capture import fake_mode
+from planner.capture.random_states import RandomStates
+from planner.diagnose.verification import NOISE, StepResult, distance
+from planner.errors import InfeasibleBudgetError, PlannerError
+from planner.measure import calibration, devices
+from planner.plans.plan import NoPlanFitsError
+
+READY = "ready"
+_WARM_UPS, _STEPS = 2, 6
+_MOST_BATCH = 96
+
+Rows = Iterator[Result]
+
+
+def main(text: str) -> None:
+    """Run one case; see the module."""
+    case = json.loads(text)
+    run = CASES[case["case"]](case)
+    next(run)  # prepares
+    print(READY, flush=True)
+    sys.stdin.readline()
+    for row in run:
+        print(json.dumps(row), flush=True)
+
+
+def _facts(case: Result) -> Rows:
+    """Name versions and the card, ask torch for its attention kernels, and measure rates."""
+    yield {}
+    where = torch.device("cuda")
+    facts = torch.cuda.get_device_properties(where)
+    spec = devices.here(where)
+    yield {
+        "gpu": facts.name,
+        "device": spec.name,
+        "architecture": f"sm{facts.major}{facts.minor}",
+        "multiprocessors": facts.multi_processor_count,
+        "memory_bytes": torch.cuda.mem_get_info()[1],
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+    asked, found = differences(where)
+    yield {"attention_calls": asked, "attention_differences": len(found), "examples": found[:20]}
+    measured = calibration.calibrate(where)
+    yield {
+        "calibration": {
+            "flops_per_second": dict(measured.flops_per_second),
+            "bandwidth_bytes_per_second": measured.bandwidth_bytes_per_second,
+            "launch_seconds": measured.launch_seconds,
+            "host_link_bytes_per_second": measured.host_link_bytes_per_second,
+        },
+        "table": {
+            "flops_per_second": dict(spec.flops_per_second),
+            "bandwidth_bytes_per_second": spec.bandwidth_bytes_per_second,
+            "launch_seconds": spec.launch_seconds,
+            "host_link_bytes_per_second": spec.host_link_bytes_per_second,
+        },
+    }
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.narrow, self.drop = nn.Linear(4 * width, width), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+class _Tiny(nn.Module):
+    def __init__(self, width: int = 512, depth: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _tiny(case: Result) -> Rows:
+    """Run every runtime, and offload, on a small model: bits held against what two eager steps differ by."""
+    yield {}
+    x = torch.randn(16384, 512, device="cuda")
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return _Tiny().to("cuda")
+
+    model = made()
+    steps = [_left_behind(model, lambda model=model: model(x)) for _ in range(2)]
+    control = distance(*steps)
+    yield {"what": "eager", **_measured(lambda: model(x).backward(), model), "control": control}
+    without, offloading = ("graph", "modules", "regional", "inductor"), ("graph", "modules")
+    for runtime, offload in [*((name, False) for name in without), *((name, True) for name in offloading)]:
+        row: Result = {"what": runtime + (" with offload" if offload else "")}
+        try:
+            model = made()
+            options = {"runtime": runtime, "offload": offload, "time_limit_seconds": 1}
+            _wrap(model, (x,), {}, {"activation_budget": "60%", **options})
+            apart = distance(steps[0], _left_behind(model, lambda model=model: model(x)))
+            row |= _predicted(planner.plan_of(model)) | _measured(lambda model=model: model(x).backward(), model)
+            row |= {"apart": apart, "bits": apart == 0.0, "within_control": apart <= NOISE * control}
+        except Exception as error:  # the next runtime is to run all the same
+            row |= _failed(error)
+        yield row
+
+
+def _model(case: Result) -> Rows:
+    """Train one model in eager, with its full graph, and under plans of some budgets; keep its profile."""
+    name, sizes = case["model"], case["sizes"]
+    afar = _planned_afar(case)
+    yield {}
+    start = {"model": name, "sizes": sizes}
+    loaded = zoo.build(name, **sizes, device="cuda")
+    arguments = {"example_kwargs": loaded.example_kwargs}
+    if afar is not None:
+        fake = zoo.build(name, **sizes, device="cuda", fake_mode=fake_mode())
+        with suppress(PlannerError):
+            options = {"budget": "100%", "time_limit_seconds": 1, "compare": False}
+            here = api.plan(fake.model, example_kwargs=fake.example_kwargs, cost_model="roofline", **options)
+            same = here.fingerprint["graph"] == afar.fingerprint["graph"]
+            yield {**start, "what": "captured on a CPU", "same_step": same, "peak_bytes": afar.peak_bytes}
+    if case.get("eager", True):
+        yield {**start, "what": "eager", **_measured(lambda: _step(loaded.model, loaded), loaded.model)}
+    profile = api.profile(loaded.model, **arguments, time_limit_seconds=case["profile_seconds"], name=name)
+    planner.save_profile(profile, Path(case["folder"]) / f"{name}.profile.json")
+    for budget in case["budgets"]:
+        row: Result = {**start, "what": f"planned for {budget}", "measured_operations": len(profile.measurements)}
+        try:
+            options = {"time_limit_seconds": case["solve_seconds"], "profile": profile, "compare": False}
+            try:
+                plan = api.plan(loaded.model, **arguments, **options, activation_budget=budget)
+            except NoPlanFitsError as error:
+                least_bytes = error.minimum_feasible_peak_bytes
+                row["what"] = f"planned for the least ({budget} cannot be kept)"
+                plan = api.plan(loaded.model, **arguments, **options, budget=least_bytes)
+            row |= _predicted(plan)
+            model = api.auto_wrap(loaded.model, plan=plan)
+            try:
+                row |= _measured(lambda model=model: _step(model, loaded), model)
+            finally:
+                planner.unwrap(model)
+        except Exception as error:  # the next budget is to run all the same
+            row |= _failed(error)
+        yield row
+
+
+def _planned_afar(case: Result) -> planner.Plan | None:
+    """Plan for the card on this machine's CPU, as a laptop would."""
+    if not case.get("device") or not case.get("eager", True):
+        return None
+    with suppress(PlannerError):
+        fake = zoo.build(case["model"], **case["sizes"], fake_mode=fake_mode())
+        options = {"budget": "100%", "time_limit_seconds": 1, "compare": False}
+        return api.plan(fake.model, example_kwargs=fake.example_kwargs, device=case["device"], **options)
+    return None
+
+
+def _offload(case: Result) -> Rows:
+    """Copy both ways at once, and train with activations in host memory: predicted against measured overhead."""
+    yield {}
+    elements = case["copy_bytes"] // 4
+    host, there = (torch.empty(elements, pin_memory=True) for _ in range(2)), torch.empty(2, elements, device="cuda")
+    out, back = host
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    for ways in ("to the host", "to the device", "both"):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        if ways != "to the device":
+            with torch.cuda.stream(streams[0]):
+                out.copy_(there[0], non_blocking=True)
+        if ways != "to the host":
+            with torch.cuda.stream(streams[1]):
+                there[1].copy_(back, non_blocking=True)
+        torch.cuda.synchronize()
+        yield {"what": f"copy {ways}", "bytes_per_second": 4 * elements / (time.perf_counter() - begun)}
+    del out, back, there
+    loaded = zoo.build(case["model"], **case["sizes"], device="cuda")
+    eager = _measured(lambda: _step(loaded.model, loaded), loaded.model)
+    yield {"what": "eager", "model": case["model"], **eager}
+    for offload in (False, True):
+        row: Result = {"what": "offload" if offload else "recompute", "model": case["model"]}
+        try:
+            options = {"offload": offload, "time_limit_seconds": case["solve_seconds"]}
+            _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], **options})
+            row |= _predicted(planner.plan_of(loaded.model))
+            row |= _measured(lambda: _step(loaded.model, loaded), loaded.model)
+        except Exception as error:
+            row |= _failed(error)
+        with suppress(PlannerError):
+            planner.unwrap(loaded.model)
+        yield row
+
+
+def _largest(case: Result) -> Rows:
+    """Say which batch is the largest that fits a part of the card; run it, and see the next one break it."""
+    name, cap_bytes = case["model"], case["cap_bytes"]
+    sizes = {key: size for key, size in case["sizes"].items() if key != "batch_size"}
+
+    def planned(batch: int, budget: int) -> planner.Plan:
+        fake = zoo.build(name, **sizes, batch_size=batch, fake_mode=fake_mode())
+        options = {"device": case["device"], "budget": budget, "time_limit_seconds": 1, "compare": False}
+        return api.plan(fake.model, example_kwargs=fake.example_kwargs, **options)
+
+    low, high, best, smallest_bytes = 0, _MOST_BATCH, None, cap_bytes
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            plan = planned(middle, cap_bytes)
+            fits = plan.reserved is None or plan.reserved.reserved_bytes <= cap_bytes
+        except NoPlanFitsError as error:
+            fits, smallest_bytes = False, error.minimum_feasible_peak_bytes
+        low, high, best = (middle, high, plan) if fits else (low, middle, best)
+    yield {}
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.cuda.mem_get_info()[1]))
+    row: Result = {"model": name, "cap_bytes": cap_bytes, "batch": low}
+    for batch, plan, what in ((low, best, "fits"), (high, None, "one more")):
+        if not batch:
+            continue
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            plan = plan or planned(batch, max(cap_bytes, smallest_bytes))
+            loaded = zoo.build(name, **sizes, batch_size=batch, device="cuda")
+            model = api.auto_wrap(loaded.model, plan=plan)
+            found = _predicted(plan) | _measured(lambda model=model, loaded=loaded: _step(model, loaded), model)
+            yield {**row, "what": what, "batch": batch, "came_to": "runs", **found}
+            del model, loaded
+        except torch.OutOfMemoryError:
+            yield {**row, "what": what, "batch": batch, "came_to": "out of memory"}
+        except Exception as error:
+            yield {**row, "what": what, "batch": batch, **_failed(error)}
+
+
+def _compiled(case: Result) -> Rows:
+    """Train a model by torch.compile, alone and under a plan."""
+    yield {}
+    for planned in (False, True):
+        torch.compiler.reset()
+        loaded = zoo.build(case["model"], **case["sizes"], device="cuda")
+        row: Result = {"model": case["model"], "what": "compiled" + (" and planned" if planned else "")}
+        try:
+            model: Any = loaded.model
+            if planned:
+                options = {"runtime": "inductor", "time_limit_seconds": case["solve_seconds"]}
+                _wrap(model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], **options})
+                row |= _predicted(planner.plan_of(model))
+            else:
+                model = torch.compile(model)
+            row |= _measured(lambda model=model, loaded=loaded: _step(model, loaded), loaded.model)
+        except Exception as error:
+            row |= _failed(error)
+        yield row
+
+
+def _snapshot(case: Result) -> Rows:
+    """Write down every allocation of one planned step, for pytorch.org/memory_viz."""
+    yield {}
+    loaded = zoo.build(case["model"], **case["sizes"], device="cuda")
+    _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], "time_limit_seconds": 1})
+    _step(loaded.model, loaded)
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    _step(loaded.model, loaded)
+    path = Path(case["folder"]) / "snapshot.pickle"
+    torch.cuda.memory._dump_snapshot(str(path))
+    yield {"what": "snapshot", "model": case["model"], "snapshot_bytes": path.stat().st_size}
+
+
+def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> None:
+    """Plan a model for a budget, or for the least that is known to be feasible."""
+    try:
+        api.auto_wrap(model, args or None, example_kwargs=kwargs or None, **options)
+    except InfeasibleBudgetError as refusal:
+        least = {**options, "budget": refusal.minimum_feasible_peak_bytes, "activation_budget": None}
+        api.auto_wrap(model, args or None, example_kwargs=kwargs or None, **least)
+
+
+def _step(model: Any, loaded: zoo.ZooModel) -> None:
+    output = model(*loaded.example_args, **loaded.example_kwargs)
+    (output if torch.is_tensor(output) else output.loss).backward()
+
+
+def _left_behind(model: nn.Module, call: Callable[[], torch.Tensor]) -> StepResult:
+    """Return loss and gradients of a step from the same random state; the first captures."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        loss = call()
+        loss.backward()
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return StepResult((loss.detach().clone(),), gradients, {}, RandomStates())
+
+
+def _measured(step: Callable[[], None], model: nn.Module) -> Result:
+    """Train some steps: their median time, and the peaks of what the allocator counts once it has settled."""
+    seconds = []
+    for number in range(_WARM_UPS + _STEPS):
+        if number == _WARM_UPS:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+        model.zero_grad(set_to_none=True)
+    stats = torch.cuda.memory_stats()
+    kinds = ("requested", "allocated", "reserved")
+    peaks = {f"measured_{kind}_bytes": stats[f"{kind}_bytes.all.peak"] for kind in kinds}
+    return {"seconds": median(islice(seconds, _WARM_UPS, None)), **peaks}
+
+
+def _predicted(plan: planner.Plan) -> Result:
+    found: Result = {
+        "status": plan.status,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_requested_bytes": plan.peak_bytes,
+        "predicted_seconds": plan.baseline_step_seconds * (1 + plan.overhead),
+        "predicted_overhead": plan.overhead,
+        "lower_bound_overhead": plan.lower_bound_overhead,
+    }
+    if plan.reserved is not None:
+        found["predicted_allocated_bytes"] = plan.reserved.allocated_bytes
+        found["predicted_reserved_bytes"] = plan.reserved.reserved_bytes
+    return found
+
+
+def _failed(error: Exception) -> Result:
+    traceback.print_exc()  # whole, into the log
+    return {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
+CASES: dict[str, Callable[[Result], Rows]] = {
+    "facts": _facts,
+    "tiny": _tiny,
+    "model": _model,
+    "offload": _offload,
+    "largest": _largest,
+    "compiled": _compiled,
+    "snapshot": _snapshot,
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1])
