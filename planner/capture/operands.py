@@ -15,7 +15,13 @@ from planner.capture.torch_internals import FakeTensor, OpOverload, outside_trac
 
 aten = torch.ops.aten
 
-_INDEX_BOUND = {
+
+def _indexed_alike(args: Sequence[Any]) -> int:
+    """Return how far all dimensions go that are indexed."""
+    return min(int(args[0].shape[d]) for d, index in enumerate(args[1]) if index is not None)
+
+
+_INDEX_BOUND: dict[Any, Callable[[Sequence[Any]], int]] = {
     aten.embedding.default: lambda args: args[0].shape[0],
     aten.embedding_dense_backward.default: lambda args: args[2],
     aten.nll_loss_forward.default: lambda args: args[0].shape[1],
@@ -26,6 +32,12 @@ _INDEX_BOUND = {
     aten.scatter.value: lambda args: args[0].shape[args[1]],
     aten.scatter_add.default: lambda args: args[0].shape[args[1]],
     aten.index_select.default: lambda args: args[0].shape[args[1]],
+    aten.index.Tensor: _indexed_alike,
+    aten._unsafe_index.Tensor: _indexed_alike,
+    aten.index_put.default: _indexed_alike,
+    aten._unsafe_index_put.default: _indexed_alike,
+    aten.scatter.src: lambda args: args[0].shape[args[1]],
+    aten.index_add.default: lambda args: args[0].shape[args[1]],
 }
 """What whole numbers among the arguments must stay below, so that they spread as real ones do; others are zeros."""
 
@@ -157,19 +169,22 @@ def sharing(make: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[torc
 
 
 def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
-    """Make real tensors in place of the fake ones that an operation was traced with: ones, and valid indices.
+    """Make real tensors in place of the fake ones that an operation was traced with: numbers, and valid indices.
+
+    On a GPU the numbers are random: so few bits change in products of ones that it runs faster than it can in training.
 
     What shares memory there shares it here: a kernel may copy one of two arguments that are the same.
     """
     fake = values_of((node.args, node.kwargs))
-    bound = _INDEX_BOUND.get(node.target)  # type: ignore[call-overload]
+    bound = _INDEX_BOUND.get(node.target)
     below = int(bound(fake[0])) if bound else 1
     ends = _GROUP_ENDS.get(node.target)  # type: ignore[call-overload]
 
     def filled(tensor: torch.Tensor, elements: int) -> torch.Tensor:
         where = device if tensor.device.type != "cpu" or device.type == "cpu" else tensor.device
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            return torch.ones(elements, dtype=tensor.dtype, device=where)
+            is_drawn = where.type == "cuda" and tensor.dtype.itemsize > 1
+            return (torch.randn if is_drawn else torch.ones)(elements, dtype=tensor.dtype, device=where)
         if ends is not None:
             return torch.full((elements,), ends(fake[0]), dtype=tensor.dtype, device=where)
         if below > 1 and tensor.dtype in (torch.int64, torch.int32):

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import cli
 import planner
 from cost_models.measured import Measurement, Profile, differ_in_batch_only
+from planner.capture import fake_mode, operands
 from planner.errors import ProfileFileError, ProfileMismatchError, UsageError
 from planner.measure import profiling
 
@@ -120,10 +122,10 @@ def test_what_cannot_be_run_alone_falls_back_and_is_named(monkeypatch: pytest.Mo
     monkeypatch.setattr(profiling, "_known", {})
     time_one = profiling._time
 
-    def out_of_memory(node: Any, where: Any) -> Measurement:
+    def out_of_memory(node: Any, *others: Any) -> Measurement:
         if "tanh" in str(node.target):
             raise RuntimeError("not enough memory: you tried to allocate a lot")
-        return time_one(node, where)
+        return time_one(node, *others)
 
     monkeypatch.setattr(profiling, "_time", out_of_memory)
     plan = planned(None, cost_model="measured")
@@ -226,3 +228,18 @@ print(min(faults() for _ in range(5)))  # the first ones make the heap as large 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
     by_default, kept = map(int, done.stdout.split())
     assert kept < 2_000 < 50_000 < by_default
+
+
+def test_indices_spread_over_what_they_index() -> None:
+    """All zeros would meet at one place: the worst that a gradient of an index can be given."""
+    graph = fx.Graph()
+    with fake_mode():
+        values = {"table": torch.empty(100, 7, 8), "rows": torch.empty(64, dtype=torch.int64)}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, node in nodes.items():
+        node.meta["val"] = values[name]
+    call = graph.call_function(torch.ops.aten.index.Tensor, (nodes["table"], [nodes["rows"], nodes["rows"]]))
+    with operands.running_alone(torch.device("cpu")):
+        (table, (rows, columns)), _ = operands.arguments(call, torch.device("cpu"))
+        assert table[rows, columns].shape == (64, 8)
+    assert sorted(set(rows.tolist())) == list(range(7))
