@@ -325,3 +325,12 @@ def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again()
     assert [len(first), len(again)] == [3, 3]
     assert all(node.args[3] is not None and node.args[4] is not None for node in first)
     assert all(node.args[3:6] == (None, None, True) for node in again)
+
+
+def test_recurrent_layers_for_a_gpu_are_no_operators_of_a_cpu() -> None:
+    model, x = nn.LSTM(8, 8), torch.randn(2, 4, 8)
+    for elsewhere in (None, Elsewhere(cost_models.device("h100"))):
+        nodes = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.find_nodes(
+            op="call_function", target=torch.ops.checkpoint_planner.lstm_layer.default
+        )
+        assert bool(nodes) is (elsewhere is None)
