@@ -28,7 +28,7 @@ def said_by(study: Study) -> Any:
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The programs that Dynamo captured, each an entry."""
+    """Count the programs that Dynamo captured, an entry each."""
     made: list[int] = []
     backend = joint_capture.Backend.__call__
 
