@@ -63,7 +63,8 @@ class Case:
 def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]:
     """Give what is to be run, breadth before depth: everything once, then more of it."""
     sizes = SMALL if rehearsal else GPU_SIZES
-    common_to_all: Result = {"device": device, "folder": folder, "solve_seconds": 1 if rehearsal else 3}
+    common_to_all: Result = {"device": device, "folder": folder, "rehearsal": rehearsal}
+    common_to_all["solve_seconds"] = 1 if rehearsal else 3
 
     def case(kind: str, seconds: float, model: str = "", **more: Any) -> Case:
         of_model = {"model": model, "sizes": sizes[model]} if model else {}

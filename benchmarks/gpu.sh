@@ -36,4 +36,4 @@ if [[ -n $missing ]]; then
     echo "python3 lacks $missing: put their wheels into $wheels" | tee -a "$results/setup.log" >&2
     exit 2
 fi
-python3 -m benchmarks.gpu --seconds 480 --json "$results/gpu.json" "$@"
+python3 -m benchmarks.gpu --seconds 450 --json "$results/gpu.json" "$@"

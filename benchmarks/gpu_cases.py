@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import planner
 from benchmarks.attention import differences
@@ -139,7 +141,7 @@ def _model(case: Result) -> Rows:
     afar = _planned_afar(case)
     yield {}
     start = {"model": name, "sizes": sizes}
-    loaded = zoo.build(name, **sizes, device="cuda")
+    loaded = _built(case)
     arguments = {"example_kwargs": loaded.example_kwargs}
     if afar is not None:
         fake = zoo.build(name, **sizes, device="cuda", fake_mode=fake_mode())
@@ -203,7 +205,7 @@ def _offload(case: Result) -> Rows:
         torch.cuda.synchronize()
         yield {"what": f"copy {ways}", "bytes_per_second": 4 * elements / (time.perf_counter() - begun)}
     del out, back, there
-    loaded = zoo.build(case["model"], **case["sizes"], device="cuda")
+    loaded = _built(case)
     eager = _measured(lambda: _step(loaded.model, loaded), loaded.model)
     yield {"what": "eager", "model": case["model"], **eager}
     for offload in (False, True):
@@ -249,7 +251,7 @@ def _largest(case: Result) -> Rows:
         torch.cuda.empty_cache()
         try:
             plan = plan or planned(batch, max(cap_bytes, smallest_bytes))
-            loaded = zoo.build(name, **sizes, batch_size=batch, device="cuda")
+            loaded = _built({**case, "sizes": {**sizes, "batch_size": batch}})
             model = api.auto_wrap(loaded.model, plan=plan)
             found = _predicted(plan) | _measured(lambda model=model, loaded=loaded: _step(model, loaded), model)
             yield {**row, "what": what, "batch": batch, "came_to": "runs", **found}
@@ -265,7 +267,7 @@ def _compiled(case: Result) -> Rows:
     yield {}
     for planned in (False, True):
         torch.compiler.reset()
-        loaded = zoo.build(case["model"], **case["sizes"], device="cuda")
+        loaded = _built(case)
         row: Result = {"model": case["model"], "what": "compiled" + (" and planned" if planned else "")}
         try:
             model: Any = loaded.model
@@ -284,7 +286,7 @@ def _compiled(case: Result) -> Rows:
 def _snapshot(case: Result) -> Rows:
     """Write down every allocation of one planned step, for pytorch.org/memory_viz."""
     yield {}
-    loaded = zoo.build(case["model"], **case["sizes"], device="cuda")
+    loaded = _built(case)
     _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], "time_limit_seconds": 1})
     _step(loaded.model, loaded)
     torch.cuda.memory._record_memory_history(max_entries=100_000)
@@ -292,6 +294,13 @@ def _snapshot(case: Result) -> Rows:
     path = Path(case["folder"]) / "snapshot.pickle"
     torch.cuda.memory._dump_snapshot(str(path))
     yield {"what": "snapshot", "model": case["model"], "snapshot_bytes": path.stat().st_size}
+
+
+def _built(case: Result) -> zoo.ZooModel:
+    """Build a model on the GPU; in a rehearsal on the CPU first, for stand-ins compile no kernels that fill it."""
+    built = zoo.build(case["model"], **case["sizes"], device="cpu" if case["rehearsal"] else "cuda")
+    kwargs = tree_map_only(torch.Tensor, torch.Tensor.cuda, built.example_kwargs)
+    return replace(built, model=built.model.cuda(), example_kwargs=kwargs)
 
 
 def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> None:
