@@ -263,14 +263,15 @@ class Allocation:
 class StepDetails:
     """The step over time, without recompute and as planned, and what it has made that is there at the peak.
 
-    What happens to every module, and all memory of the planned step, is not part of a plan file, nor of comparisons.
+    All memory of the planned step is not part of a plan file, nor of comparisons.
     """
 
     before: Timeline = field(metadata={"at": "timeline.before"})
     after: Timeline = field(metadata={"at": "timeline.after"})
     alive: tuple[AliveTensors, ...] = field(metadata={"at": "alive_at_peak"})
     one_more_gib: MoreMemory | None = None
-    modules: tuple[LayerPlacement, ...] = field(default=(), compare=False, repr=False)
+    modules: tuple[LayerPlacement, ...] = field(default=(), repr=False, metadata={"columns": True, "older": True})
+    """What happens to every module, each without its parts, in forward order."""
     allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,41 +11,22 @@ from rich.tree import Tree
 
 from planner.common.units import format_bytes, format_seconds
 from planner.ir.layers import collapse
-from planner.plans.plan import LayerPlacement, Plan
+from planner.plans.plan import Plan
+from planner.report.module_tree import Module, module_tree
 from planner.report.style import compact_count, table
-
-
-@dataclass
-class _Module:
-    own: LayerPlacement | None = None
-    parts: dict[str, _Module] = field(default_factory=dict)
-
-    def all(self) -> list[LayerPlacement]:
-        inside = [layer for part in self.parts.values() for layer in part.all()]
-        return inside if self.own is None else [self.own, *inside]
-
-    def signature(self) -> object:
-        """Return what two modules that are shown as one have in common."""
-        own = self.own and (self.own.saved_bytes, self.own.freed_bytes, tuple(self.own.targets.items()))
-        return own, tuple((name, part.signature()) for name, part in self.parts.items())
 
 
 def render_modules(plan: Plan) -> RenderableType | None:
     """Show what each module saves, frees and adds, the parts of it included; equal modules in a row are one branch."""
     if plan.details is None or not plan.details.modules:
         return None
-    root = _Module()
-    for layer in plan.details.modules:
-        at = root
-        for name in filter(None, layer.module.split(".")):
-            at = at.parts.setdefault(name, _Module())
-        at.own = layer
+    root = module_tree(plan.details.modules)
     tree = Tree(_label(plan.model or "the model", [root]))
     _grow(tree, root)
     return Group(Text("Modules: saved, freed, added", style="bold"), tree)
 
 
-def _grow(tree: Tree, module: _Module) -> None:
+def _grow(tree: Tree, module: Module) -> None:
     names, parts = list(module.parts), list(module.parts.values())
     paths = [f"#.{name}" if name.isdigit() else name for name in names]  # numbers are a row of equals
     for label, positions in collapse(paths, [part.signature() for part in parts]):
@@ -55,7 +35,7 @@ def _grow(tree: Tree, module: _Module) -> None:
         _grow(branch, members[0])
 
 
-def _label(name: str, modules: Sequence[_Module]) -> Text:
+def _label(name: str, modules: Sequence[Module]) -> Text:
     layers = [layer for module in modules for layer in module.all()]
     saved_bytes = sum(layer.saved_bytes for layer in layers)
     freed_bytes = sum(layer.freed_bytes for layer in layers)

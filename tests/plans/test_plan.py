@@ -408,6 +408,9 @@ def test_a_missing_field_is_named(plan: Plan) -> None:
         free = path[0] in ("fingerprint", "decisions", "static_bytes") and len(path) > 1
         if free or isinstance(path[-1], int) or path[-1] in optional or "targets" in path[:-1]:
             continue
+        if path == ("details", "modules"):  # older files lack it
+            assert Plan.from_json(json.dumps(bad)).details.modules == ()
+            continue
         assert str(path[-1]) in refused(json.dumps(bad)) or path[1:2] == ("anatomy_bytes",)
 
 

@@ -17,6 +17,7 @@ from planner.ir.graph import operator_name
 from planner.plans.plan import LayerPlacement, Plan
 from planner.report import alternatives, placement, trust, verdict
 from planner.report.anatomy import in_order
+from planner.report.module_tree import module_tree
 from planner.report.page import charts
 from planner.report.style import signed_percent
 
@@ -83,7 +84,15 @@ def _data(plan: Plan, rows: Sequence[placement.Row]) -> dict[str, Any]:
                 for p in line.points
             ]
         lines["end_seconds"] = max(plan.details.before.step_seconds, plan.details.after.step_seconds)
-    return {"layers": layers, "lines": lines}
+    return {"layers": layers, "lines": lines, "modules": _modules(plan)}
+
+
+def _modules(plan: Plan) -> dict[str, Any] | None:
+    """Return the tree of modules, if something is saved or freed in it."""
+    if plan.details is None:
+        return None
+    root = charts.flame(plan.model or "the model", module_tree(plan.details.modules))
+    return root if root["width"] else None
 
 
 def _layer_text(layer: LayerPlacement) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from planner.common.units import format_seconds, in_unit_of
+from planner.common.units import format_bytes, format_seconds, in_unit_of
 from planner.plans.plan import LayerPlacement, Plan, StepDetails, Timeline
 from planner.report.alternatives import gap_to_bound, methods
+from planner.report.module_tree import Module
 from planner.report.style import signed_percent
 
 WIDTH, HEIGHT = 1000, 300
@@ -73,6 +74,23 @@ def strip(layers: Sequence[LayerPlacement]) -> list[dict[str, float]]:
         }
         for layer in layers
     ]
+
+
+def flame(name: str, module: Module) -> dict[str, Any]:
+    """Return a module with its parts: what is saved and freed, which share is saved, and a width in bytes of both."""
+    parts = [flame(part, inside) for part, inside in module.parts.items()]
+    layers, own = module.all(), module.own
+    saved_bytes = sum(layer.saved_bytes for layer in layers)
+    freed_bytes = sum(layer.freed_bytes for layer in layers)
+    added = format_seconds(sum(layer.added_seconds for layer in layers))
+    own_bytes = own.saved_bytes + max(own.freed_bytes, 0) if own is not None else 0
+    return {
+        "name": name,
+        "text": f"saves {format_bytes(saved_bytes)}, frees {format_bytes(freed_bytes)}, adds {added}",
+        "saved": saved_bytes / (saved_bytes + max(freed_bytes, 0) or 1),
+        "width": own_bytes + sum(part["width"] for part in parts),
+        "parts": [part for part in parts if part["width"]],
+    }
 
 
 def trade_off(plan: Plan) -> dict[str, Any]:

@@ -39,3 +39,49 @@ function choose(button) {
 const buttons = document.querySelectorAll(".strip button");
 for (const button of buttons) button.addEventListener("click", () => choose(button));
 if (buttons.length) choose(buttons[buttons.length >> 1]);
+
+const flame = document.getElementById("flame");
+
+function told(path) {
+  const chosen = path[path.length - 1], name = path.slice(1).map((module) => module.name).join(".") || chosen.name;
+  return [name, chosen.text];
+}
+
+function block(path, left, share) {
+  const module = path[path.length - 1];
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = module.name;
+  button.title = told(path).join(": ");
+  button.setAttribute("aria-label", button.title);
+  button.style.left = `${100 * left}%`;
+  button.style.width = `${100 * share}%`;
+  button.style.top = `${26 * (path.length - 1)}px`;
+  button.style.setProperty("--saved", `${100 * module.saved}%`);
+  button.addEventListener("click", () => zoom(path).focus());
+  return button;
+}
+
+function inside(path, left, share) {
+  const module = path[path.length - 1], blocks = [];
+  for (const part of module.parts) {
+    const width = share * part.width / module.width;
+    if (width > 0.002) blocks.push(block([...path, part], left, width), ...inside([...path, part], left, width));
+    left += width;
+  }
+  return blocks;
+}
+
+function zoom(path) {
+  const row = path.map((_, at) => block(path.slice(0, at + 1), 0, 1));
+  const blocks = [...row, ...inside(path, 0, 1)];
+  for (const above of row.slice(0, -1)) above.classList.add("above");
+  flame.replaceChildren(...blocks);
+  flame.style.height = `${Math.max(...blocks.map((one) => parseFloat(one.style.top))) + 26}px`;
+  const name = document.createElement("b"), [called, words] = told(path);
+  name.textContent = called;
+  document.getElementById("module").replaceChildren(name, words);
+  return row[row.length - 1];
+}
+
+if (flame) zoom([data.modules]);
