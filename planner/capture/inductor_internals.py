@@ -28,7 +28,7 @@ class Draft:
     """One graph as Inductor writes it, with kernels that do nothing, and the fake tensors that it was written for."""
 
     source: str
-    """The code that calls the kernels, comments left out."""
+    """The code that allocates, frees and calls the kernels, comments left out."""
     run: Callable[[list[Any]], Any]
     """That code, loaded: it takes a list of tensors, which it empties, and gives the outputs."""
     inputs: list[Any]
@@ -45,6 +45,10 @@ _SETTINGS = {
 
 _NOT_PLANNED = {"triton.cudagraphs", "custom_partitioner_fn"}
 """Settings of which a plan knows nothing: CUDA graphs keep memory of their own."""
+
+
+_ONE_KERNEL_EACH = {"cpp.simdlen": 1}
+"""Without vectors a C++ kernel is written once, and not once for each of its loops: a draft has no use for them."""
 
 
 def settings_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModu
 
     def load(_key: str, path: str, linemap: Any = None, attrs: Any = None) -> Any:
         module = _load_without_kernels(path, attrs or {})
-        loaded.append(Draft(_without_comments(Path(path).read_text(encoding="utf-8")), module.call, []))
+        loaded.append(Draft(_calling(Path(path).read_text(encoding="utf-8")), module.call, []))
         return module
 
     def compile_one(compile_fx_inner: Any, *arguments: Any, **options: Any) -> Any:
@@ -103,7 +107,7 @@ def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModu
         return compiled
 
     with patch.object(PyCodeCache, "load_by_key_path", load):
-        _compile_with_inductor(partition, compile_one, graph_module, inputs)
+        _compile_with_inductor(partition, compile_one, graph_module, inputs, _ONE_KERNEL_EACH)
     return drafts
 
 
@@ -116,7 +120,7 @@ def compile_with_inductor(
     known = {draft.source for draft in drafts}
 
     def check(source: str) -> None:
-        if _without_comments(source) not in known:
+        if _calling(source) not in known:
             raise PlannerError("Inductor wrote other code than it had drafted for the same graph: use runtime 'graph'")
 
     def compile_one(compile_fx_inner: Any, *arguments: Any, **options: Any) -> Any:
@@ -127,7 +131,11 @@ def compile_with_inductor(
 
 
 def _compile_with_inductor(
-    partition: PartitionFunction, compile_one: Callable[..., Any], graph_module: fx.GraphModule, inputs: Any
+    partition: PartitionFunction,
+    compile_one: Callable[..., Any],
+    graph_module: fx.GraphModule,
+    inputs: Any,
+    more: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Run ``torch.compile``'s own backend, but for the partition, for what it fuses, and for when memory is freed.
 
@@ -157,7 +165,7 @@ def _compile_with_inductor(
         with V.set_choices_handler(Choices()):
             return compile_one(compile_fx_inner, *arguments, **options)
 
-    settings = {**_SETTINGS, "custom_partitioner_fn": Partitioner()}
+    settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches):
@@ -201,8 +209,10 @@ def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:
     return module
 
 
-def _without_comments(source: str) -> str:
-    return "\n".join(line for line in source.splitlines() if not line.lstrip().startswith("#"))
+def _calling(source: str) -> str:
+    """Return what Inductor writes below its kernels, without comments."""
+    _kernels, _, calls = source.rpartition("\ndel async_compile\n")
+    return "\n".join(line for line in calls.splitlines() if not line.lstrip().startswith("#"))
 
 
 def missing_compiler(device: torch.device) -> str | None:

@@ -25,6 +25,7 @@ from planner.common.options import Budget
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
+from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
@@ -38,6 +39,15 @@ from planner.session.step_planning import plan_step
 ATTEMPTS = 6
 """How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""
 
+IMPROVEMENTS = 2
+"""How often a plan that fits, and leaves more than :data:`UNUSED` of the budget, is made anew for more."""
+
+MOST_FUSED = 2
+"""A graph that needs more times its budget than this is refused, and not drafted: code never held so much less."""
+
+UNUSED = 0.03
+"""What share of the budget may be left where something is recomputed."""
+
 
 class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
@@ -50,6 +60,8 @@ class InductorRuntime(GraphRuntime):
         self._fits = False
         self._limit_bytes: int | None = None
         self._budget_bytes = self._needed_bytes = 0
+        self._tried: list[Schedule] = []
+        """What was drafted for the graph at hand."""
 
     def plan_only(self, inputs: Inputs) -> Plan:
         """Plan one step by its draft: nothing is compiled, and nothing is run."""
@@ -76,7 +88,10 @@ class InductorRuntime(GraphRuntime):
         else:
             tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
             step = plan_step(self.model, joint, tighter)
+            if step.schedule in self._tried:
+                raise Stopped(step)  # it has been drafted
             self.step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
+        self._tried.append(self.step.schedule)
         return self.step
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -95,38 +110,61 @@ class InductorRuntime(GraphRuntime):
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
+        """Plan, draft, and plan anew by what the draft holds: for less where it is too much, for more where it is less.
+
+        What fits and recomputes least is taken.
+        """
         must_match = self.must_match  # planning confirms it
-        self.step, self._fits = None, False
+        self.step, self._fits, self._tried = None, False, []
+        found = _Search()
+        refused: NoPlanFitsError | None = None
         try:
             for attempt in range(ATTEMPTS):
-                drafts = draft_with_inductor(partition, graph_module, example_inputs)
-                step = self.step
-                if step is None or self._keeps_budget(step, drafts, slack=2**attempt):
-                    return drafts  # without a step nothing requires gradients: there is no backward to plan
-                if must_match:
+                self.options.search.tell(f"drafting Inductor's code{f', attempt {attempt + 1}' if attempt else ''}")
+                try:
+                    drafts = draft_with_inductor(partition, graph_module, example_inputs)
+                except Stopped:
+                    break
+                except NoPlanFitsError as error:
+                    if found.best is not None:
+                        break
+                    refused, self._limit_bytes = error, self._lowest_bytes(error, refused)
+                    continue
+                if self.step is None:
+                    return drafts  # nothing requires gradients: there is no backward to plan
+                self._budget_bytes = self.step.plan.budget_bytes  # of later ones it was set
+                self._needed_bytes = self._peak_bytes(self.step, drafts)
+                found.add(self.step, drafts, self._needed_bytes, self._budget_bytes)
+                if found.best is None and refused is not None:
+                    break
+                if must_match and found.best is None:
                     raise PlanMismatchError(
                         f"compiled here, the plan holds {format_bytes(self._needed_bytes)}, and its budget is "
                         f"{format_bytes(self._budget_bytes)}: plan again, or pass replan=True"
                     )
-            raise self._too_much("what Inductor writes")
-        except NoPlanFitsError as error:
-            if self._limit_bytes is None:
-                raise
-            raise self._too_much(error.operation) from error
+                if must_match or found.is_good_enough:
+                    break
+                self._limit_bytes = found.next_bytes(attempt)
+            if found.best is None:
+                raise self._too_much(refused.operation if refused is not None else "what Inductor writes")
+            step, drafts, needed_bytes = found.best
+            self.step, self._fits = replace(step, plan=_as_compiled(step.plan, needed_bytes)), True
+            self._remember(self.step, step.lowered.joint)
+            return drafts
         finally:
             self._limit_bytes = None
 
-    def _keeps_budget(self, step: PlannedStep, drafts: list[Draft], *, slack: int) -> bool:
-        plan = step.plan
-        self._budget_bytes, self._needed_bytes = plan.budget_bytes, self._peak_bytes(step, drafts)
-        self._fits = self._needed_bytes <= self._budget_bytes
-        if self._fits:
-            self.step = replace(step, plan=_as_compiled(plan, self._needed_bytes))
-            self._remember(self.step, step.lowered.joint)
-        else:
-            # A tighter graph has other code: what it holds falls by less than the graph's peak.
-            self._limit_bytes = max(1, plan.peak_bytes - slack * (self._needed_bytes - self._budget_bytes))
-        return self._fits
+    def _lowest_bytes(self, error: NoPlanFitsError, before: NoPlanFitsError | None) -> int:
+        """Return the lowest peak of a graph that has no plan for less: its code may hold less, and is drafted once."""
+        if self._limit_bytes is None:
+            self._budget_bytes = int(error.report["budget_bytes"])
+        static_bytes = sum(error.report["static_bytes"].values())
+        lowest_bytes: int = error.minimum_feasible_peak_bytes
+        if self.must_match or lowest_bytes - static_bytes > MOST_FUSED * (self._budget_bytes - static_bytes):
+            raise error
+        if before is not None:
+            raise self._too_much(error.operation) from error
+        return lowest_bytes
 
     def _too_much(self, operation: str) -> InfeasibleBudgetError:
         return InfeasibleBudgetError(
@@ -141,6 +179,45 @@ class InductorRuntime(GraphRuntime):
         forward, backward = drafts
         loss = self.options.loss or LossMemory()
         return step.lowered.graph.total_static_bytes + peak_of_drafts(forward, backward, step.lowered, step.costs, loss)
+
+
+class _Search:
+    """Looks for the limit of the graph's peak at which the peak of its code comes close to the budget."""
+
+    def __init__(self) -> None:
+        self.best: tuple[PlannedStep, list[Draft], int] | None = None
+        """What fits and recomputes least, its drafts, and what its code holds."""
+        self.is_good_enough = False
+        self._fitting = 0
+        """The largest peak of a graph whose code fits."""
+        self._breaking: int | None = None
+        """The smallest peak of a graph whose code does not."""
+        self._graph_bytes = self._spare_bytes = self._better = 0
+
+    def add(self, step: PlannedStep, drafts: list[Draft], needed_bytes: int, budget_bytes: int) -> None:
+        """Note a plan, and what its code holds."""
+        plan = step.plan
+        self._graph_bytes, self._spare_bytes = plan.peak_bytes, budget_bytes - needed_bytes
+        if self._spare_bytes < 0:
+            self._breaking = min(plan.peak_bytes, self._breaking or plan.peak_bytes)
+        else:
+            self._fitting = max(plan.peak_bytes, self._fitting)
+            if self.best is None or plan.recompute_seconds < self.best[0].plan.recompute_seconds:
+                self.best = step, drafts, needed_bytes
+        if self.best is not None:
+            best, _, held_bytes = self.best
+            is_used = budget_bytes - held_bytes <= UNUSED * budget_bytes or not best.plan.recomputations
+            self._better += 1
+            self.is_good_enough = is_used or self._better > IMPROVEMENTS
+
+    def next_bytes(self, attempt: int) -> int:
+        """Return the limit of the graph's peak that is to be tried next."""
+        if self.best is None:  # a tighter graph has other code: what it holds falls by less than the graph's peak
+            return max(1, self._graph_bytes + (1 << attempt) * self._spare_bytes)
+        wanted = self._graph_bytes + self._spare_bytes
+        if self._breaking is not None and not self._fitting < wanted < self._breaking:
+            wanted = (self._fitting + self._breaking) // 2
+        return wanted
 
 
 def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
