@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -143,12 +143,6 @@ class Backend:
             self._models.append(model)
         return model
 
-    @property
-    def _free_bytes(self) -> int:
-        """What the budget leaves for what steps allocate and are given."""
-        resident = {call.program.model: call.program.resident_bytes for call in self._calls()}
-        return self._budget_bytes - sum(resident.values())
-
     def _new_call(self, program: Program, given: Sequence[Any]) -> _Call:
         """Return a call of a program where it has not been called before, under the lowest plan that is known."""
         calls = self._calls()
@@ -169,9 +163,7 @@ class Backend:
             run=program.first_run,
             now_bytes=own_bytes + program.first_needs.kept_bytes,
         )
-        others = [*calls, call]
-        resident = {one.program.model: one.program.resident_bytes for one in others}
-        before_bytes = sum(resident.values()) + sum(one.call.now_bytes for one in self._held)
+        before_bytes = _resident_bytes([*calls, call]) + sum(one.call.now_bytes for one in self._held)
         needed_bytes = before_bytes + own_bytes + program.first_needs.peak_bytes
         if needed_bytes > self._budget_bytes:
             raise self._infeasible(needed_bytes, f"{program.name} holds at least", program.name)
@@ -196,7 +188,8 @@ class Backend:
 
     def _plan_all(self) -> None:
         """Give every call its share, and plan those for which that is another than before."""
-        needed_bytes, free_bytes = least_bytes(self._first.values()), self._free_bytes
+        needed_bytes = least_bytes(self._first.values())
+        free_bytes = self._budget_bytes - _resident_bytes(self._calls())
         if needed_bytes > free_bytes:
             needed_bytes += self._budget_bytes - free_bytes
             raise self._infeasible(needed_bytes, "its graphs, as they are compiled, hold at least", "the step")
@@ -256,6 +249,15 @@ class Backend:
 
 def _refuse(error: PlannerError, *_given: Any) -> Any:
     raise error.with_traceback(None)
+
+
+def _resident_bytes(calls: Iterable[_Call]) -> int:
+    """Return what is resident around all calls: of each model as much as any of its programs knows of."""
+    resident: dict[nn.Module, int] = {}
+    for call in calls:
+        known = resident.get(call.program.model, 0)
+        resident[call.program.model] = max(known, call.program.resident_bytes)
+    return sum(resident.values())
 
 
 def _release(backend: Callable[[], Backend | None], held: _Held) -> None:
