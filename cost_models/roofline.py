@@ -60,6 +60,9 @@ _CPU_FLOPS_FRACTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1.0,
 }
 
+# What talks to other devices goes as fast as the link to the host: cards that share a machine are no slower.
+_COLLECTIVE = "_c10d_functional."
+
 
 @dataclass(frozen=True, slots=True)
 class RooflineCosts:
@@ -74,6 +77,8 @@ class RooflineCosts:
 
     def _seconds(self, operation: CostedOperation) -> float:
         device = self.device
+        if operation.target.startswith(_COLLECTIVE):
+            return operation.moved_bytes / device.host_link_bytes_per_second + device.launch_seconds
         flops_per_second = device.peak_flops_per_second(operation.dtype) * device.compute_efficiency
         bytes_per_second = device.bandwidth_bytes_per_second * device.bandwidth_efficiency
         if device.kind == "cpu":

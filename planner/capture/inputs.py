@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.device import check_one_device
-from planner.capture.parallel import check_not_distributed
-from planner.capture.torch_internals import has_full_backward_hooks, storage_id, strided_parts
+from planner.capture.parallel import check_not_distributed, has_distributed_tensors
+from planner.capture.torch_internals import has_full_backward_hooks, in_memory, storage_id, strided_parts
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.ir.static_memory import LossMemory
@@ -172,6 +172,11 @@ def check_is_called(model: nn.Module) -> None:
 def check_capturable(model: nn.Module, inputs: Inputs) -> None:
     """Refuse at once what would fail deep inside torch's compiler: inputs on another device, full backward hooks."""
     check_device(model, inputs)
+    if has_distributed_tensors(model):
+        raise RuntimeUnsupportedError(
+            "the model is parallel over ranks (parallelize_module), and its operators run on parts of its parameters: "
+            "the runtime 'modules' plans such a model"
+        )
     for name, module in model.named_modules():
         if has_full_backward_hooks(module):
             raise RuntimeUnsupportedError(
@@ -282,5 +287,5 @@ def new_bytes(tensors: Iterable[torch.Tensor], seen: set[int], alignment_bytes: 
     for tensor in tensors:
         if (storage := storage_id(tensor)) not in seen:
             seen.add(storage)
-            total += round_up(tensor.untyped_storage().nbytes(), alignment_bytes)
+            total += round_up(in_memory(tensor).untyped_storage().nbytes(), alignment_bytes)
     return total

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from planner.capture.joint import mutates, tensors_of, values_of
+from planner.capture.joint import is_collective, mutates, tensors_of, values_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
 
 aten = torch.ops.aten
@@ -87,6 +87,8 @@ def runs_alone(node: fx.Node | None, *, in_place: bool = False) -> bool:
     """Whether an operation is one that can be called with made-up arguments, which it may overwrite if ``in_place``."""
     if node is None or not isinstance(node.target, OpOverload) or is_opaque(node.target):
         return False
+    if is_collective(node):
+        return False  # the other ranks would have to run it too
     if any(isinstance(argument.meta.get("val"), list) for argument in node.all_input_nodes):
         return False  # the parts of a sparse tensor
     return in_place or not mutates(node)

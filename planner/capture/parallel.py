@@ -16,6 +16,15 @@ def has_several_ranks() -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` has spread parameters of a model over ranks."""
+    if not has_distributed_tensors(model):
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def has_distributed_tensors(model: nn.Module) -> bool:
+    """Whether parameters of a model are spread over ranks, by ``fully_shard`` or by ``parallelize_module``."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     from torch.distributed.tensor import DTensor  # takes a while to import

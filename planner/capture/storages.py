@@ -25,7 +25,16 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.elsewhere import meant
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.layouts import as_kernel_gives
-from planner.capture.torch_internals import OpOverload, called, is_mutable, storage_id, strided_parts, written_arguments
+from planner.capture.torch_internals import (
+    OpOverload,
+    called,
+    in_memory,
+    is_mutable,
+    is_spread,
+    storage_id,
+    strided_parts,
+    written_arguments,
+)
 from planner.common.units import round_up
 
 
@@ -265,6 +274,8 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         kwargs = kwargs or {}
         if self._is_silent:
             return function(*args, **kwargs)
+        if any(map(is_spread, types)):
+            return NotImplemented  # it is computed with local tensors, and that is seen
         if self.sums.is_in_place(function, args):
             function = torch.ops.aten.add_.Tensor
         return self.watch(function, args, kwargs)
@@ -280,7 +291,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         identity = storage_id(tensor)
         if identity not in self._numbers:
             self._numbers[identity] = None
-            weakref.finalize(tensor.untyped_storage(), self._numbers.pop, identity, None)
+            weakref.finalize(in_memory(tensor).untyped_storage(), self._numbers.pop, identity, None)
         return self._numbers[identity]
 
     def numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

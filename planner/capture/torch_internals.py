@@ -214,7 +214,32 @@ def number_of(size: Any, numbers: Numbers) -> Any:
 
 def storage_id(tensor: torch.Tensor) -> int:
     """Identify a tensor's storage, fake or real, for as long as the storage lives."""
-    return id(tensor.untyped_storage())  # torch gives one Python object for each storage
+    return id(in_memory(tensor).untyped_storage())  # torch gives one Python object for each storage
+
+
+def is_spread(kind: type) -> bool:
+    """Whether tensors of a kind are spread over ranks: a DTensor, or what a collective has not yet delivered.
+
+    Their operators are computed with those of the part that this rank has.
+    """
+    return kind.__module__.startswith("torch.distributed.") and hasattr(kind, "__tensor_flatten__")
+
+
+def taken_apart(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the part of a tensor that this rank has, and what makes such a tensor of another part."""
+    kind: Any = type(tensor)
+    if not is_spread(kind):
+        return tensor, lambda part: part
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inside = {name: getattr(tensor, name) for name in names}
+    local, made_of = taken_apart(inside[names[0]])  # beside it there may be the mesh of devices
+    size, stride = tensor.shape, tensor.stride()
+    return local, lambda part: kind.__tensor_unflatten__({**inside, names[0]: made_of(part)}, context, size, stride)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a tensor that this rank has: of most the tensor itself."""
+    return taken_apart(tensor)[0] if is_spread(type(tensor)) else tensor
 
 
 _SPARSE_PARTS = {
@@ -404,7 +429,12 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def called(function: Any, args: Any, kwargs: Any) -> Any:
-    """Call an operator, on fake tensors too where torch refuses those: grouped products run in float32 on CPUs."""
+    """Call an operator, on fake tensors too where torch refuses those: grouped products run in float32 on CPUs.
+
+    What waits for a collective gives back the tensor that it is given, as it does where there is data.
+    """
+    if function is torch.ops._c10d_functional.wait_tensor.default:
+        return args[0]
     if function is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         given = dict(zip(("self", "mat2", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
         return _create_grouped_mm_output_tensor(given["self"], given["mat2"], given.get("offs"), given.get("out_dtype"))

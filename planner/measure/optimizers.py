@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from planner.capture.storages import PeakRecorder
+from planner.capture.torch_internals import in_memory
 from planner.common.options import check_optimizer
 from planner.common.units import round_up
 
@@ -73,7 +74,7 @@ def optimizer_memory(
     OptimizerMemory(state_bytes=2048, master_bytes=0, step_bytes=1024)
     """
     check_optimizer(name)
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [in_memory(p) for p in model.parameters() if p.requires_grad]
     if name == "none" or not trainable:
         return OptimizerMemory(state_bytes=0, master_bytes=0, step_bytes=0)
     copied = [p for p in trainable if master_weights and p.is_floating_point() and p.element_size() == 2]

@@ -10,6 +10,7 @@ from torch import nn
 
 from cost_models.devices import DeviceSpec
 from planner.capture.inputs import static_bytes
+from planner.capture.torch_internals import in_memory
 from planner.common.options import Training
 from planner.common.units import parse_size, round_up
 from planner.ir.layers import layer_among
@@ -87,7 +88,7 @@ def _communication_bytes(
 
 
 def _bytes(tensor: torch.Tensor, alignment_bytes: int) -> int:
-    return round_up(tensor.nbytes, alignment_bytes)
+    return round_up(in_memory(tensor).nbytes, alignment_bytes)
 
 
 def _share(size_bytes: int, shards: int) -> int:

@@ -14,7 +14,7 @@ from planner import runtimes
 from planner.analysis.beside_eager import LARGER, SLOWER
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
-from planner.capture.parallel import has_several_ranks
+from planner.capture.parallel import has_distributed_tensors, has_several_ranks, is_sharded
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -35,13 +35,16 @@ _DOES_NOT_FIT = "does not fit"
 _Refusal = CaptureError | RuntimeUnsupportedError | NoPlanFitsError
 
 
-def choose() -> str:
+def choose(model: nn.Module) -> str:
     """Return the runtime to try first; which one suits how the process trains is decided here, and only here.
 
     With several ranks gradients must go out while the backward runs, and every rank must do the same:
-    what one rank cannot carry out is then an error, and nothing else is tried.
+    what one rank cannot carry out is then an error, and nothing else is tried. Ranks that share every layer
+    (``parallelize_module``) run the model as it is.
     """
-    return "regional" if has_several_ranks() else FIRST
+    if not has_several_ranks():
+        return FIRST
+    return INSTEAD if has_distributed_tensors(model) and not is_sharded(model) else "regional"
 
 
 class AutoRuntime:
@@ -58,7 +61,7 @@ class AutoRuntime:
     ) -> None:
         self._model, self._options, self._replan, self._prepare = model, options, replan, prepare
         self._note = next((w for w in plan.warnings if w.rule == _RULE), None) if plan is not None else None
-        self._running = self._start(plan.runtime if plan is not None else choose(), plan)
+        self._running = self._start(plan.runtime if plan is not None else choose(model), plan)
         self._may_change = plan is None or replan
         self._refused: set[Any] = set()
         """Situations in the middle of training that the first choice could not capture."""
@@ -82,7 +85,7 @@ class AutoRuntime:
                 return self._running(*args, **kwargs)
             except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as refusal:
                 does_not_fit = isinstance(refusal, NoPlanFitsError)
-                if choose() != FIRST or (does_not_fit and self._options.search.solver != _ANY_SOLVER):
+                if choose(self._model) != FIRST or (does_not_fit and self._options.search.solver != _ANY_SOLVER):
                     raise
                 if self._running.plan is not None:
                     return self._run_instead(refusal, args, kwargs)
@@ -154,9 +157,9 @@ class _Auto(StartsCalls):
         if reuse is not None:
             return made_by(reuse.runtime)
         try:
-            return _or_eager(made_by, options) if choose() == FIRST else made_by(choose())
+            return _or_eager(made_by, options) if choose(model) == FIRST else made_by(choose(model))
         except (CaptureError, RuntimeUnsupportedError) as refusal:
-            if choose() != FIRST:
+            if choose(model) != FIRST:
                 raise
             try:
                 plan = made_by(INSTEAD)

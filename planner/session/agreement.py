@@ -5,17 +5,22 @@ Only text is exchanged. Timeouts are those of torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from planner.capture.failures import first_line
-from planner.capture.parallel import has_several_ranks
+from planner.capture.parallel import has_distributed_tensors, has_several_ranks
 from planner.errors import PlanMismatchError, PlannerError
+from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan
 from planner.session.step import LoweredStep, Options, fingerprint_of, plan_lowered
+
+Step = TypeVar("Step")
+Made = TypeVar("Made")
 
 
 def plan_together(
@@ -33,14 +38,31 @@ def plan_together(
     """
     if not (options.together and has_several_ranks()):
         return plan_lowered(model, prepare(), options, reuse=reuse, must_match=must_match).plan
+    step = prepared_by_all(prepare, partial(fingerprint_of, model))
+    return planned_by_first(
+        lambda: plan_lowered(model, step, options, reuse=reuse, must_match=must_match).plan, step.lowered.graph
+    )
+
+
+def must_agree(model: nn.Module, options: Options) -> bool:
+    """Whether ranks share every layer of a model, so that one which runs other modules again waits for ever."""
+    return options.together and has_several_ranks() and has_distributed_tensors(model)
+
+
+def prepared_by_all(prepare: Callable[[], Step], facts: Callable[[Step], Mapping[str, str | int]]) -> Step:
+    """Return what every rank prepares, if that is the same by its ``facts`` and none fails; raises as said above."""
     step, failure = _attempt(prepare)
-    ours = fingerprint_of(model, step) if step is not None else {}
-    _check_all(ours, failure)
+    _check_all(dict(facts(step)) if step is not None else {}, failure)
     assert step is not None
+    return step
+
+
+def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph) -> Plan:
+    """Return the plan that rank 0 makes, which every rank can carry out on its graph."""
     plan: Plan | None = None
+    failure: Exception | None = None
     if dist.get_rank() == 0:
-        lowered = step
-        plan, failure = _attempt(lambda: plan_lowered(model, lowered, options, reuse=reuse, must_match=must_match).plan)
+        plan, failure = _attempt(make)
     message = [_said(failure) if failure else "", plan.to_json() if plan else ""]
     _exchange(lambda: dist.broadcast_object_list(message, src=0))
     if failure is not None:
@@ -49,7 +71,7 @@ def plan_together(
         raise PlannerError(f"rank 0, which plans for all, failed: {message[0]}")
     if plan is None:
         plan = Plan.from_json(message[1])
-        plan.schedule_for(step.lowered.graph)  # raises if this rank could not carry it out
+        plan.schedule_for(graph)  # raises if this rank could not carry it out
     return plan
 
 
@@ -71,7 +93,7 @@ def _check_all(ours: dict[str, str | int], failure: Exception | None) -> None:
             )
 
 
-def _attempt(function: Callable[[], Any]) -> tuple[Any, Exception | None]:
+def _attempt(function: Callable[[], Made]) -> tuple[Made | None, Exception | None]:
     try:
         return function(), None
     except Exception as error:  # told to the other ranks first, which would wait otherwise, and raised then

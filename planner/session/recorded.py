@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import fx, nn
 
@@ -25,6 +26,7 @@ from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, PlanOrigin
+from planner.session.agreement import must_agree, planned_by_first, prepared_by_all
 from planner.session.step import (
     Options,
     context_of,
@@ -48,7 +50,22 @@ def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
     """Plan one eager step; see :func:`plan_study`."""
-    return plan_study(study_eager(model, inputs, options), options, reuse=reuse, must_match=must_match)
+    study = study_together(model, inputs, options)
+    return plan_together(model, study, options, reuse=reuse, must_match=must_match)
+
+
+def study_together(model: nn.Module, inputs: Inputs, options: Options) -> Study:
+    """Record and cost one eager step, on all ranks alike if they share every layer."""
+    if not must_agree(model, options):
+        return study_eager(model, inputs, options)
+    return prepared_by_all(lambda: study_eager(model, inputs, options), lambda study: study.origin.fingerprint)
+
+
+def plan_together(model: nn.Module, study: Study, options: Options, **known: Any) -> Plan:
+    """Plan such a step, on rank 0 for all ranks that share every layer; ``known`` is for :func:`plan_study`."""
+    if not must_agree(model, options):
+        return plan_study(study, options, **known)
+    return planned_by_first(lambda: plan_study(study, options, **known), study.graph)
 
 
 def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> Study:

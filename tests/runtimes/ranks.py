@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -246,10 +247,40 @@ def wrong_order(rank: int) -> dict[str, Any]:
     }
 
 
+def parallel(model: Model) -> Model:
+    """Let the ranks share every block: its first product by columns, its second by rows."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
+    return model
+
+
+def tensor_parallel(_rank: int) -> dict[str, Any]:
+    """Plan a parallel model at its first step, and hold it against the same without a plan."""
+    alone = parallel(make())
+    step(alone, data(0))
+    expected = gradients(alone)
+    others = live()
+    x = data(0)
+    model = planner.auto_wrap(parallel(make()), activation_budget="75%", time_limit_seconds=1.0)
+    peak, running = peak_of(lambda: model, x, others)
+    plan, found = planner.plan_of(model), gradients(running)
+    graph = refused(lambda: step(planner.auto_wrap(parallel(make()), budget="75%", runtime="graph"), x))
+    return {
+        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
+        "peak_bytes": peak,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "plan": plan.to_json(),
+        "refused": graph,
+    }
+
+
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp": lambda rank: train(rank, "ddp"),
     "fsdp2": lambda rank: train(rank, "fsdp2"),
     "mixed_precision": mixed_precision,
+    "tensor_parallel": tensor_parallel,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,
     "fails_on_rank_1": fails_on_rank_1,

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
-SCENARIOS = "ddp,fsdp2,mixed_precision,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,dies"
+SCENARIOS = "ddp,fsdp2,mixed_precision,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,dies"
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
 
@@ -90,6 +90,17 @@ def test_fsdp2_in_mixed_precision_is_exact_and_below_its_prediction(folder: Path
         assert result["equal"]
         assert result["peaks"][1] < result["peaks"][0]
         assert result["peaks"][1] <= result["predicted_bytes"]
+
+
+def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:
+    found = results(folder, "tensor_parallel")
+    plans = [planner.Plan.from_json(result["plan"]) for result in found]
+    assert plans[0] == plans[1] and plans[0].runtime == "modules"
+    for result in found:
+        assert result["equal"]
+        assert result["predicted_bytes"] < result["baseline_bytes"]
+        assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
+        assert result["refused"]["error"] == "RuntimeUnsupportedError" and "'modules'" in result["refused"]["message"]
 
 
 def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:

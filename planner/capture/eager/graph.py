@@ -18,6 +18,7 @@ from planner.capture.eager.sends import Candidate, Waits, waits_of
 from planner.capture.eager.trace import Call, Trace
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
+from planner.capture.parallel import has_distributed_tensors
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
@@ -55,6 +56,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         super().__init__(context)
         self.trace = trace
         self.modules = dict(model.named_modules())
+        self.is_parallel = has_distributed_tensors(model)
         for index, storage in enumerate(trace.storages):
             # What is not the device's, or is counted with the loss, takes nothing.
             is_elsewhere = storage.is_stand_in or (storage.is_number and not context.on_cpu)
@@ -285,6 +287,8 @@ class _Lowering(GraphBuilder[fx.Node]):
         not draw again, so those that come after it would draw what it drew: all are kept, or none.
         """
         runs = self.trace.runs
+        if self.is_parallel:
+            return ()  # torch keeps what operators on whole tensors give, and what is seen here are parts
         found = [position for position in positions if self._can_be_kept(runs[position])]
         random = {position for position in positions if is_random(runs[position].node)}
         return tuple(p for p in found if p not in random or random.issubset(found))
@@ -306,7 +310,9 @@ class _Lowering(GraphBuilder[fx.Node]):
         made = {value for run in runs for value in run.makes}
         for run in runs:
             target = str(run.node.target)
-            if is_collective(run.node) or target.startswith("c10d") or not made.issuperset(run.writes):
+            # Ranks that share every layer have one plan, and so run the same collectives again.
+            speaks = is_collective(run.node) and not self.is_parallel
+            if speaks or target.startswith("c10d") or not made.issuperset(run.writes):
                 return False
             in_training = "batch_norm" in target and "backward" not in target and any(a is True for a in run.node.args)
             if (run.writes_resident or in_training) and not keeps_statistics(self.modules.get(run.module)):

@@ -19,6 +19,7 @@ from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
 from planner.capture.joint_capture import is_fake, mode_of
 from planner.capture.operands import is_opaque
+from planner.capture.parallel import has_distributed_tensors
 from planner.capture.put_back import forget, put_back
 from planner.capture.torch_internals import (
     FakeTensor,
@@ -52,8 +53,9 @@ def record(
     depends_on_data = False
     try:
         trace = follow(elsewhere=elsewhere)
-        if trace.repeats:
-            # Fake kernels do that the first time only, and autograd copies such a result.
+        if trace.repeats or has_distributed_tensors(model):
+            # Fake kernels do that the first time only, and autograd copies such a result. DTensors find out the first
+            # time how results are spread, by operators on tensors that do not exist.
             trace = follow(elsewhere=elsewhere)
         if is_fake(model) or not any(is_opaque(run.node.target) for run in trace.runs):
             return trace

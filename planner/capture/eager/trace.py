@@ -29,6 +29,7 @@ from planner.capture.torch_internals import (
     call_implementation,
     numbers_among,
     profiler_is_running,
+    taken_apart,
 )
 from planner.errors import UsageError
 
@@ -110,13 +111,14 @@ class _Saved:
         self.save = save
         self.tensor = tensor
         if save.storage is not None:
-            self.device, self.layout = tensor.device, (tensor.shape, tensor.stride(), tensor.storage_offset())
-            self.tensor = self._copied(tensor)
+            local, self.made_of = taken_apart(tensor)
+            self.device, self.layout = local.device, (local.shape, local.stride(), local.storage_offset())
+            self.tensor = self._copied(local)
 
     def restored(self) -> torch.Tensor:
         if self.save.storage is None:
             return self.tensor
-        return self.tensor.to(self.device).as_strided(*self.layout)
+        return self.made_of(self.tensor.to(self.device).as_strided(*self.layout))
 
     @staticmethod
     def _copied(tensor: torch.Tensor) -> torch.Tensor:
