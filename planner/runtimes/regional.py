@@ -39,7 +39,15 @@ from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
 from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
-from planner.session.step import LoweredStep, Options, context_of, described, elsewhere_for, static_memory_of
+from planner.session.step import (
+    LoweredStep,
+    Options,
+    are_no_larger,
+    context_of,
+    described,
+    elsewhere_for,
+    static_memory_of,
+)
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
@@ -64,17 +72,20 @@ class RegionalRuntime(CallsInSituations):
         return plan
 
     def _planned_before(self, inputs: Inputs) -> Plan:
-        """Return the plan that was made before the model was sharded: afterwards there is no whole model to plan."""
+        """Return the plan that was made before the model was sharded: afterwards there is no whole model to plan.
+
+        Smaller inputs, say a last batch, take over its decisions: in every block less is alive whatever runs.
+        """
         if self.plan is None:
             raise UsageError(
                 "the model was sharded before it was planned: give example inputs to planner.auto_wrap, and call "
                 "fully_shard after it"
             )
-        shapes = described(inputs.tensors())
-        if self.plan.fingerprint["inputs"] != shapes:
+        shapes, planned = described(inputs.tensors()), str(self.plan.fingerprint["inputs"])
+        if not are_no_larger(shapes, planned):
             raise PlanMismatchError(
-                f"the sharded model was planned for inputs {self.plan.fingerprint['inputs']}, and is called with "
-                f"{shapes}: a sharded model cannot be planned anew; keep to one set of sizes"
+                f"the sharded model was planned for inputs {planned}, and is called with {shapes}: a sharded model "
+                "cannot be planned anew, so wrap it with the largest batch as example inputs"
             )
         return self.plan
 

@@ -7,6 +7,7 @@ through here, so both see the same graph.
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -393,9 +394,31 @@ def called_with(model: nn.Module, joint: JointGraph) -> list[torch.Tensor]:
     return [tensor for tensor in joint.inputs if id(tensor) not in own]
 
 
+_DESCRIBED = re.compile(r"\(([\d, ]*)\) (\w+)")
+
+
 def described(tensors: Iterable[torch.Tensor]) -> str:
     """Return sizes and types, as fingerprints have them."""
     return "; ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+
+
+def are_no_larger(inputs: str, planned: str) -> bool:
+    """Whether inputs, as :func:`described`, are in no dimension larger than those that a plan is for.
+
+    >>> are_no_larger("(8, 64) float32", "(32, 64) float32"), are_no_larger("(8, 65) float32", "(32, 64) float32")
+    (True, False)
+    """
+    ours, theirs = (_DESCRIBED.findall(text) for text in (inputs, planned))
+    if [(len(_sizes(sizes)), dtype) for sizes, dtype in ours] != [
+        (len(_sizes(sizes)), dtype) for sizes, dtype in theirs
+    ]:
+        return False
+    pairs = zip(ours, theirs, strict=True)
+    return all(a <= b for (mine, _), (those, _) in pairs for a, b in zip(_sizes(mine), _sizes(those), strict=True))
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(size) for size in text.split(",") if size.strip()]
 
 
 def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:

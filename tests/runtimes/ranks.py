@@ -156,11 +156,11 @@ def distributed(model: Model, way: str, policy: MixedPrecisionPolicy | None = No
     return model
 
 
-def mean_of_single_processes() -> dict[str, torch.Tensor]:
+def mean_of_single_processes(rows: int = ROWS) -> dict[str, torch.Tensor]:
     alone = make()
     single = []
     for rank in range(RANKS):
-        step(alone, data(rank))
+        step(alone, data(rank)[:rows])
         single.append(gradients(alone))
     return {name: (single[0][name] + single[1][name]) / 2 for name in single[0]}
 
@@ -247,6 +247,22 @@ def wrong_order(rank: int) -> dict[str, Any]:
     }
 
 
+def last_batch(rank: int) -> dict[str, Any]:
+    """Give a sharded model a smaller batch, and one that is larger than what it was planned for."""
+    model, x = make(), data(rank)
+    wrap(model, rank, "fsdp2", activation_budget="68%")
+    plan, running = planner.plan_of(model), distributed(model, "fsdp2")
+    step(running, x)
+    step(running, x[:100])
+    found, expected = gradients(running), mean_of_single_processes(100)
+    return {
+        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
+        "recomputed": len(plan.recomputations),
+        "same_plan": planner.plan_of(model) == plan,
+        "larger": refused(lambda: step(running, torch.cat([x, x]))),
+    }
+
+
 def parallel(model: Model) -> Model:
     """Let the ranks share every block: its first product by columns, its second by rows."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -280,6 +296,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp": lambda rank: train(rank, "ddp"),
     "fsdp2": lambda rank: train(rank, "fsdp2"),
     "mixed_precision": mixed_precision,
+    "last_batch": last_batch,
     "tensor_parallel": tensor_parallel,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,

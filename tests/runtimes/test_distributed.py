@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
-SCENARIOS = "ddp,fsdp2,mixed_precision,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,dies"
+SCENARIOS = (
+    "ddp,fsdp2,mixed_precision,last_batch,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,dies"
+)
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
 
@@ -90,6 +92,13 @@ def test_fsdp2_in_mixed_precision_is_exact_and_below_its_prediction(folder: Path
         assert result["equal"]
         assert result["peaks"][1] < result["peaks"][0]
         assert result["peaks"][1] <= result["predicted_bytes"]
+
+
+def test_a_sharded_model_takes_a_smaller_last_batch_with_the_plan_that_it_has(folder: Path) -> None:
+    for result in results(folder, "last_batch"):
+        assert result["equal"] and result["recomputed"] > 0 and result["same_plan"]
+        assert result["larger"]["error"] == "PlanMismatchError"
+        assert "the largest batch as example inputs" in result["larger"]["message"]
 
 
 def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:
