@@ -5,7 +5,7 @@ They are captured anew outside of Dynamo, on tensors without data, as often as t
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ def model_of(tensors: Iterable[Any]) -> nn.Module | None:
     """
     given = set(map(id, tensors))
     found: nn.Module | None = None
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and any(id(parameter) in given for parameter in module.parameters()):

@@ -138,7 +138,7 @@ class Backend:
             model = self._loose
             for value in given:
                 if isinstance(value, nn.Parameter) and all(value is not known for known in model.parameters()):
-                    model.register_parameter(f"parameter {len(model._parameters)}", value)
+                    model.register_parameter(f"parameter {len(list(model.parameters()))}", value)
         if all(model is not known for known in self._models):
             self._models.append(model)
         return model
@@ -152,7 +152,8 @@ class Backend:
                 "outputs of earlier steps, or calls the model without torch.no_grad() and differentiates nothing?"
             )
         held = {storage.cdata for one in self._held for storage in one.storages}
-        inputs = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in program.own_inputs(given)}
+        own = (tensor.untyped_storage() for tensor in program.own_inputs(given))
+        inputs = {StorageWeakRef(storage).cdata: storage.nbytes() for storage in own}
         own_bytes = sum(round_up(n, program.alignment_bytes) for cdata, n in inputs.items() if cdata not in held)
         call = _Call(
             program=program,

@@ -44,9 +44,10 @@ class Program:
     ) -> Program | None:
         """Look at a program that was called, or give None if nothing in it requires gradients."""
         program = cls(model, piece, settings, name)
-        return program if program._look(options) else None
+        return program if program.look(options) else None
 
-    def _look(self, options: Options) -> bool:
+    def look(self, options: Options) -> bool:
+        """Find out what the program needs at least, and at most; False if nothing in it requires gradients."""
         if options.runtime == "inductor":
             check_can_compile(self.model, options)
             options = options.without_measuring()  # operations are fused: what each takes alone says little
