@@ -11,6 +11,7 @@ from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving.offload_reduction import OffloadReduction
+from planner.solving.peak_proof import proven_by_births
 from planner.solving.repair import lower_peak
 from planner.solving.segmentations import segmentations
 
@@ -40,6 +41,13 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
     retained value made so far, and every value made before that is read later and cannot be made
     again.
     """
+    bounds = _bounds(graph, costs)
+    highest = max(bounds, default=0)
+    return (highest, bounds.index(highest)) if highest else (0, 0)
+
+
+def _bounds(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
+    """Return what :func:`proven_floor` counts, for each operation."""
     operations, values = graph.operations, graph.values
     change = [0] * (len(operations) + 1)
     throughout: list[tuple[int, int]] = []
@@ -53,22 +61,28 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
         if last >= maker:
             change[maker] += values[u].size_bytes
             change[last + 1] -= values[u].size_bytes
-    best = (0, 0)
+    found: list[int] = []
     for index, (operation, standing_bytes) in enumerate(zip(operations, accumulate(change), strict=False)):
         own_bytes = sum(
             values[u].size_bytes
             for u in {*operation.inputs, *operation.outputs}
             if not throughout[u][0] <= index <= throughout[u][1]
         )
-        total_bytes = standing_bytes + own_bytes + costs[index].workspace_bytes
-        if total_bytes > best[0]:
-            best = (total_bytes, index)
-    return best
+        found.append(standing_bytes + own_bytes + costs[index].workspace_bytes)
+    return found
+
+
+def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
+    """Return a lower bound that also counts what must be there while an operation's inputs are made, and where it is.
+
+    No lower than :func:`proven_floor`, and dearer; see :mod:`planner.solving.peak_proof`.
+    """
+    return proven_by_births(graph, costs, _bounds(graph, costs))
 
 
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
     """Bound the smallest possible peak from both sides; :func:`lowest_schedule` is what was found."""
-    proven, binding = proven_floor(graph, costs)
+    proven, binding = proven_peak(graph, costs)
     problem = Problem(graph=graph, costs=tuple(costs), budget_bytes=proven)
     schedule = lowest_schedule(problem)
     evaluation = problem.evaluate(schedule)
@@ -95,7 +109,7 @@ def proven_lowest(problem: Problem) -> int:
     if problem.host is not None:
         exact = replace(problem, host=replace(problem.host, lossy=False))  # rounding takes room, and is no must
         problem = OffloadReduction(exact, problem.host.movable(problem.graph)).problem
-    return proven_floor(problem.graph, problem.costs)[0]
+    return proven_peak(problem.graph, problem.costs)[0]
 
 
 def lowest_schedule(problem: Problem) -> Schedule:
