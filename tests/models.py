@@ -87,6 +87,23 @@ class Convolutions(nn.Module):
         return mean_square(self.blocks(x))
 
 
+class Heads(nn.Module):
+    """Features kept for heads that come last, two of which are one, with dropout; the sum of their losses."""
+
+    def __init__(self, depth: int = 5, width: int = WIDTH) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(perceptron(width, hidden=width) for _ in range(depth))
+        self.heads = nn.ModuleList(perceptron(width, hidden=8 * width, dropout=0.1) for _ in range(depth - 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = []
+        for block in self.trunk:
+            x = x + block(x)
+            features.append(x)
+        made = [head(each) for head, each in zip(cycle(self.heads), features, strict=False)]
+        return torch.stack([mean_square(each) for each in made]).sum()
+
+
 def images(count: int = 4, channels: int = 16, size: int = 24) -> torch.Tensor:
     return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(count))
 

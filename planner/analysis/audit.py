@@ -156,7 +156,7 @@ def _cheapest(study: Study, setup: Evaluated, budget_bytes: int, search: Search)
             raise
         return _as_plan(study, setup, budget_bytes, error.lower_bound_seconds)
     if fits and setup.added_seconds < found.added_seconds:
-        return _as_plan(study, setup, budget_bytes, found.lower_bound_seconds)
+        return _as_plan(study, setup, budget_bytes, 0.0 if found.order else found.lower_bound_seconds)
     return found
 
 

@@ -17,6 +17,7 @@ from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, host_of
 from planner.ir.in_place import InPlace
+from planner.ir.order import in_own_order
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
@@ -190,8 +191,9 @@ class Study:
         host = self.host(found.host_bytes, self.least_offloaded(schedule), lossy=rounds) if found.host_bytes else None
         problem = replace(problem, host=host)
         if bound_by is not None:
-            incumbent = Incumbent(problem)
-            incumbent.update(schedule, name)
+            bounded, in_its_order = in_own_order(problem, schedule)
+            incumbent = Incumbent(bounded)
+            incumbent.update(in_its_order, name)
             with suppress(InfeasibleBudgetError):  # nothing better was found in time
                 self.improve(incumbent, solver=AutoSolver.name, effort=bound_by, progress=progress)
             lower_bound_seconds = max(lower_bound_seconds, incumbent.lower_bound_seconds)

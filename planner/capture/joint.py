@@ -188,7 +188,7 @@ def is_batch_norm(node: fx.Node) -> bool:
     return node.target in kinds and node.args[5] is True
 
 
-def _writes_statistics(node: fx.Node) -> bool:
+def writes_statistics(node: fx.Node) -> bool:
     """Whether a node writes over running statistics without a word of that in its schema, as cuDNN's BatchNorm does."""
     return is_batch_norm(node) and node.target is aten.cudnn_batch_norm.default
 
@@ -214,7 +214,7 @@ def needed_by_forward(joint: JointGraph) -> set[fx.Node]:
     for node in nodes:
         # Writes and random draws stay where eager has them, whoever reads the result.
         drawn = is_random(node) and node.meta.get("partitioner_tag") == "is_forward"
-        writes = (mutates(node) and not is_backward(node)) or _writes_statistics(node)
+        writes = (mutates(node) and not is_backward(node)) or writes_statistics(node)
         if node.op == "call_function" and (drawn or writes):
             roots.append(node)
     return set(ancestors(roots, nodes))
@@ -245,7 +245,7 @@ def sources(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def overwritten_inputs(joint: JointGraph) -> set[fx.Node]:
     """Return the inputs that the forward overwrites: what they held is gone when the backward runs."""
     overwritten = {n.args[0] for n in joint.graph.nodes if n.op == "call_function" and n.target is aten.copy_.default}
-    overwritten |= {given for n in joint.graph.nodes if _writes_statistics(n) for given in n.args[3:5]}
+    overwritten |= {given for n in joint.graph.nodes if writes_statistics(n) for given in n.args[3:5]}
     names = {d.mutated_input for d in joint.output_descriptors[0] if isinstance(d, InputMutationAOTOutput)}
     overwritten |= {n for n in joint.graph.nodes if n.op == "placeholder" and n.meta.get("desc") in names}
     return {n for n in overwritten if isinstance(n, fx.Node) and n.op == "placeholder"}

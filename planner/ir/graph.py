@@ -10,6 +10,7 @@ whole step (parameters, buffers, the caller's inputs) is no value; it is counted
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -131,6 +132,9 @@ class TrainingGraph:
     name: str = ""
     kinds: dict[str, str] = field(default_factory=dict)
     """By its path, the class of each module that can be called; empty where that is not known."""
+    runs_after: Mapping[int, tuple[int, ...]] | None = None
+    """For an operation, earlier ones that must stay before it beside those that make what it reads. If this is None,
+    nothing is known of that, and the order is fixed; see :mod:`planner.ir.order`."""
 
     def __post_init__(self) -> None:
         made: set[int] = set()
@@ -148,6 +152,9 @@ class TrainingGraph:
             raise UsageError("some values are made by no operation")
         if any(value.size_bytes < 0 for value in self.values):
             raise UsageError("a value has a negative size")
+        for index, earlier in (self.runs_after or {}).items():
+            if not all(0 <= before < index < len(self.operations) for before in earlier):
+                raise UsageError(f"operation {index} cannot run after {earlier}")
 
     @cached_property
     def producer(self) -> tuple[int, ...]:

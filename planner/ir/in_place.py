@@ -161,8 +161,18 @@ class _Joined:
             self.graph,
             operations=tuple(map(self._operation, self.parts)),
             values=tuple(self.graph.values[u] for u in self.values),
+            runs_after=self._runs_after(),
         )
         return InPlace(graph=graph, parts=self.parts, values=self.values, over=self.over)
+
+    def _runs_after(self) -> dict[int, tuple[int, ...]] | None:
+        if self.graph.runs_after is None:
+            return None
+        joined = {part: index for index, parts in enumerate(self.parts) for part in parts}
+        found: dict[int, set[int]] = {}
+        for later, earlier in self.graph.runs_after.items():
+            found.setdefault(joined[later], set()).update(joined[each] for each in earlier)
+        return {later: tuple(sorted(earlier - {later})) for later, earlier in found.items() if earlier - {later}}
 
     def _operation(self, parts: Sequence[int]) -> Operation:
         first, *rest = (self.graph.operations[index] for index in parts)

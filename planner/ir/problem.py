@@ -59,6 +59,9 @@ class Solution:
     stall_seconds: float = 0.0
     """Time of waiting for transfers. The sum of both is held against the simulator, and :func:`planner.solve` then
     gives each as simulated: a solver need not tell them apart."""
+    captured_seconds: float | None = None
+    """If first runs are in another order than the graph's: what the cheapest plan found in that adds. None if none
+    was found, or nobody looked."""
 
     @classmethod
     def simulated(

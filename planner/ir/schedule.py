@@ -53,7 +53,10 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operation indices in the order of their runs, the first runs in base order; and what is offloaded meanwhile."""
+    """Operation indices in the order of their runs; and what is offloaded meanwhile.
+
+    First runs are in base order, but for a schedule that was found in another: see :mod:`planner.ir.order`.
+    """
 
     order: tuple[int, ...]
     offloads: tuple[Offload, ...] = ()

@@ -42,10 +42,11 @@ def regions_of_blocks(problem: Problem) -> tuple[Region, ...]:
     return tuple(region for region in problem.regions or () if region.module in blocks)
 
 
-def baseline_rows(problem: Problem, solution: Solution) -> Iterator[BaselineRow]:
+def baseline_rows(problem: Problem, own: Problem, solution: Solution) -> Iterator[BaselineRow]:
     """Set a solution, the last row, beside no recompute, every layer, every second layer, and two simple solvers.
 
-    Where modules are chosen, those solvers are left out. What does not exist is there with the reason.
+    The solution is of its ``own`` problem, whose operations may be in another order. Where modules are chosen, those
+    solvers are left out. What does not exist is there with the reason.
     """
     yield _row(problem, "none", Schedule.keep_all(problem.graph), 0.0)
     yield _layer_row(problem, "every layer", 1)
@@ -53,7 +54,7 @@ def baseline_rows(problem: Problem, solution: Solution) -> Iterator[BaselineRow]
     if problem.regions is None:
         yield _solver_row(problem, "sqrt(L)", "sqrt")
         yield _solver_row(problem, "chain DP", "chain-dp")
-    yield _row(problem, "this plan", solution.schedule, solution.solve_seconds)
+    yield _row(own, "this plan", solution.schedule, solution.solve_seconds)
 
 
 def _layer_row(problem: Problem, name: str, n: int) -> BaselineRow:

@@ -153,7 +153,10 @@ def _copies_apart(
         for number, (read, made) in enumerate(zip(last.inputs, last.outputs, strict=True))
     ]
     each = OperationCost(seconds=costs[-1].seconds / len(copies), workspace_bytes=costs[-1].workspace_bytes)
-    return replace(graph, operations=(*graph.operations[:-1], *copies)), [*costs[:-1], *[each] * len(copies)]
+    return replace(graph, operations=(*graph.operations[:-1], *copies), runs_after=None), [
+        *costs[:-1],
+        *[each] * len(copies),
+    ]
 
 
 def _sums_gradients(graph: TrainingGraph, operation: Operation) -> bool:
@@ -207,7 +210,9 @@ class _Cut:
             back += [value for value in late if not self.is_forward(value)]
         sends = [*(self.local[value] for value in back), *beside_backward]
         self.hand_over("gradients sent", Phase.BACKWARD, sends=sends)
-        graph = replace(self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={})
+        graph = replace(
+            self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={}, runs_after=None
+        )
         return Stage(
             layers=layers,
             operations=tuple(own),

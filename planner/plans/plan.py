@@ -16,6 +16,7 @@ from planner.common.atomic import write_text
 from planner.errors import InfeasibleBudgetError, PlanFileError, PlanMismatchError
 from planner.findings.finding import Finding
 from planner.ir.graph import TrainingGraph
+from planner.ir.order import order_with, renumbered, reordered_graph
 from planner.ir.schedule import Schedule
 from planner.plans import plan_file
 from planner.plans.offload import Offloading, with_offloads
@@ -275,6 +276,18 @@ class StepDetails:
     allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedOrder:
+    """What a plan that runs operations in another order than they were captured in is set beside.
+
+    ``moved`` operations run earlier or later. ``recompute_seconds`` is what the cheapest plan adds that was found with
+    all in their place; None if none was found that fits, or this one recomputes nothing and nobody looked.
+    """
+
+    moved: int
+    recompute_seconds: float | None = field(default=None, metadata={"left_out": True})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to keep, what to recompute and what to offload, what that costs, and how good it provably is."""
@@ -317,6 +330,11 @@ class Plan:
     """Other ways, and last the plan itself."""
     recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
     """The decisions: for an operation's key, the keys of what is run again right before it."""
+    order: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata={"left_out": True})
+    """Where operations run in another order than they were captured in: for an operation's key, the keys of those that
+    run right before it instead; ``""`` stands for the end of the step."""
+    captured_order: CapturedOrder | None = field(default=None, metadata={"left_out": True})
+    """What the order as captured comes to, where there is another."""
     warnings: tuple[Finding, ...] = ()
     """What limits it, and what its costs leave out."""
     eager: EagerStep | None = field(default=None, metadata={"left_out": True})
@@ -389,7 +407,12 @@ class Plan:
         return seconds / self.baseline_step_seconds if self.baseline_step_seconds > 0 else 0.0
 
     def schedule_for(self, graph: TrainingGraph) -> Schedule:
-        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them otherwise."""
+        """Map the decisions to a graph; a PlanMismatchError says that it lacks operations, or orders them otherwise.
+
+        Where the plan has an order of its own, first runs are in that.
+        """
+        order = order_with(graph, self.order)
+        graph = reordered_graph(graph, order) if self.order else graph
         index_of = {operation.key: index for index, operation in enumerate(graph.operations)}
         joined = {key: index for index, operation in enumerate(graph.operations) for key in operation.keys[1:]}
         index_of |= joined  # what is one operation with another runs again with it, or not at all
@@ -411,7 +434,8 @@ class Plan:
                     f"the plan runs {graph.operations[late[0]].key} again before {graph.operations[index].key}, "
                     "which comes first in this model; make a new plan for this model and these shapes"
                 )
-        return with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
+        schedule = with_offloads(graph, Schedule.with_recomputations(graph, before), self.offloading)
+        return renumbered(schedule, order) if self.order else schedule
 
     def report(self, operations: bool = False) -> dict[str, Any]:
         """Return the report as plain data, with the JSON keys of schema 1; if asked for with every operation."""

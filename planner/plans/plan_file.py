@@ -20,7 +20,7 @@ SCHEMA = 1
 """Version of the JSON that reports and plan files share."""
 
 
-_OF_THE_FILE = ("fingerprint", "decisions", "values")
+_OF_THE_FILE = ("fingerprint", "decisions", "order", "values")
 """Keys that a plan file has beside those of a report."""
 
 

@@ -20,6 +20,7 @@ from planner.ir.checkpoints import Region
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host, graph_for
 from planner.ir.layers import find_layers
+from planner.ir.order import in_own_order, moved, order_of
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
@@ -30,7 +31,8 @@ from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
-from planner.plans.plan import NoPlanFitsError, OperationRow, Plan, PlanOrigin
+from planner.plans.ordering import in_orders_tried, solved_in_best_order
+from planner.plans.plan import CapturedOrder, NoPlanFitsError, OperationRow, Plan, PlanOrigin
 from planner.plans.plan_file import SCHEMA
 from planner.plans.step_details import step_details
 from planner.plans.values import value_table
@@ -98,7 +100,9 @@ def make_plan(
         with timings.stage("solving"):
             again = replace(search, time_limit_seconds=search.time_limit_seconds / _SHORTER)
             solution = solved_in_blocks(
-                problem, static_memory, lambda asked: _solved(asked, search if asked is problem else again)
+                problem,
+                static_memory,
+                lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
             )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, search.solver, origin, static_memory) from error
@@ -190,18 +194,26 @@ def plan_from_solution(
     for the smallest feasible one. The limits are for the choice of regions with the lowest peak.
     """
     origin, static_memory = origin or PlanOrigin(), static_memory or StaticMemory()
-    graph, costs, schedule = problem.graph, problem.costs, solution.schedule
-    static_bytes = graph.total_static_bytes
     with timings.stage("simulation"):
         evaluation = confirm(problem, solution)
+    captured, order = problem, moved(problem.graph, order_of(solution.schedule))
+    problem, schedule = in_own_order(problem, solution.schedule)
+    solution = replace(solution, schedule=schedule)
+    graph, costs = problem.graph, problem.costs
+    static_bytes = graph.total_static_bytes
     lowest_bytes = whole_peak_bytes(problem, schedule, static_memory)
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
             lowest_bytes = _lowest_bytes(problem, schedule, limits or SolveLimits(), static_memory)
+            for other in in_orders_tried(captured):
+                if other.graph != graph:
+                    as_it_is = Schedule.keep_all(other.graph)
+                    other_bytes = _lowest_bytes(other, as_it_is, limits or SolveLimits(), static_memory)
+                    lowest_bytes = min(lowest_bytes, other_bytes)
             beside = {
-                "baselines": tuple(baseline_rows(problem, solution)),
-                "details": step_details(problem, schedule, evaluation),
+                "baselines": tuple(baseline_rows(captured, problem, solution)),
+                "details": step_details(captured, problem, schedule, evaluation),
                 "values": value_table(problem, schedule) if problem.regions is None else None,
             }
     optimizer_bytes = optimizer_peak_bytes(graph, static_memory)
@@ -212,8 +224,8 @@ def plan_from_solution(
         status="optimal" if solution.is_optimal else "feasible",
         budget_bytes=problem.budget_bytes + static_bytes,
         static_bytes=dict(graph.static_bytes),
-        baseline_peak_bytes=problem.baseline.peak_bytes + static_bytes,
-        baseline_step_seconds=problem.baseline.seconds,
+        baseline_peak_bytes=captured.baseline.peak_bytes + static_bytes,
+        baseline_step_seconds=captured.baseline.seconds,
         peak_bytes=evaluation.peak_bytes + static_bytes,
         peak_at=locate_peak(graph, schedule, evaluation),
         recompute_seconds=evaluation.recompute_seconds,
@@ -233,6 +245,10 @@ def plan_from_solution(
         placement=placement(graph, costs, schedule, find_layers(graph)),
         **beside,
         recomputations=_decisions(graph, schedule),
+        order=order,
+        captured_order=CapturedOrder(moved=sum(map(len, order.values())), recompute_seconds=solution.captured_seconds)
+        if order
+        else None,
         warnings=(*_warnings(problem, evaluation, solution), *reserve_warnings(problem, reserved), *origin.warnings),
         eager=origin.eager,
         offloading=offloading_of(problem, schedule, evaluation),
@@ -283,11 +299,11 @@ def _no_plan_fits(
 ) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    floor = lowest_peak(problem)
+    proven_bytes = min(lowest_peak(one).proven_peak_bytes for one in in_orders_tried(problem))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
-    proven_bytes = max(floor.proven_peak_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
+    proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
     budget, smallest = format_bytes(budget_bytes), f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
     found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"

@@ -92,6 +92,8 @@ def take_over(
         regions=variants,
     )
     taken = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=compare)
+    if same_graph and plan.order:
+        taken = replace(taken, captured_order=plan.captured_order)
     if same_graph and plan.cost_model != origin.cost_model:  # its times were measured, and still hold
         taken = replace(
             taken,

@@ -28,14 +28,17 @@ _SECONDS_FOR_MORE, _SECONDS_FOR_MORE_WITH_OFFLOAD = 0.5, 2.0
 """For the plan of a larger budget; counted as work, so that the same report comes out every time."""
 
 
-def step_details(problem: Problem, schedule: Schedule, evaluation: Evaluation) -> StepDetails:
-    """Return the step over time, what fills its peak, and what a larger budget would buy."""
+def step_details(captured: Problem, problem: Problem, schedule: Schedule, evaluation: Evaluation) -> StepDetails:
+    """Return the step over time, what fills its peak, and what a larger budget would buy.
+
+    The schedule is of the problem, whose operations may be in another order than as they were captured.
+    """
     graph, costs = problem.graph, problem.costs
     allocations = tuple(allocations_of(graph, costs, schedule))
     tensors = [made for made in allocations if made.kind not in (WORKSPACE, RANDOM_STATE)]
     of_modules = Layers(of=tuple(operation.module for operation in graph.operations), blocks=())
     return StepDetails(
-        before=_timeline(problem, Schedule.keep_all(graph), problem.baseline),
+        before=_timeline(captured, Schedule.keep_all(captured.graph), captured.baseline),
         after=_timeline(problem, schedule, evaluation),
         alive=tensors_at(tensors, evaluation.peak_position),
         one_more_gib=_one_more_gib(problem, schedule, evaluation.added_seconds),

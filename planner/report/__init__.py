@@ -69,6 +69,7 @@ def _full(plan: Plan, tree: RenderableType | None) -> tuple[RenderableType | Non
         timeline.render(plan),
         alternatives.render_budgets(plan),
         offloading.render(plan),
+        verdict.render_order(plan),
         findings.render(plan.warnings) if plan.warnings else None,
         trust.render_measured(plan),
         trust.render(plan),

@@ -16,6 +16,7 @@ from planner.ir.graph import operator_name
 from planner.plans.plan import Plan
 from planner.report import alternatives, anatomy, offloading, placement, timeline, trust
 from planner.report.style import counted, one_line, signed_percent, sizes, table, yes_or_no
+from planner.report.verdict import order_saves
 
 WIDTH = 100
 """No line is longer, however wide the terminal is."""
@@ -103,6 +104,8 @@ def _layers(plan: Plan) -> Group | None:
 def _next(plan: Plan) -> Iterator[Text]:
     """Say how to use the plan, what other budgets give, what to look into, and where there is more."""
     lines = [("use it", f"planner.auto_wrap(model, budget={plan.budget_bytes})")]
+    if saved := order_saves(plan):
+        lines.append(("order", saved))
     if others := " · ".join(_others(plan)):
         lines.append(("other budgets", others))
     for finding in plan.warnings[:_WARNINGS]:

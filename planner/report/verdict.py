@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.text import Text
+
 from planner.common.units import format_bytes, in_unit_of
 from planner.plans.plan import PeakLocation, Plan
 from planner.report.style import at_least_percent, counted, signed_percent
@@ -31,7 +33,29 @@ def bound(plan: Plan) -> str:
     """Say what is proven of all plans within the budget, over the same step as the verdict's step time."""
     if plan.lower_bound_seconds <= 0 < plan.added_seconds:
         return "no lower bound proven"
-    return f"no plan below {at_least_percent(plan.over_eager(plan.lower_bound_overhead))}"
+    plans = "plan in this order" if plan.order else "plan"
+    return f"no {plans} below {at_least_percent(plan.over_eager(plan.lower_bound_overhead))}"
+
+
+def order_saves(plan: Plan) -> str:
+    """Say what it saves that operations run in another order than they were captured in; nothing if they do not."""
+    captured = plan.captured_order
+    if captured is None:
+        return ""
+    if captured.recompute_seconds is not None:
+        without = plan.over_eager(plan.relative(captured.recompute_seconds))
+        saved = f"{signed_percent(without)} step time in the captured order"
+    elif plan.added_seconds > 0:
+        saved = "no plan that fits was found in the captured order"
+    else:
+        saved = f"the captured order needs {format_bytes(plan.baseline_peak_bytes)} without recompute"
+    return f"{counted(captured.moved, 'operation')} moved within data dependencies: {saved}"
+
+
+def render_order(plan: Plan) -> Text | None:
+    """Say so in a line of its own."""
+    saved = order_saves(plan)
+    return Text(f"Order: {saved}") if saved else None
 
 
 def again(plans: Sequence[Plan]) -> str:

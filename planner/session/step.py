@@ -26,6 +26,7 @@ from planner.analysis.beside_eager import Costed, eager_step
 from planner.analysis.study import Study
 from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.device import of_model
+from planner.capture.effects import runs_after
 from planner.capture.elsewhere import Elsewhere
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
@@ -185,8 +186,11 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     lowered = lower(local.joint, context_of(model, spec, around, options))
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     lowered = rounding.marked(lowered)
-    # Inductor writes in place by itself.
-    over = {} if joint.functional else may_overwrite(lowered, on_cpu=spec.kind == "cpu")
+    # Inductor writes in place by itself, and orders its code itself.
+    if joint.functional:
+        return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins)
+    lowered = replace(lowered, graph=replace(lowered.graph, runs_after=runs_after(lowered)))
+    over = may_overwrite(lowered, on_cpu=spec.kind == "cpu")
     return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins, may_overwrite=over)
 
 

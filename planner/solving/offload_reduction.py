@@ -54,7 +54,7 @@ class OffloadReduction:
                 )
                 self.stands_for.append(-1 - u)
         self.problem = Problem(
-            graph=replace(graph, operations=tuple(operations), values=tuple(values)),
+            graph=replace(graph, operations=tuple(operations), values=tuple(values), runs_after=None),
             costs=tuple(costs),
             budget_bytes=problem.budget_bytes - spare_bytes,
         )

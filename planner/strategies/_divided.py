@@ -47,7 +47,7 @@ def divided(step: StrategyStep, values: Collection[int], devices: int) -> Strate
                         recomputable=True, flops=0, moved_bytes=0)
             )  # fmt: skip
             costs.append(OperationCost(seconds=0.0))
-    graph = replace(step.graph, operations=tuple(operations), values=tuple(made))
+    graph = replace(step.graph, operations=tuple(operations), values=tuple(made), runs_after=None)
     return replace(step, graph=graph, costs=costs)
 
 

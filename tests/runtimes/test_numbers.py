@@ -50,7 +50,7 @@ def test_a_number_that_changes_costs_one_more_capture(is_argument: bool, caplog:
     plain, model = wrapped()
     for step in range(6):
         share = 0.1 + step / 7
-        inputs = (rows(), share) if is_argument else (rows(),)
+        inputs = (rows(2048), share) if is_argument else (rows(2048),)
         plain.share = model.share = share
         assert_same(train(plain, inputs), train(model, inputs))
         hold_peak(model, inputs)

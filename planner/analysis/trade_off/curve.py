@@ -21,6 +21,7 @@ from planner.ir.problem import Problem, confirm
 from planner.ir.schedule import Schedule
 from planner.plans.allocator import optimizer_peak_bytes
 from planner.plans.evaluated import Evaluated, cheapest_within, evaluate
+from planner.plans.ordering import in_orders_tried
 from planner.plans.plan import Plan
 from planner.plans.step_details import over_time
 from planner.solvers.auto import AutoSolver
@@ -74,8 +75,10 @@ class CurveSweep:
         self.bounds: dict[int, float] = dict(known.bounds) if known else {}
         self.solved: set[int] = set()
         self.optimizer_bytes = optimizer_peak_bytes(study.graph, study.static_memory)
+        orders = in_orders_tried(self._problem(0))
+        self.is_in_one_order = len(orders) == 1
         self.proven_bytes = max(
-            proven_lowest(self._problem(0)) + self.static_bytes,
+            min(map(proven_lowest, orders)) + self.static_bytes,
             self.optimizer_bytes if study.static_memory.optimizer_step_bytes else 0,
         )
         if known:
@@ -160,7 +163,7 @@ class CurveSweep:
                         f"no plan keeps {budget_bytes} bytes, says a solver, and one by {incumbent.solver!r} does; "
                         "please report this as a bug"
                     ) from error
-                if error.is_proven:
+                if error.is_proven and self.is_in_one_order:
                     self.proven_bytes = max(self.proven_bytes, budget_bytes + 1)
             self._take(budget_bytes, incumbent)
         self.solved.add(budget_bytes)
