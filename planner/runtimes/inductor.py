@@ -83,7 +83,13 @@ class InductorRuntime(GraphRuntime):
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph, for less than the budget where its code needs more than the graph."""
-        if self._limit_bytes is None:
+        if self.must_match:
+            # The budget of a plan that was given is held against the code: the graph may hold more.
+            step = plan_step(self.model, joint, self._unlimited(), reuse=self.plan, must_match=True)
+            posed = step.study.posed(self.options.budget)
+            budget_bytes = posed.budget_bytes + posed.graph.total_static_bytes
+            self.step = replace(step, plan=replace(step.plan, budget_bytes=budget_bytes))
+        elif self._limit_bytes is None:
             self.step = super().planned(joint)
         else:
             tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
@@ -93,6 +99,9 @@ class InductorRuntime(GraphRuntime):
             self.step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
         self._tried.append(self.step.schedule)
         return self.step
+
+    def _unlimited(self) -> Options:
+        return replace(self.options, budget=Budget(budget=2**60))
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph and write its forward and backward, or write again what was drafted."""
