@@ -68,7 +68,7 @@ def cases(device: str | None, folder: str, *, rehearsal: bool) -> Iterator[Case]
 
     def case(kind: str, seconds: float, model: str = "", **more: Any) -> Case:
         of_model = {"model": model, "sizes": sizes[model]} if model else {}
-        return Case({"case": kind, **of_model, **common_to_all, **more}, seconds)
+        return Case({"case": kind, **of_model, **common_to_all, **more}, seconds * (2 if rehearsal else 1))
 
     profiled = {"profile_seconds": 1 if rehearsal else 6}
     yield case("facts", 40)

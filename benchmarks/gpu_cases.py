@@ -146,7 +146,7 @@ def _model(case: Result) -> Rows:
     if afar is not None:
         fake = zoo.build(name, **sizes, device="cuda", fake_mode=fake_mode())
         with suppress(PlannerError):
-            options = {"budget": "100%", "time_limit_seconds": 1, "compare": False}
+            options = {"budget": "100%", "time_limit_seconds": 1, "compare": False, "runtime": "graph"}
             here = api.plan(fake.model, example_kwargs=fake.example_kwargs, cost_model="roofline", **options)
             same = here.fingerprint["graph"] == afar.fingerprint["graph"]
             yield {**start, "what": "captured on a CPU", "same_step": same, "peak_bytes": afar.peak_bytes}
@@ -181,7 +181,7 @@ def _planned_afar(case: Result) -> planner.Plan | None:
         return None
     with suppress(PlannerError):
         fake = zoo.build(case["model"], **case["sizes"], fake_mode=fake_mode())
-        options = {"budget": "100%", "time_limit_seconds": 1, "compare": False}
+        options = {"budget": "100%", "time_limit_seconds": 1, "compare": False, "runtime": "graph"}
         return api.plan(fake.model, example_kwargs=fake.example_kwargs, device=case["device"], **options)
     return None
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from planner.capture.joint import sources
 from planner.capture.random_states import RandomStates, random_states_kept
@@ -160,11 +162,23 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _evaluate(program: fx.GraphModule, arguments: Sequence[Any]) -> Tensor | None:
-    """Compute a mask, or give None if random numbers are drawn on the way."""
+    """Compute a mask, on the CPU where that can be, or give None if random numbers are drawn on the way."""
     with random_states_kept(), torch.no_grad():
         before = RandomStates()
-        value: Tensor = program(*arguments)
+        try:
+            with _OnHost():
+                value: Tensor = program(*tree_map_only(Tensor, Tensor.cpu, list(arguments)))
+        except RuntimeError:  # the program has tensors of its own on a device
+            value = program(*arguments)
         return value if before == RandomStates() else None
+
+
+class _OnHost(TorchFunctionMode):
+    """While entered, lets what a program makes be made on the CPU: a GPU would be waited for once for each mask."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def _flag(mask: Tensor | None) -> bool | None:
