@@ -100,10 +100,9 @@ def test_a_model_of_torchvision(name: str, last: bool, dtype: torch.dtype) -> No
     models = pytest.importorskip("torchvision.models")
 
     def make(device: str) -> Made:
-        with fake_mode(), torch.device(device):
-            model, x = getattr(models, name)().to(dtype), torch.empty(4, 3, 64, 64, dtype=dtype)
-            if last:
-                model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        model = getattr(models, name)().to(dtype).to(memory_format=layout).to(device)
+        x = torch.zeros(4, 3, 64, 64, dtype=dtype).to(memory_format=layout).to(device)
         return Loss(model.train()), Inputs.of(x)
 
     hold(make)
@@ -121,10 +120,9 @@ def test_a_model_of_transformers(name: str, dtype: torch.dtype) -> None:
 
     def make(device: str) -> Made:
         config = getattr(transformers, f"{name}Config")(**sizes)
-        with fake_mode(), torch.device(device):
-            model = getattr(transformers, f"{name}Model")(config).to(dtype)
+        model = getattr(transformers, f"{name}Model")(config).to(dtype).to(device)
         kind = type("Step", (Loss,), {"forward": lambda self, x: self.model(x).last_hidden_state.float().sum()})
-        return kind(model.train()), Inputs.of(torch.ones(2, 64, dtype=torch.int64, device=device))
+        return kind(model.train()), Inputs.of(torch.ones(2, 64, dtype=torch.int64).to(device))
 
     hold(make)
 
