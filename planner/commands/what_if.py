@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from planner.analysis.trade_off.ranges import parse_sizes
@@ -15,7 +18,7 @@ from planner.commands._interrupts import INTERRUPTED, Interrupts
 from planner.commands._options import NAMES, SIZE, AboutModel, add, reading, solving_options, whole
 from planner.commands._terminal import hand_out, quiet, reporting
 from planner.common.options import Offload, Search, Target, Training, picked
-from planner.errors import UsageError
+from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,13 +30,18 @@ if TYPE_CHECKING:
     from planner.analysis.trade_off.methods import MethodSweep
     from planner.analysis.trade_off.sizes import SizeSearch
     from planner.capture.torch_internals import FakeTensorMode
+    from planner.exporters._export import Export
     from planner.ir.schedule import Schedule
+    from planner.plans.plan import Plan
     from planner.report.progress import Shown
     from planner.session.sizes import StudiesBySize
 
 _DEFAULT_SECONDS = 25.0
 
 _SIZES = ("batch_size", "seq_len")
+
+_EXPORTS = ("fsdp", "huggingface", "megatron", "jax")
+"""Frameworks that the page of each plan is put into the words of."""
 
 _ROW_SHARE = 0.2
 """What each device may take of the time limit for the curve."""
@@ -86,7 +94,7 @@ class _WhatIf(AboutModel):
         with quiet(args.debug), reporting(args.debug) as progress:
             asking = _Asking(args, progress)
             interrupted = asking.run()
-        _hand_out(asking.answers(interrupted=interrupted), args)
+        _hand_out(asking.answers(interrupted=interrupted), args, asking.exports)
         if interrupted:
             print("interrupted: what was done by then is kept", file=sys.stderr)
             return INTERRUPTED
@@ -133,6 +141,9 @@ class _Asking:
         self.sizes: dict[str, SizeSearch] = {}
         self.devices: DeviceSearch | None = None
         self.methods: MethodSweep | None = None
+        self.plans: tuple[Plan, ...] = ()
+        self.exports: dict[int, list[Export]] = {}
+        """Of the plan of each budget, in bytes."""
         self._mode: FakeTensorMode | None = None
         self._built: tuple[nn.Module, StudiesBySize] | None = None
         """The model that was built for a size, and its studies."""
@@ -155,7 +166,7 @@ class _Asking:
         with Interrupts() as interrupts:
             try:
                 self.sweep.run(count)
-                for start in self.further():
+                for start in chain(self.further(), self.exporting()):
                     start()
                     interrupts.check()
             except KeyboardInterrupt:
@@ -194,19 +205,47 @@ class _Asking:
             self.methods = MethodSweep(solvers, sweep, self.partitioned)
             yield partial(self.methods.run, self.shown.count)
 
-    def study(self, device: str | None = None) -> Study:
-        """Capture the step, for another device if one is named."""
+    def exporting(self) -> Iterator[Callable[[], None]]:
+        """Return what puts the plans of the page into the words of other frameworks, the one shown first to begin.
+
+        That takes as long as the curve at most; a plan that a framework cannot be told is left out.
+        """
+        from planner import exporters
+
+        if not self.args.html:
+            return
+        assert self.sweep is not None
+        self.plans, curve, began = tuple(self.sweep.plans()), self.sweep.curve(), time.perf_counter()
+        studies = {self.args.runtime: self.sweep.study}
+        for runtime in {exporters.runtime_for(to) for to in _EXPORTS} - set(studies):
+            with suppress(PlannerError):  # a model that only one runtime can plan
+                self.shown("capturing the step for exports")
+                studies[runtime] = self.study(runtime=runtime)
+        best = curve.asked or curve.knee
+
+        def export(plan: Plan) -> None:
+            self.exports[plan.budget_bytes] = made = []
+            for to in _EXPORTS:
+                with suppress(PlannerError):
+                    made.append(exporters.export(plan, to=to, study=studies.get(exporters.runtime_for(to))))
+
+        for plan in sorted(self.plans, key=lambda plan: best is None or plan.budget_bytes != best.budget_bytes):
+            if self.search.deterministic or time.perf_counter() - began < self.search.time_limit_seconds:
+                yield partial(export, plan)
+
+    def study(self, device: str | None = None, runtime: str | None = None) -> Study:
+        """Capture the step, for another device or runtime if one is named."""
         import planner
         from planner.capture.inputs import Inputs
 
         args = _with(self.args, device=device) if device else self.args
         loaded = _asked.load(args, real=False)
-        if device is None:
+        if device is None and runtime is None:
             self.shown("capturing forward and backward")
             first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
             self.samples = first.shape[0] if first.dim() else 1
         asked = _asked.keywords(args, Target, Training)
-        return _asked.ask(planner.study, loaded, runtime=args.runtime, **asked)
+        return _asked.ask(planner.study, loaded, runtime=runtime or args.runtime, **asked)
 
     def sized(self, option: str, size: int) -> Study:
         """Return the step at another size; one model serves all sizes that change nothing but its inputs."""
@@ -243,7 +282,7 @@ class _Asking:
             devices=self.devices.rows if self.devices else (),
             methods=self.methods.methods if self.methods else (),
             interrupted=interrupted,
-            plans=tuple(self.sweep.plans()) if self.args.html else (),
+            plans=self.plans or tuple(self.sweep.plans()) if self.args.html else (),
         )
 
 
@@ -264,7 +303,7 @@ def _make(model: nn.Module) -> list[Any]:
     ]
 
 
-def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
+def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:
     from planner.analysis.trade_off.answers import csv_text
     from planner.common.atomic import write_text
     from planner.report import curve_chart, render_what_if
@@ -274,7 +313,7 @@ def _hand_out(answers: Answers, args: argparse.Namespace) -> None:
     if args.html:
         from planner.report.page.what_if import what_if_page
 
-        write_text(args.html, what_if_page(answers))
+        write_text(args.html, what_if_page(answers, exports))
     if args.plot:
         curve_chart.write_picture(args.plot, answers.curve, answers.methods)
     hand_out(answers.report(), args.json, partial(render_what_if, answers))

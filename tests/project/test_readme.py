@@ -127,6 +127,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
             assert re.match(r"no problems(, \d+ notes?)? in minigpt$", output.out.splitlines()[0])
         elif arguments[0] == "what-if":
             assert re.match(r"(KNEE|TRADE-OFF) ", output.out) and Path("curve.svg").stat().st_size
+            assert '"targets": ["fsdp", "huggingface", "jax", "megatron"]' in Path("curve.html").read_text()
         elif arguments[0] == "strategies":
             assert re.match(r"of \d+ established ways ", output.out)
         elif arguments[0] == "cache":
