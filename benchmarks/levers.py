@@ -115,7 +115,7 @@ class _Step:
         training = Training(optimizer=self.case.optimizer)
         options = Options(target=Target(device=self.case.device), training=training, name=loaded.name)
         inputs = Inputs.of(loaded.example_args or None, loaded.example_kwargs)
-        joint = capture(loaded.model, inputs, attention=elsewhere_for(loaded.model, options))
+        joint = capture(loaded.model, inputs, elsewhere=elsewhere_for(loaded.model, options))
         whole = lower_as_run(loaded.model, joint, options)
         return candidates(loaded.model, whole, study_lowered(loaded.model, whole, options), options)
 
