@@ -305,7 +305,11 @@ def _no_plan_fits(
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
     proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
-    budget, smallest = format_bytes(budget_bytes), f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes)"
+    none_below = f"; no plan needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
+    budget, smallest = (
+        format_bytes(budget_bytes),
+        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below})",
+    )
     found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
     found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
     found += f" is {smallest}"

@@ -70,7 +70,13 @@ def infeasible_verdict(report: dict[str, Any]) -> str:
     """Return the verdict on a budget that no plan fits as one line."""
     where = PeakLocation(**report["peak_at"])
     smallest_bytes = report["minimum_feasible_peak_bytes"]
+    none_below = none_needs_less(report["proven_minimum_peak_bytes"], smallest_bytes)
     return (
-        f"DOES NOT FIT {format_bytes(report['budget_bytes'])} · "
-        f"smallest budget known to fit {format_bytes(smallest_bytes)} ({smallest_bytes} bytes) · bound by {where}"
+        f"DOES NOT FIT {format_bytes(report['budget_bytes'])} · smallest budget known to fit "
+        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes{none_below}) · bound by {where}"
     )
+
+
+def none_needs_less(proven_bytes: int, smallest_bytes: int) -> str:
+    """Say what is proven of the smallest budget, if that is less than the smallest that is known."""
+    return f", none below {format_bytes(proven_bytes)}" if 0 < proven_bytes < smallest_bytes else ""

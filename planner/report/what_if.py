@@ -17,6 +17,7 @@ from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.units import format_bytes, format_seconds
 from planner.report.curve_chart import draw
 from planner.report.style import at_least_percent, print_report, signed_percent, sizes, table, yes_or_no
+from planner.report.verdict import none_needs_less
 
 
 def render(answers: Answers, console: Console) -> None:
@@ -46,7 +47,8 @@ def further(answers: Answers) -> Iterator[RenderableType]:
 def verdict(curve: TradeOffCurve) -> str:
     """Say in one line from where to where the curve goes, and where it bends."""
     ends = (
-        f"from {format_bytes(curve.minimum_feasible_peak_bytes)}, the smallest budget known to fit, "
+        f"from {format_bytes(curve.minimum_feasible_peak_bytes)}, the smallest budget known to fit"
+        f"{none_needs_less(curve.proven_minimum_peak_bytes, curve.minimum_feasible_peak_bytes)}, "
         f"to {format_bytes(curve.baseline_peak_bytes)}, the peak without recompute"
     )
     if curve.lossy:
