@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
 from planner.capture.memory import measure_peak
+from planner.capture.planned_call import as_its_class
 from planner.capture.random_states import RandomStates
 from planner.capture.torch_internals import call_implementation, calling
 from planner.common.options import TOLERANCE, Budget, chunks_of
@@ -159,7 +160,7 @@ class _Step:
     def measured(self, running: Callable[..., Any], start: _ModelState) -> tuple[int, StepResult]:
         """Return what the second step allocates, and leaves behind; the first captures, plans and compiles."""
         model = self.model
-        with calling(model, running):
+        with as_its_class(model), calling(model, running):
             self.run()
             start.put_back(model)
             peak_bytes, outputs = measure_peak(self.run, self.device)
@@ -174,7 +175,7 @@ class _Step:
         return peak_bytes, result
 
     def seconds(self, running: Callable[..., Any]) -> float:
-        with calling(self.model, running):
+        with as_its_class(self.model), calling(self.model, running):
             self.model.zero_grad(set_to_none=True)
             begun = time.perf_counter()
             self.run()

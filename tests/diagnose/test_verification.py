@@ -59,3 +59,15 @@ def test_bits_are_demanded_where_torch_is_told_to_be_deterministic(strict: bool)
         assert not verification.bits_may_differ(torch.device("cpu"))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_a_wrapped_model_is_verified_and_stays_wrapped() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    x = torch.randn(4, 8)
+    plan = planner.plan(model, x, budget="100%", loss_fn=torch.sum)
+    planner.auto_wrap(model, budget="1GiB", loss_fn=torch.sum)
+    model(x).sum().backward()
+    in_force = planner.plan_of(model)
+    assert planner.verify(model, x, plan, loss_fn=torch.sum).exact
+    assert planner.plan_of(model) is in_force
