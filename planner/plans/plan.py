@@ -141,7 +141,7 @@ class Verification:
     from_one_piece: float = field(default=0.0, metadata={"older": True})
     """How far loss and gradients are from those of the step in one piece, if the plan's is in chunks: the largest
     difference as a share of the length, see :func:`planner.diagnose.verification.distance`."""
-    control: float | None = field(default=None, metadata={"older": True})
+    control: float | None = field(default=None, metadata={"left_out": True})
     """How far two steps without the plan were from each other, where kernels may give other bits in every run (CUDA
     without ``torch.use_deterministic_algorithms``): the largest difference as a share of the length. The tolerance
     follows from it; 0 demands bits."""
@@ -271,7 +271,7 @@ class StepDetails:
     after: Timeline = field(metadata={"at": "timeline.after"})
     alive: tuple[AliveTensors, ...] = field(metadata={"at": "alive_at_peak"})
     one_more_gib: MoreMemory | None = None
-    modules: tuple[LayerPlacement, ...] = field(default=(), repr=False, metadata={"columns": True, "older": True})
+    modules: tuple[LayerPlacement, ...] = field(default=(), repr=False, metadata={"columns": True, "left_out": True})
     """What happens to every module, each without its parts, in forward order."""
     allocations: tuple[Allocation, ...] = field(default=(), compare=False, repr=False)
 
