@@ -70,7 +70,7 @@ def hold_peak(
     """Hold the peaks of one more step, on the device and on the host, to those that the plan predicts.
 
     ``least`` says what share of what the plan allocates must be there; all of it is where sizes are ``rounded`` up as
-    the planner counts them.
+    the planner counts them. It does not round the few bytes that kernels allocate inside, for numbers say.
     """
     pool = host_copies.POOL = host_copies.Pool()
     model.zero_grad()
@@ -79,7 +79,7 @@ def hold_peak(
     plan = planner.plan_of(model)
     predicted_bytes = plan.peak_bytes - plan.total_static_bytes
     if rounded:
-        assert peak_of(recording) == predicted_bytes
+        assert 0 <= peak_of(recording) - predicted_bytes < 2 * 64
     assert least * predicted_bytes <= peak_of(recording, alignment_bytes=1) <= predicted_bytes
     assert plan.peak_bytes <= plan.budget_bytes
     host_bytes = plan.offloading.host_bytes if plan.offloading else 0

@@ -329,7 +329,7 @@ def test_what_is_refused(spread: planner.Plan) -> None:
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["gpt2", "--layers", "1", "--batch-size", "1", "--seq-len", "32", "--budget", "4GiB"]
-    assert cli.main(["plan", *sizes, "--tensor-parallel", "2"]) == 0
+    assert cli.main(["plan", *sizes, "--tensor-parallel", "2", "--full"]) == 0
     assert "2 products are column-parallel" in " ".join(capsys.readouterr().out.split())
     assert cli.main(["verify", *sizes, "--tensor-parallel", "2"]) == UsageError.exit_code
     assert "planned for, not run" in capsys.readouterr().err
