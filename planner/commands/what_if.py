@@ -21,8 +21,6 @@ from planner.common.options import Offload, Search, Target, Training, picked
 from planner.errors import PlannerError, UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from planner.analysis.study import Study
     from planner.analysis.trade_off.accelerators import DeviceSearch
     from planner.analysis.trade_off.answers import Answers
@@ -42,9 +40,6 @@ _SIZES = ("batch_size", "seq_len")
 
 _EXPORTS = ("fsdp", "huggingface", "megatron", "jax")
 """Frameworks that the page of each plan is put into the words of."""
-
-_ROW_SHARE = 0.2
-"""What each device may take of the time limit for the curve."""
 
 
 class _WhatIf(AboutModel):
@@ -145,8 +140,8 @@ class _Asking:
         self.exports: dict[int, list[Export]] = {}
         """Of the plan of each budget, in bytes."""
         self._mode: FakeTensorMode | None = None
-        self._built: tuple[nn.Module, StudiesBySize] | None = None
-        """The model that was built for a size, and its studies."""
+        self._studies: StudiesBySize | None = None
+        """Of the model that was built for a size."""
 
     def run(self) -> bool:
         """Ask, and say whether that was interrupted; before anything is done that is an error."""
@@ -181,6 +176,7 @@ class _Asking:
         """Return the searches along the other axes."""
         from planner.analysis.trade_off.accelerators import DeviceSearch
         from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
+        from planner.analysis.trade_off.outcome import for_one_row
         from planner.analysis.trade_off.sizes import SizeSearch
 
         args, sweep = self.args, self.sweep
@@ -198,8 +194,7 @@ class _Asking:
             self.sizes[name] = search
             yield search.run
         if args.devices:
-            row_search = replace(self.search, time_limit_seconds=_ROW_SHARE * self.search.time_limit_seconds)
-            self.devices = DeviceSearch(args.devices, self.study, row_search, self.offload)
+            self.devices = DeviceSearch(args.devices, self.study, for_one_row(self.search), self.offload)
             yield self.devices.run
         if solvers := [*([RECOMPUTE_ALONE] if args.offload else []), *args.solvers]:
             self.methods = MethodSweep(solvers, sweep, self.partitioned)
@@ -256,11 +251,10 @@ class _Asking:
         self._mode = self._mode or fake_mode()
         args = _with(self.args, **{option: size})
         loaded = _asked.load(args, real=False, mode=self._mode)
-        if self._built is None or _make(loaded.model) != _make(self._built[0]):
+        if self._studies is None or not self._studies.are_of(loaded.model):
             asked = _asked.keywords(args, Target, Training)
-            studies = studies_by_size(loaded.model, runtime=args.runtime, name=loaded.name, **asked)
-            self._built = loaded.model, studies
-        return self._built[1].at(Inputs.of(loaded.example_args, loaded.example_kwargs), loaded.loss_fn)
+            self._studies = studies_by_size(loaded.model, runtime=args.runtime, name=loaded.name, **asked)
+        return self._studies.at(Inputs.of(loaded.example_args, loaded.example_kwargs), loaded.loss_fn)
 
     def partitioned(self) -> Iterator[Schedule]:
         from planner.capture.inputs import Inputs
@@ -288,19 +282,6 @@ class _Asking:
 
 def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | other)
-
-
-def _make(model: nn.Module) -> list[Any]:
-    """Return what tells models of one kind apart: the sizes of their tensors, and the plain attributes of modules."""
-    plain = (bool, int, float, str, tuple, list)
-    sizes = [(name, tensor.shape, tensor.dtype) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
-    return [
-        *sizes,
-        *(
-            (name, [(key, x) for key, x in vars(module).items() if isinstance(x, plain) and not key.startswith("_")])
-            for name, module in model.named_modules()
-        ),
-    ]
 
 
 def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:

@@ -32,7 +32,7 @@ from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, situation_of
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
-from planner.session.recorded import DEPENDS_ON_DATA, plan_eager, plan_together, study_together
+from planner.session.recorded import DEPENDS_ON_DATA, plan_alike, plan_eager, study_alike
 from planner.session.step import Options
 
 
@@ -58,7 +58,7 @@ class ModulesRuntime(CallsInSituations):
         routes = self._routes.setdefault(situation, Routes(self.model))
         # Recorded here, and not taken from what was recorded before: it is seen which modules run.
         plan = routes.plan(
-            lambda: study_together(self.model, inputs, replace(self.options, eager=None)), self._planned, self._keeps
+            lambda: study_alike(self.model, inputs, replace(self.options, eager=None)), self._planned, self._keeps
         )
         checkpointed = routes.chosen
         by_name = dict(self.model.named_modules())
@@ -71,7 +71,7 @@ class ModulesRuntime(CallsInSituations):
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
-        plan = plan_together(self.model, study, self.options, reuse=self.plan, must_match=self.must_match)
+        plan = plan_alike(self.model, study, self.options, reuse=self.plan, must_match=self.must_match)
         if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in plan.warnings):
             self._is_said = True
             warnings.warn(

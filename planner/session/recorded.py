@@ -50,18 +50,18 @@ def plan_eager(
     model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
 ) -> Plan:
     """Plan one eager step; see :func:`plan_study`."""
-    study = study_together(model, inputs, options)
-    return plan_together(model, study, options, reuse=reuse, must_match=must_match)
+    study = study_alike(model, inputs, options)
+    return plan_alike(model, study, options, reuse=reuse, must_match=must_match)
 
 
-def study_together(model: nn.Module, inputs: Inputs, options: Options) -> Study:
+def study_alike(model: nn.Module, inputs: Inputs, options: Options) -> Study:
     """Record and cost one eager step, on all ranks alike if they share every layer."""
     if not must_agree(model, options):
         return study_eager(model, inputs, options)
     return prepared_by_all(lambda: study_eager(model, inputs, options), lambda study: study.origin.fingerprint)
 
 
-def plan_together(model: nn.Module, study: Study, options: Options, **known: Any) -> Plan:
+def plan_alike(model: nn.Module, study: Study, options: Options, **known: Any) -> Plan:
     """Plan such a step, on rank 0 for all ranks that share every layer; ``known`` is for :func:`plan_study`."""
     if not must_agree(model, options):
         return plan_study(study, options, **known)

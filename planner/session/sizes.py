@@ -38,6 +38,10 @@ class StudiesBySize:
         """What is captured with symbols."""
         self._may_vary = True
 
+    def are_of(self, other: nn.Module) -> bool:
+        """Whether a model differs in nothing but its numbers: in no size of a tensor, and no plain attribute."""
+        return _make(self._model) == _make(other)
+
     def at(self, inputs: Inputs, loss_fn: LossFunction | None = None) -> Study:
         """Return the step for these inputs; a CaptureError says that it cannot be captured."""
         model = self._model
@@ -94,6 +98,17 @@ class StudiesBySize:
             elsewhere=elsewhere_for(self._model, options),
             choose_outputs=partial(loss_outputs, loss=options.loss),
         )
+
+
+def _make(model: nn.Module) -> list[Any]:
+    plain = (bool, int, float, str, tuple, list)
+    return [
+        *((name, t.shape, t.dtype) for name, t in (*model.named_parameters(), *model.named_buffers())),
+        *(
+            (name, [(key, x) for key, x in vars(module).items() if isinstance(x, plain) and not key.startswith("_")])
+            for name, module in model.named_modules()
+        ),
+    ]
 
 
 def _stop(*captured: Any) -> NoReturn:

@@ -10,37 +10,17 @@ import torch
 from torch import nn
 
 import planner
+from benchmarks.gpu_cases import Tower
 from planner.errors import InfeasibleBudgetError
 from tests.cuda import gpu
 
 gpu.required()
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.wide = nn.LayerNorm(width), nn.Linear(width, 4 * width)
-        self.narrow, self.drop = nn.Linear(4 * width, width), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
-
-
-class Tower(nn.Module):
-    def __init__(self, width: int = 256, depth: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def wrapped(runtime: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
     gc.collect()
     torch.cuda.empty_cache()
-    model, x = Tower().to("cuda"), torch.randn(8192, 256, device="cuda")
+    model, x = Tower(256, 4).to("cuda"), torch.randn(8192, 256, device="cuda")
     options = {"runtime": runtime, "time_limit_seconds": 1, "deterministic": True, **options}
     try:
         planner.auto_wrap(model, x, activation_budget="60%", **options)

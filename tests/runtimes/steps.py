@@ -79,7 +79,8 @@ def hold_peak(
     plan = planner.plan_of(model)
     predicted_bytes = plan.peak_bytes - plan.total_static_bytes
     if rounded:
-        assert 0 <= peak_of(recording) - predicted_bytes < 2 * 64
+        is_rounded = predicted_bytes % 64 == 0  # nothing that a kernel allocates inside is there at the peak
+        assert peak_of(recording) == predicted_bytes if is_rounded else peak_of(recording) > predicted_bytes
     assert least * predicted_bytes <= peak_of(recording, alignment_bytes=1) <= predicted_bytes
     assert plan.peak_bytes <= plan.budget_bytes
     host_bytes = plan.offloading.host_bytes if plan.offloading else 0

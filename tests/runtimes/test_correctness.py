@@ -403,7 +403,9 @@ class Alike(nn.Module):
 
 def test_outputs_that_are_computed_alike_stay_apart() -> None:
     model, x = Alike(), torch.randn(ROWS, WIDTH)
-    wrap_and_hold(model, (x,), loss_fn=lambda both: both[0].square().mean() + both[1].sum(), activation_budget="75%")
+    wrap_and_hold(
+        model, (x,), loss_fn=lambda both: both[0].square().mean() + both[1].square().sum(), activation_budget="80%"
+    )
     one, other = model(x)
     one.data.zero_()
     assert other.any()

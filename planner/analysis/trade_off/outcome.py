@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.analysis.study import Study
 from planner.common.options import Budget, Offload, Search
 from planner.plans.plan import NoPlanFitsError
+
+_ROW_SHARE = 0.2
+"""What each size and each device may take of the time limit for the curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,11 @@ class Outcome:
     def fits(self) -> bool:
         """Whether there is a plan."""
         return self.predicted_peak_bytes is not None
+
+
+def for_one_row(search: Search) -> Search:
+    """Return how a plan for one size or device is looked for, beside a curve that is looked for in this way."""
+    return replace(search, time_limit_seconds=_ROW_SHARE * search.time_limit_seconds)
 
 
 def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:

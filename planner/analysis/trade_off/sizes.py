@@ -11,12 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from planner.analysis.study import Study
-from planner.analysis.trade_off.outcome import Outcome, ask
+from planner.analysis.trade_off.outcome import Outcome, ask, for_one_row
 from planner.analysis.trade_off.ranges import SizeRange
 from planner.common.options import Offload, Search
-
-_ROW_SHARE = 0.2
-"""What each size may take of the time limit for the curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,7 @@ class SizeSearch:
     def of_batches(cls, sizes: SizeRange, budget_bytes: int, search: Search, **more: Any) -> SizeSearch:
         """Return a search over batch sizes, with a share of the time that ``search`` has for a curve."""
         axis = SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes)
-        return cls(sizes=sizes, axis_so_far=axis, search=_of_a_row(search), **more)
+        return cls(sizes=sizes, axis_so_far=axis, search=for_one_row(search), **more)
 
     @classmethod
     def of_lengths(
@@ -104,7 +101,7 @@ class SizeSearch:
         return cls(
             sizes=sizes,
             axis_so_far=axis,
-            search=_of_a_row(search),
+            search=for_one_row(search),
             units_of_one=samples,
             step=sizes.coarse_step,
             **more,
@@ -153,7 +150,3 @@ class SizeSearch:
         row = SizeRow(size=size, outcome=outcome, per_second=per_second)
         self.axis_so_far = replace(axis, rows=tuple(sorted((*axis.rows, row), key=lambda row: row.size)))
         return outcome
-
-
-def _of_a_row(search: Search) -> Search:
-    return replace(search, time_limit_seconds=_ROW_SHARE * search.time_limit_seconds)
