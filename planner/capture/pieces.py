@@ -26,13 +26,26 @@ def model_of(tensors: Iterable[Any]) -> nn.Module | None:
     """
     given = set(map(id, tensors))
     found: nn.Module | None = None
-    frame: FrameType | None = inspect.currentframe()
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back  # one that looked at its own variables would be kept, with all that called it
     while frame is not None:
-        module = frame.f_locals.get("self")
+        module = _self_of(frame)
         if isinstance(module, nn.Module) and any(id(parameter) in given for parameter in module.parameters()):
             found = module
         frame = frame.f_back
     return None if found is None else uncompiled(found)
+
+
+def _self_of(frame: FrameType) -> Any:
+    """Return what ``self`` is in a frame.
+
+    Before Python 3.13 a running frame keeps the copy of its variables that it once gave, and so all tensors in them.
+    """
+    variables = frame.f_locals
+    found = variables.get("self")
+    if isinstance(variables, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        variables.clear()
+    return found
 
 
 @dataclass(frozen=True)

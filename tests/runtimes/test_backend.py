@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -231,6 +233,25 @@ def test_a_function_with_its_loss_may_be_compiled() -> None:
         assert torch.equal(compiled(model), loss(plain))
         compiled(model).backward()
     assert share.plans
+
+
+def test_the_first_call_holds_nothing_that_its_callers_let_go() -> None:
+    share = backend()
+    compiled = torch.compile(Stack(1), backend=share)
+    x = rows()
+    gone = [weakref.ref(x)]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            loss = compiled(x)
+            gone.append(weakref.ref(loss))
+            loss = None
+        x = None
+        assert [it() for it in gone] == [None] * 3
+        assert share.plans  # nothing was held when it was called again
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
