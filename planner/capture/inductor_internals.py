@@ -18,7 +18,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.torch_internals import PartitionFunction
+from planner.capture.torch_internals import OpOverload, PartitionFunction
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 
@@ -87,6 +87,17 @@ def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[st
     return run  # type: ignore[no-any-return]
 
 
+def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
+    """Whether Inductor writes what a node computes itself, so that the kernel that eager has for it never runs."""
+    from torch._inductor import lowering
+
+    target = node.target
+    if not isinstance(target, OpOverload) or not (torch.Tag.pointwise in target.tags or target.namespace == "prims"):
+        return False
+    is_written = target in lowering.lowerings and target not in lowering.fallbacks
+    return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
+
+
 def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> list[Draft]:
     """Let Inductor write forward and backward, and load them without kernels, so that no compiler is called."""
     from torch._inductor.codecache import PyCodeCache
@@ -142,12 +153,12 @@ def _compile_with_inductor(
     Its decompositions and its passes over the joint graph come before our partition, so what is planned is
     what is compiled. Random operations stay those of eager: Inductor's own draw from a seed and a place in a
     kernel, and are not what the recompute of a partition of ours would replay. A kernel is fused only with one
-    whose result it reads: with one that merely reads the same, a recompute runs long before it is needed.
+    whose result it reads: with one that merely reads the same, a recompute runs long before it is needed. That is asked
+    first, since Inductor takes long to find out what else stands against it.
     """
-    from torch._inductor.choices import InductorChoices
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
-    from torch._inductor.virtualized import V
+    from torch._inductor.scheduler import Scheduler
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -156,20 +167,21 @@ def _compile_with_inductor(
         def uuid(self) -> None:
             return None  # a graph that it partitioned is not to be found in a cache
 
-    class Choices(InductorChoices):
-        @staticmethod
-        def can_fuse_horizontal(*_arguments: Any) -> bool:
-            return False
+    may_fuse = Scheduler.can_fuse
 
-    def with_choices(*arguments: Any, **options: Any) -> Any:
-        with V.set_choices_handler(Choices()):
+    def reads_and_may_fuse(scheduler: Any, first: Any, second: Any, *arguments: Any, **options: Any) -> bool:
+        reads = any(name in second.ancestors for name in first.get_operation_names())
+        return reads and bool(may_fuse(scheduler, first, second, *arguments, **options))
+
+    def with_our_fusions(*arguments: Any, **options: Any) -> Any:
+        with patch.object(Scheduler, "can_fuse", reads_and_may_fuse):
             return compile_one(compile_fx_inner, *arguments, **options)
 
     settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
     with torch._functorch.config.patch(caches):
-        run: Any = compile_fx(graph_module, inputs, with_choices, config_patches=settings)
+        run: Any = compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)
         return run  # type: ignore[no-any-return]
 
 

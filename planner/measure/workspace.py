@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
+from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
 from planner.capture.inputs import new_bytes, tensors_in
 from planner.capture.joint import values_of
 from planner.capture.joint_capture import is_fake
@@ -74,10 +75,14 @@ def measure(
     """See how many bytes of workspace operations need, by index.
 
     None where it is not known: the operation was too large to be run, would have taken too long by its cost, or did not
-    run on made-up tensors. Each distinct (operator, shapes, strides, dtypes, other arguments) runs once, one at a time,
-    on ones and zeros; the random state is left as it was.
+    run on made-up tensors. Nothing for what Inductor writes a kernel of its own for. Each distinct (operator, shapes,
+    strides, dtypes, other arguments) runs once, one at a time, on ones and zeros; the random state is left as it was.
     """
-    signatures = {index: operation.signature for index, operation in enumerate(lowered.graph.operations)}
+    signatures = {
+        index: operation.signature
+        for index, (operation, node) in enumerate(zip(lowered.graph.operations, lowered.operation_nodes, strict=True))
+        if not (lowered.joint.functional and node is not None and is_in_a_kernel_of_inductors(node))
+    }
 
     def affordable(operations: list[int]) -> Iterator[int]:
         spent_seconds = 0.0

@@ -50,7 +50,6 @@ class Program:
         """Find out what the program needs at least, and at most; False if nothing in it requires gradients."""
         if options.runtime == "inductor":
             check_can_compile(self.model, options)
-            options = options.without_measuring()  # operations are fused: what each takes alone says little
         seen: list[Study] = []
 
         def lowest(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -53,7 +53,6 @@ class InductorRuntime(GraphRuntime):
     """What ``model(...)`` runs while a plan is in force; see :meth:`planner.runtimes.Runtime.start`."""
 
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
-        options = options.without_measuring()  # operations are fused: what each takes alone says little
         super().__init__(model, options, compiler=lambda p: partial(self._compiled, p), **settings)
         self.step: PlannedStep | None = None
         """What was planned last."""

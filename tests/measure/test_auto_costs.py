@@ -185,11 +185,10 @@ def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_fused_code_is_not_costed_operation_by_operation() -> None:
-    pytest.importorskip("torch._inductor")
-    from planner.runtimes.inductor import InductorRuntime
-    from planner.session.step import Options
-
-    assert InductorRuntime(nn.Linear(2, 2), Options()).options.target.cost_model == "roofline"
+    model, x, ask = Stack(), torch.randn(64, WIDTH), {"budget": "150%", "runtime": "inductor"}
+    plan, estimated = planner.plan(model, x, **ask), planner.plan(model, x, cost_model="roofline", **ask)
+    assert plan.cost_model == "roofline"
+    assert plan.eager is not None and plan.eager == estimated.eager  # one measure for both
 
 
 @pytest.mark.parametrize("able", [False, True])

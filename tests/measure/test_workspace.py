@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -168,3 +169,17 @@ def test_a_profile_that_saw_less_hides_nothing() -> None:
     blind = replace(made, measurements={s: replace(m, workspace_bytes=0) for s, m in made.measurements.items()})
     plan = planner.plan(model, data(), activation_budget="100%", profile=blind)
     assert plan.peak_bytes == planner.plan(model, data(), activation_budget="100%").peak_bytes
+
+
+def test_what_inductor_writes_itself_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: set[str] = set()
+    on_cpu = workspace._on_cpu
+
+    def seen(nodes: Any, device: torch.device) -> Any:
+        ran.update(str(node.target) for node in nodes.values())
+        return on_cpu(nodes, device)
+
+    monkeypatch.setattr(workspace, "_on_cpu", seen)
+    planner.plan(Blocks(), torch.randn(ROWS, WIDTH), budget="1GiB", runtime="inductor", compare=False)
+    assert {"aten.mm.default", "aten.addmm.default", "aten.native_dropout.default"} <= ran
+    assert not {name for name in ran if name.startswith(("aten.add.", "aten.mul.", "prims."))}
