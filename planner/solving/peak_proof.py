@@ -63,18 +63,24 @@ class _Births:
         ]
         """By their makers."""
         self.irreplaceable.sort(key=graph.producer.__getitem__)
+        self.touched = [frozenset((*operation.inputs, *operation.outputs)) for operation in graph.operations]
         self.index = 0
-        self.stands: set[int] = set()
+        self.standing: list[int] = []
+        self.beside_bytes = [0 if value.retained else value.size_bytes for value in graph.values]
+        """What each value takes beside those that are retained, and those that stand."""
         self.makers: list[int] = []
         self.standing_bytes = [0]
 
     def before(self, index: int) -> None:
         """Begin with an operation: what no plan makes again, and a later one reads, stands from its first run on."""
         self.index = index
-        standing = [u for u in self.irreplaceable if self.last_reader[u] > index]
-        self.stands = set(standing)
-        self.makers = [self.graph.producer[u] for u in standing]
-        self.standing_bytes = [0, *accumulate(self.sizes[u] for u in standing)]
+        for u in self.standing:
+            self.beside_bytes[u] = self.sizes[u]
+        self.standing = [u for u in self.irreplaceable if self.last_reader[u] > index]
+        for u in self.standing:
+            self.beside_bytes[u] = 0
+        self.makers = [self.graph.producer[u] for u in self.standing]
+        self.standing_bytes = [0, *accumulate(self.sizes[u] for u in self.standing)]
 
     def least_peak(self, first_run_bytes: int, steps: int) -> int:
         """Return the least that is there at most; of choices, the lowest so far are followed first, at most so many."""
@@ -97,19 +103,19 @@ class _Births:
                     heapq.heappush(queue, (highest, number, earlier))
 
     def _births(self, live: Live) -> Iterator[tuple[int, Live]]:
-        """Return, for each run that may have been the last to make some of this, what was there in it and before it."""
-        producer, values = self.graph.producer, self.graph.values
-        for maker in {producer[u] for u in live}:
-            operation = self.graph.operations[maker]
-            others = live.difference(operation.outputs)
-            latest = max((producer[u] for u in others), default=maker)
-            ran = max(latest, maker)
-            there = {*others, *operation.inputs, *operation.outputs}
-            beside = sum(
-                self.sizes[u] for u in there if not (producer[u] <= ran and (values[u].retained or u in self.stands))
-            )
-            standing = self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
-            yield beside + standing + self.costs[maker].workspace_bytes, others | self.followed[maker]
+        """Return, for each run that may have been the last to make some of this, what was there in it and before it.
+
+        By then all of this had been made once, and so had all that came before the last of its makers.
+        """
+        makers = {self.graph.producer[u] for u in live}
+        ran = max(makers)
+        standing_bytes = self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
+        size_of = self.beside_bytes.__getitem__
+        live_bytes = standing_bytes + sum(map(size_of, live))
+        for maker in makers:
+            more_bytes = sum(map(size_of, self.touched[maker] - live)) + self.costs[maker].workspace_bytes
+            earlier = live.difference(self.graph.operations[maker].outputs) | self.followed[maker]
+            yield live_bytes + more_bytes, earlier
 
     def _followed(self, values: Sequence[int]) -> Live:
         return frozenset(u for u in values if self.sizes[u] > self.least_bytes)
