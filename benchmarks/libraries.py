@@ -145,8 +145,13 @@ def _diffusers() -> Named:
         ),
     )
 
-    for name, (options, inputs) in _OF_DIFFUSERS.items():
-        yield f"diffusers/{name}", partial(_of_diffusers, name, options, inputs)
+    for name in _OF_DIFFUSERS:
+        yield f"diffusers/{name}", partial(_listed, name)
+
+
+def _listed(name: str) -> Case:
+    # By name, since what makes arguments is a lambda and cannot be sent to another process.
+    return _of_diffusers(name, *_OF_DIFFUSERS[name])
 
 
 def _denoiser(name: str, **options: Any) -> Case:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from benchmarks import (
     gpu,
     kernels,
     levers,
+    libraries,
     partitioner,
     runtimes,
     trial,
@@ -344,6 +346,12 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_every_architecture_can_be_sent_to_a_process_of_its_own() -> None:
+    diffused = {name: make for name, make in libraries._diffusers()}  # built only where diffusers is installed
+    for name, make in (architectures() | diffused).items():
+        assert pickle.loads(pickle.dumps(make)).func is make.func, name
+
+
 def test_coverage_trains_beside_eager_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "coverage.json"
     names = ["module/dataclass-output", "module/numpy-noise", "module/feature-queue"]
