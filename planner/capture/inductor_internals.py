@@ -18,7 +18,7 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.torch_internals import OpOverload, PartitionFunction
+from planner.capture.torch_internals import OUTSIDE_AUTOCAST, OpOverload, PartitionFunction
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 
@@ -180,7 +180,7 @@ def _compile_with_inductor(
     settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
     # AOTAutograd's cache is asked before the partition, and knows nothing of plans.
     caches = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
-    with torch._functorch.config.patch(caches):
+    with torch._functorch.config.patch(caches | OUTSIDE_AUTOCAST):
         run: Any = compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)
         return run  # type: ignore[no-any-return]
 

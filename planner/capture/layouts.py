@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from planner.capture import operands
+from planner.capture.dropout import dropout
 from planner.capture.elsewhere import Elsewhere, is_elsewhere, results_of
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.torch_internals import (
@@ -50,7 +51,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default}
 @contextmanager
 def as_eager_runs(elsewhere: Elsewhere | None) -> Iterator[None]:
     """Trace operators as eager's kernels, with their layouts; of a device elsewhere, if there is one."""
-    with eager_kernels(), results_of(elsewhere), layouts_of_kernels():
+    with eager_kernels(dropout), results_of(elsewhere), layouts_of_kernels():
         yield
 
 

@@ -23,6 +23,7 @@ from planner.capture.torch_internals import (
     evaluated,
     expression_of,
     number_of,
+    outside_autocast,
     symbol_of,
 )
 from planner.common import timings
@@ -103,7 +104,8 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
     not run at these sizes.
     """
     numbers = bound(joint, given)
-    with fake_mode_of(joint.graph), torch.no_grad(), as_eager_runs(joint.elsewhere):
+    # Gradients and casts are operations of the program already.
+    with fake_mode_of(joint.graph), torch.no_grad(), outside_autocast(), as_eager_runs(joint.elsewhere):
         try:
             graph = _AtSizes(joint, given, numbers).run()
         except (RuntimeError, ValueError, TypeError, IndexError) as error:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import torch._dynamo
 from torch import fx
-from torch._C import DispatchKey
+from torch._C import DispatchKey, _DisableAutocast
 from torch._C._dynamo.eval_frame import reset_code, set_eval_frame
 from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
@@ -37,6 +37,7 @@ from torch._dynamo.exc import UserError
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import TensorVariable, builder
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
@@ -120,6 +121,11 @@ def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable
     return run
 
 
+OUTSIDE_AUTOCAST = {"backward_pass_autocast": "off"}
+"""A setting of AOTAutograd: autocast around the forward is not around the backward."""
+
+outside_autocast = _DisableAutocast
+
 _MOST_SAVED = 2**14
 """More tensors than any step saves."""
 
@@ -147,6 +153,7 @@ def aot_backend(
     def compiled(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         # The switch for it, ``donated_buffer``, is asked when a backward runs too, and would have to be off then.
         with (
+            functorch_config.patch(OUTSIDE_AUTOCAST),
             patch.object(graph_compile, "collect_bw_donated_buffer_idxs", partial(_donates_nothing, forward)),
             # Numbers that sizes decide stay numbers: as tensors they would be rounded in other places.
             patch.object(graph_compile, "_apply_tensorify_python_scalars", lambda _: None),
@@ -512,11 +519,6 @@ def _decomposed_by_tracing() -> list[OpOverload]:
     ]
 
 
-def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """Drop as tracing does; where nothing is dropped give what came, as eager does, and not a copy of it."""
-    return torch.ops.aten.native_dropout(x, p, train)[0] if train and p else x
-
-
 def _upsampled_from(gradient: torch.Tensor, _output_size: Any, input_size: Sequence[int], *_: Any) -> torch.Tensor:
     """Return what the gradient of upsampling gives, on tensors without data."""
     made: torch.Tensor = gradient.new_empty(input_size)
@@ -552,7 +554,7 @@ def symbolic_kernels() -> Iterator[None]:
 
 
 @contextmanager
-def eager_kernels() -> Iterator[None]:
+def eager_kernels(dropout: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Trace operators as the kernels that eager training calls: upsampling as one operation, not as thirty.
 
     What draws random numbers stays, also where nobody reads the result: what is drawn after it would differ.
@@ -564,7 +566,7 @@ def eager_kernels() -> Iterator[None]:
             for key in _COMPOSITE:
                 operator.py_kernels.pop(key, None)
             operator._dispatch_cache.clear()
-        torch.ops.aten.dropout.default.py_kernels.update(dict.fromkeys(_COMPOSITE, _dropout))
+        torch.ops.aten.dropout.default.py_kernels.update(dict.fromkeys(_COMPOSITE, dropout))
         with inductor_config.patch(fallback_random=True):  # asked for by what eliminates dead code
             yield
     finally:
@@ -744,7 +746,6 @@ def min_cut_partition(
 
     Run time is estimated by FLOPs, since its usual way, running kernels on a GPU, needs one.
     """
-    import torch._functorch.config as functorch_config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     settings = {

@@ -347,7 +347,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_this_process")
 def test_every_architecture_can_be_sent_to_a_process_of_its_own() -> None:
-    diffused = {name: make for name, make in libraries._diffusers()}  # built only where diffusers is installed
+    diffused = dict(libraries._diffusers())  # built only where diffusers is installed
     for name, make in (architectures() | diffused).items():
         assert pickle.loads(pickle.dumps(make)).func is make.func, name
 

@@ -267,7 +267,7 @@ def test_autocast(case: str, dtype: torch.dtype) -> None:
         loss.backward()
         return [loss]
 
-    assert_exact(CASES[case], step, as_eager=False)
+    assert_exact(CASES[case], step)
 
 
 def test_low_precision_dropout() -> None:
@@ -276,7 +276,7 @@ def test_low_precision_dropout() -> None:
         loss.backward()
         return [loss]
 
-    assert_exact(lambda: CASES["native dropout"]().bfloat16(), step, as_eager=False)
+    assert_exact(lambda: CASES["native dropout"]().bfloat16(), step)
 
 
 @pytest.mark.parametrize("case", ["native dropout", "batch norm", "mutated buffer"])
