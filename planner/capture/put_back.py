@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ def put_back(model: nn.Module) -> Iterator[None]:
 def _containers(model: nn.Module) -> list[Any]:
     """Return the attributes, lists, dicts and sets that a model keeps things in, and those of its code's globals.
 
-    A program's data may be reached from both, so a model's are followed for a few steps, and globals for one.
+    A program's data may be reached from both, so a model's are followed for a few steps, and globals for one. Hooks are
+    among a model's attributes, and keep things in what their functions refer to.
     """
     found: dict[int, Any] = {}
     ahead: list[tuple[Any, int]] = [(module, _STEPS_FROM_MODULES) for module in model.modules()]
@@ -68,12 +69,21 @@ def _containers(model: nn.Module) -> list[Any]:
     while ahead:
         at, steps = ahead.pop()
         holder: Any = at if type(at) in _CONTAINERS else getattr(at, "__dict__", None)
-        if type(holder) in _CONTAINERS and id(holder) not in found:
+        if steps and isinstance(at, (FunctionType, MethodType)):
+            ahead += [(one, steps - 1) for one in _referred_to(at) if _may_hold(one)]
+        elif type(holder) in _CONTAINERS and id(holder) not in found:
             found[id(holder)] = holder
             if steps:
                 inside = holder.values() if isinstance(holder, dict) else holder
                 ahead += [(one, steps - 1) for one in inside if _may_hold(one)]
     return list(found.values())
+
+
+def _referred_to(function: FunctionType | MethodType) -> list[Any]:
+    """Return what a function refers to outside itself that is not global, or what it is a method of."""
+    if isinstance(function, MethodType):
+        return [function.__self__]
+    return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
 
 
 def _globals(classes: Iterable[type]) -> Iterator[dict[str, Any]]:
@@ -83,9 +93,9 @@ def _globals(classes: Iterable[type]) -> Iterator[dict[str, Any]]:
 
 
 def _may_hold(one: Any) -> bool:
-    """Whether something may keep tensors of a recording: not code, not tensors themselves, nothing of the planner."""
-    is_code = isinstance(one, (torch.Tensor, type, ModuleType, FunctionType, str, int, float, bytes, type(None)))
-    return not is_code and type(one).__module__.partition(".")[0] != _OWN
+    """Whether something may keep tensors of a recording: no class, no tensor itself, nothing of the planner."""
+    is_plain = isinstance(one, (torch.Tensor, type, ModuleType, str, int, float, bytes, type(None)))
+    return not is_plain and type(one).__module__.partition(".")[0] != _OWN
 
 
 def _restore(holder: Any, before: Any) -> None:
@@ -119,7 +129,7 @@ def _clear_caches(model: nn.Module) -> None:
             if any(isinstance(tensor, FakeTensor) for tensor in _tensors_of(one)):
                 one.cache_clear()
         elif isinstance(one, FunctionType):
-            ahead += [cell.cell_contents for cell in one.__closure__ or () if cell != CellType()]
+            ahead += _referred_to(one)
         elif isinstance(one, (staticmethod, classmethod)):
             ahead.append(one.__func__)
         elif isinstance(one, property):

@@ -32,6 +32,9 @@ class Helper:
         self.last: torch.Tensor | None = None
         self.seen: list[torch.Tensor] = []
 
+    def keep(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        self.seen.append(output.detach())
+
 
 class Keeping(nn.Module):
     """Keeps a tensor from one call to the next wherever programs do."""
@@ -101,6 +104,15 @@ def test_a_planned_model_computes_with_data(runtime: str, loss_fn: Any) -> None:
     model, x = Net(), torch.randn(64, 8)
     planner.plan(model, x, loss_fn=loss_fn, budget="1GiB", runtime=runtime, compare=False)
     assert not isinstance(model(x), FakeTensor)
+
+
+def test_hooks_keep_nothing_of_a_recording() -> None:
+    """Recorded for real, since the hook looks at data: its list held a number of a step that nobody took."""
+    model, norms, helper = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), list[float](), Helper()
+    model[1].register_full_backward_hook(lambda _module, _inputs, outputs: norms.append(outputs[0].norm().item()))
+    model[0].register_forward_hook(helper.keep)
+    record(model, Inputs((torch.randn(4, 8),), {}))
+    assert norms == [] == helper.seen
 
 
 def test_what_was_kept_before_is_kept_still() -> None:
