@@ -52,10 +52,13 @@ class Budget:
         return is_share(self.budget) or is_share(self.activation_budget)
 
     def check(self, *, or_none: bool = False) -> None:
-        """Refuse two budgets, and none where one is needed."""
+        """Refuse two budgets, none where one is needed, and one that cannot be read."""
         both = None not in (self.budget, self.activation_budget)
         if both or not (self.is_given or or_none):
             raise UsageError("give one of budget (the whole device) and activation_budget (on top of what is resident)")
+        for given in (self.budget, self.activation_budget):
+            if given is not None:
+                parse_size(given, whole_bytes=2**60)
 
     def after(self, budget_bytes: int) -> Budget:
         """Return the budget for other input sizes: what a percentage came to is not taken back for smaller ones."""

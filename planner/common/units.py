@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 
@@ -14,6 +15,7 @@ _FACTORS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,  # as ls and docker read them
 }  # fmt: skip
 _UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1))
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
@@ -22,8 +24,9 @@ _HINT = "write bytes (8589934592), '8GiB', '8GB' or '60%' of eager's peak"
 
 
 def parse_size(size: Size, *, whole_bytes: int | None = None) -> int:
-    """Turn a size (bytes, ``"8GiB"`` of 2**30, ``"8GB"`` of 10**9, ``"60%"`` of the whole) into bytes, rounded down.
+    """Turn a size into bytes, rounded down.
 
+    Sizes are bytes, ``"8GiB"`` or ``"8G"`` (2**30), ``"8GB"`` (10**9) and ``"60%"`` of the whole.
     A UsageError says that it cannot be read, is not above zero, or is a percentage where the whole is not known.
 
     >>> parse_size("1.5GiB"), parse_size("2 GB"), parse_size("50%", whole_bytes=1000)
@@ -46,9 +49,17 @@ def parse_size(size: Size, *, whole_bytes: int | None = None) -> int:
         value = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
     else:
         raise UsageError(f"cannot read size {size!r}: {_HINT}")
+    if value == 0 and (share := 100 * _as_number(size)) > 0:
+        raise UsageError(f"size {size!r} is less than a byte: did you mean '{share:g}%'?")
     if value <= 0:
         raise UsageError(f"size {size!r} is not above zero: {_HINT}")
     return value
+
+
+def _as_number(size: Size) -> float:
+    with contextlib.suppress(ValueError):
+        return float(size)
+    return 0.0
 
 
 def is_share(size: Size | None) -> bool:

@@ -17,6 +17,7 @@ from planner.errors import UsageError
         ("8GiB", 8 * 2**30),
         ("8GB", 8 * 10**9),
         ("8 gib", 8 * 2**30),
+        ("8G", 8 * 2**30),
         (" 1.5MiB ", 3 * 2**19),
         (".5KiB", 512),
         ("4096", 4096),
@@ -46,6 +47,12 @@ def test_refuses_what_is_no_size_in_one_line(size: object) -> None:
     with pytest.raises(UsageError) as caught:
         parse_size(size, whole_bytes=1000)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0.6, "0.6"])
+def test_a_share_is_to_be_written_as_a_percentage(size: float | str) -> None:
+    with pytest.raises(UsageError, match="less than a byte: did you mean '60%'"):
+        parse_size(size, whole_bytes=1000)
 
 
 def test_a_percentage_needs_a_whole() -> None:

@@ -215,6 +215,12 @@ def test_bad_budgets(budget: object) -> None:
         planner.plan(Model(), data(), budget=budget)
 
 
+@pytest.mark.parametrize("budget", ["many", 0.6, 0])
+def test_bad_budgets_are_refused_before_training(budget: object) -> None:
+    with pytest.raises(UsageError, match="size"):
+        planner.auto_wrap(Model(), budget=budget)
+
+
 def test_two_budgets_are_refused() -> None:
     with pytest.raises(UsageError, match="one of budget"):
         planner.auto_wrap(Model(), budget="1GiB", activation_budget="1GiB")
