@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from planner.analysis.explain import explain
     from planner.analysis.study import Study
     from planner.analysis.trade_off.types import TradeOffCurve
-    from planner.api import auto_wrap, backend, plan, plan_of, profile, status, unwrap, verify
+    from planner.api import auto_wrap, backend, plan, plan_of, profile, status, unwrap, verify, wrap_pipeline
     from planner.diagnose.check import check
     from planner.diagnose.status import Status
     from planner.exporters import export
     from planner.exporters._export import Export
     from planner.ir.instances import load_instance
-    from planner.plans.pipeline_types import PipelinePlan
+    from planner.plans.pipeline_types import PipelinePlan, StagePlan
     from planner.plans.plan import Plan, Verification
     from planner.plans.profile_file import load as load_profile
     from planner.plans.profile_file import save as save_profile
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Audit", "Export", "PipelinePlan", "Plan", "Status", "Study", "TradeOffCurve", "Verification",
+    "Audit", "Export", "PipelinePlan", "Plan", "StagePlan", "Status", "Study", "TradeOffCurve", "Verification",
     "__version__", "audit", "auto_wrap", "backend", "check", "diff", "explain", "export", "load_instance",
     "load_profile", "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status", "study", "unwrap",
-    "verify", "what_if",
+    "verify", "what_if", "wrap_pipeline",
 ]  # fmt: skip
 
 _HOME = {
@@ -43,13 +43,23 @@ _HOME = {
     "planner.analysis.explain": ("explain",),
     "planner.analysis.study": ("Study",),
     "planner.analysis.trade_off.types": ("TradeOffCurve",),
-    "planner.api": ("auto_wrap", "backend", "plan", "plan_of", "profile", "status", "unwrap", "verify"),
+    "planner.api": (
+        "auto_wrap",
+        "backend",
+        "plan",
+        "plan_of",
+        "profile",
+        "status",
+        "unwrap",
+        "verify",
+        "wrap_pipeline",
+    ),
     "planner.diagnose.check": ("check",),
     "planner.diagnose.status": ("Status",),
     "planner.exporters": ("export",),
     "planner.exporters._export": ("Export",),
     "planner.ir.instances": ("load_instance",),
-    "planner.plans.pipeline_types": ("PipelinePlan",),
+    "planner.plans.pipeline_types": ("PipelinePlan", "StagePlan"),
     "planner.plans.plan": ("Plan", "Verification"),
     "planner.plans.profile_file": ("load_profile", "save_profile"),  # there without the last word
     "planner.session.pipelining": ("plan_pipeline",),

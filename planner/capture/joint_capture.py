@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.planned_call import as_its_class
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
 from planner.capture.provenance import places_of
+from planner.capture.put_back import put_back
 from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
 from planner.capture.torch_internals import (
@@ -42,6 +44,7 @@ from planner.capture.torch_internals import (
     dynamo_settings,
     hint_of,
     is_drawn,
+    other_state,
     storage_id,
     training_switches,
 )
@@ -71,6 +74,25 @@ def fake_mode() -> FakeTensorMode:
 def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
     """Return the fake mode that some of the tensors are of, or a new one."""
     return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
+
+
+@contextmanager
+def run_without_data(model: nn.Module, inputs: Inputs) -> Iterator[tuple[FakeTensorMode, Any, Any]]:
+    """Run a model on inputs without data, in the mode that is given first, beside what it returns and what it read.
+
+    When the block ends the model is as it was.
+    """
+    state = dict(chain(model.named_parameters(), model.named_buffers()))
+    mode = mode_of([*state.values(), *inputs.tensors()])
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    fakes = inputs.map_tensors(fake)
+    with put_back(model), mode:
+        with torch.enable_grad(), other_state(model, {name: fake(tensor) for name, tensor in state.items()}):
+            outputs = call_implementation(model)(*fakes.args, **fakes.kwargs)
+        yield mode, outputs, (fakes.args, fakes.kwargs, list(state.values()))
 
 
 def capture(model: nn.Module, inputs: Inputs, **options: Any) -> JointGraph:

@@ -31,6 +31,20 @@ class LossMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossPasses:
+    """What a loss takes that is computed when the forward ends, while its backward comes later, as in a pipeline."""
+
+    saved_bytes: int
+    """Between the two, without ``held_bytes``."""
+    held_bytes: int
+    """Behind the loss itself until the step ends."""
+    forward_bytes: int
+    """Most at a time in its forward, beside both."""
+    backward_bytes: int
+    """Most at a time in its backward, up to the gradients of the outputs, which are left out, beside both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaticMemory:
     """What is resident beside the model, and what the optimizer's own step needs."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
 from planner.capture.inputs import Inputs, LossFunction, differentiable_in, state_of
-from planner.capture.joint_capture import fake_mode, is_fake, mode_of
+from planner.capture.joint_capture import fake_mode, is_fake, run_without_data
 from planner.capture.put_back import put_back
 from planner.capture.storages import Run, StepRecorder
-from planner.capture.torch_internals import FakeTensor, FakeTensorMode, call_implementation, other_state
+from planner.capture.torch_internals import FakeTensorMode, call_implementation
 from planner.common.units import round_up
 from planner.errors import PlannerError, UsageError
-from planner.ir.static_memory import LossMemory
+from planner.ir.static_memory import LossMemory, LossPasses
 from planner.measure import workspace
 from planner.measure.devices import device_here, device_spec
 
@@ -34,6 +34,8 @@ class _Followed:
     leaves: list[torch.Tensor]
     gradients: Sequence[torch.Tensor | None]
     held_bytes: tuple[int, ...]
+    turn: int
+    """The event with which its backward begins."""
 
 
 def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None = None) -> LossMemory:
@@ -43,20 +45,60 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: s
     device that is planned for is here: the one of that name, or the one that the model is on. Raises UsageError if the
     model or the loss function fails, or that gives no scalar.
     """
-    followed = _followed(model, inputs, loss_fn)
-    recorder, gradients = followed.recorder, followed.gradients
-    spec = device_spec(model, device)
-    aligned = partial(round_up, unit=spec.alignment_bytes)
-    for storage in recorder.storages:
-        storage.size_bytes = aligned(storage.size_bytes)
-    handed_over = sum(aligned(g.untyped_storage().nbytes()) for g in gradients if g is not None)
-    held_bytes = sum(map(aligned, followed.held_bytes))
-    here = device_here(model, spec)
-    nodes = [run.node for run in recorder.events]
-    workspace_bytes = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [0] * len(nodes)
-    working_bytes = max(0, _peak_bytes(recorder, workspace_bytes) - handed_over - held_bytes)
-    outputs = tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True))
-    return LossMemory(working_bytes=working_bytes, held_bytes=held_bytes, is_known=True, outputs=outputs)
+    return _Counted(model, inputs, loss_fn, device).memory
+
+
+def passes_of(
+    model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None = None
+) -> tuple[LossMemory, LossPasses]:
+    """Measure the same of a loss that is computed when the forward ends, while its backward comes later."""
+    counted = _Counted(model, inputs, loss_fn, device)
+    return counted.memory, counted.passes()
+
+
+class _Counted:
+    """A loss that was followed, in bytes as the device hands them out."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None) -> None:
+        followed = _followed(model, inputs, loss_fn)
+        self.recorder, self.turn = followed.recorder, followed.turn
+        spec = device_spec(model, device)
+        aligned = partial(round_up, unit=spec.alignment_bytes)
+        for storage in self.recorder.storages:
+            storage.size_bytes = aligned(storage.size_bytes)
+        gradients = followed.gradients
+        self.handed_over_bytes = sum(aligned(g.untyped_storage().nbytes()) for g in gradients if g is not None)
+        self.held_bytes = sum(map(aligned, followed.held_bytes))
+        self.outputs = tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True))
+        here = device_here(model, spec)
+        nodes = [run.node for run in self.recorder.events]
+        workspace_bytes = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [0] * len(nodes)
+        self.timeline_bytes = _timeline(self.recorder, workspace_bytes)
+
+    @property
+    def memory(self) -> LossMemory:
+        return LossMemory(
+            working_bytes=max(0, max(self.timeline_bytes, default=0) - self.handed_over_bytes - self.held_bytes),
+            held_bytes=self.held_bytes,
+            is_known=True,
+            outputs=self.outputs,
+        )
+
+    def passes(self) -> LossPasses:
+        saved_bytes = sum(
+            storage.size_bytes
+            for storage in self.recorder.storages
+            if storage.maker < self.turn and (storage.died is None or storage.died > self.turn)
+        )
+        most_bytes = [
+            max(part, default=0) for part in (self.timeline_bytes[: self.turn], self.timeline_bytes[self.turn :])
+        ]
+        return LossPasses(
+            saved_bytes=max(0, saved_bytes - self.held_bytes),
+            held_bytes=self.held_bytes,
+            forward_bytes=max(0, most_bytes[0] - max(saved_bytes, self.held_bytes)),
+            backward_bytes=max(0, most_bytes[1] - max(saved_bytes, self.held_bytes) - self.handed_over_bytes),
+        )
 
 
 def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Followed:
@@ -84,17 +126,8 @@ def _failed(error: Exception) -> UsageError:
 
 
 def _follow_without_data(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Followed:
-    state = dict(chain(model.named_parameters(), model.named_buffers()))
-    mode = mode_of([*state.values(), *inputs.tensors()])
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
-
-    fakes = inputs.map_tensors(fake)
-    with put_back(model), mode:
-        with torch.enable_grad(), other_state(model, {n: fake(t) for n, t in state.items()}):
-            outputs = call_implementation(model)(*fakes.args, **fakes.kwargs)
-        return _follow(mode, outputs, (fakes.args, fakes.kwargs, list(state.values())), loss_fn)
+    with run_without_data(model, inputs) as (mode, outputs, resident):
+        return _follow(mode, outputs, resident, loss_fn)
 
 
 def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossFunction) -> _Followed:
@@ -107,18 +140,19 @@ def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossFunc
         value = loss_fn(outputs)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise UsageError("loss_fn must give a scalar tensor")
+        turn = len(recorder.events)
         sums.watch([value])
         gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         # Autograd holds the gradient that it starts from as long as the loss is held.
         held_bytes = recorder.size_bytes(value), value.element_size()
         recorder.finish()
-    return _Followed(recorder, leaves, gradients, held_bytes)
+    return _Followed(recorder, leaves, gradients, held_bytes, turn)
 
 
-def _peak_bytes(recorder: StepRecorder[Run], workspace_bytes: Sequence[int]) -> int:
+def _timeline(recorder: StepRecorder[Run], workspace_bytes: Sequence[int]) -> list[int]:
     changes = [0] * (len(recorder.events) + 1)
     for storage in recorder.storages:
         changes[storage.maker] += storage.size_bytes
         if storage.died is not None:
             changes[storage.died] -= storage.size_bytes
-    return max(map(sum, zip(accumulate(changes), workspace_bytes, strict=False)), default=0)
+    return [*map(sum, zip(accumulate(changes), workspace_bytes, strict=False))]

@@ -2,7 +2,7 @@
 
 While one micro-batch is at work on a device, each other one in flight holds what its plan saves, the
 same bytes all the time. So a device holds what is resident, what the simulator says of the
-micro-batch at work, and the others' saved bytes, which depend on the plan. ``_Device.solve`` bounds
+micro-batch at work, and the others' saved bytes, which depend on the plan. ``Device.solve`` bounds
 what a micro-batch may save, and searches for the best bound: with a bound of c the others hold c
 each, and the existing solvers do the rest. Over plans that save between a and c, to count a for each
 other one and to allow c is a relaxation, which gives the lower bound.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from operator import mul
+from typing import Any
 
 from planner.common.options import Search
 from planner.common.units import Size, format_bytes, parse_size
@@ -25,7 +26,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation, simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import optimizer_peak_bytes
-from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight
+from planner.plans.pipeline_schedules import Load, PipelineSchedule, loads, most_in_flight, passes
 from planner.plans.pipeline_stages import Stage
 from planner.plans.pipeline_types import NoPipelineFitsError, PipelinePlan, StagePlan
 from planner.plans.plan import Plan, PlanOrigin
@@ -59,63 +60,57 @@ def make_pipeline_plan(
     search = search or Search(time_limit_seconds=10.0)
     get(search.solver)
     made = [
-        _Device(index, chunks, around, loads(schedule, index))
+        Device(index, chunks, around, loads(passes(schedule, index), schedule.chunks))
         for index, (chunks, around) in enumerate(zip(devices, static_memory, strict=True))
     ]
     budget_bytes = parse_size(budget, whole_bytes=max(device.keep_all.peak_bytes for device in made))
     name = devices[0][0].graph.name
     stages: list[StagePlan] = []
-    tight: list[_Device] = []
+    tight: list[Device] = []
     for device in made:
         search.tell(f"planning stage {device.index} of {len(made)}")
-        found = device.solve(budget_bytes, search)
+        found = device.planned(budget_bytes, search, [origin or PlanOrigin()] * schedule.chunks)
         if found is None:
             tight.append(device)
-            continue
-        held, bound_seconds = found
-        stages.append(
-            StagePlan(
-                index=device.index,
-                layers=tuple(stage.layers for stage in device.chunks),
-                micro_batches_in_flight=most_in_flight(schedule, device.index),
-                saved_bytes=held.saved_bytes,
-                plans=device.plans(held, budget_bytes, bound_seconds, search.solver, origin or PlanOrigin()),
-            )
-        )
+        else:
+            stages.append(found)
     if tight:
-        raise _no_plan_fits(name, schedule, tight, budget_bytes)
+        worst = max(tight, key=lambda device: device.lowest.peak_bytes)
+        message, report = no_plan_fits(worst, budget_bytes, f"stage {worst.index} of {schedule.stages} binds, ")
+        report |= {
+            "model": name,
+            "pipeline": asdict(schedule),
+            "binding_stage": worst.index,
+            "stages": [
+                {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
+            ],
+        }
+        raise NoPipelineFitsError(
+            message,
+            minimum_feasible_peak_bytes=worst.lowest.peak_bytes,
+            operation=f"stage {worst.index}",
+            report=report,
+        )
     return PipelinePlan(model=name, schedule=schedule, budget_bytes=budget_bytes, stages=tuple(stages))
 
 
-def _no_plan_fits(
-    name: str, schedule: PipelineSchedule, tight: Sequence[_Device], budget_bytes: int
-) -> NoPipelineFitsError:
-    worst = max(tight, key=lambda device: device.lowest.peak_bytes)
-    smallest_bytes = worst.lowest.peak_bytes
-    in_flight = most_in_flight(schedule, worst.index)
+def no_plan_fits(device: Device, budget_bytes: int, where: str = "") -> tuple[str, dict[str, Any]]:
+    """Say that a device has no plan within a budget, and which one is known to be enough, in words and as data."""
+    smallest_bytes, in_flight = device.lowest.peak_bytes, most_in_flight(device.loads)
     message = (
-        f"no plan was found that fits {format_bytes(budget_bytes)}: stage {worst.index} of {schedule.stages} binds, "
+        f"no plan was found that fits {format_bytes(budget_bytes)}: {where}"
         f"with {in_flight} micro-batch{'es' if in_flight > 1 else ''} in flight and "
-        f"{format_bytes(worst.static_bytes)} resident; the smallest budget "
+        f"{format_bytes(device.static_bytes)} resident; the smallest budget "
         f"known to be feasible is {format_bytes(smallest_bytes)} ({smallest_bytes} bytes): raise the budget, take more "
         "stages or smaller micro-batches"
     )
-    report = {
+    return message, {
         "schema": SCHEMA,
-        "model": name,
         "status": "infeasible",
-        "pipeline": asdict(schedule),
         "budget_bytes": budget_bytes,
         "minimum_feasible_peak_bytes": smallest_bytes,
-        "binding_stage": worst.index,
-        "stages": [
-            {"index": device.index, "minimum_feasible_peak_bytes": device.lowest.peak_bytes} for device in tight
-        ],
         "message": message,
     }
-    return NoPipelineFitsError(
-        message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"stage {worst.index}", report=report
-    )
 
 
 @dataclass(frozen=True)
@@ -128,20 +123,25 @@ class _Held:
     recompute_seconds: tuple[float, ...]
 
 
-class _Device:
+class Device:
     """One device: its chunks, what is resident, and the loads under which its passes run."""
 
-    def __init__(self, index: int, chunks: Sequence[Stage], around: StaticMemory, loads: Sequence[Load]) -> None:
+    def __init__(
+        self, index: int, chunks: Sequence[Stage], around: StaticMemory, loads: Sequence[Load], end_bytes: int = 0
+    ) -> None:
+        """Take note; when all passes are over, so many bytes are there beside what is resident and gradients."""
         self.index, self.chunks, self.around, self.loads = index, tuple(chunks), around, tuple(loads)
         self.static_bytes = sum(around.static_bytes.values())
         # Where gradients of earlier steps are resident, those of earlier micro-batches are in them.
         is_counted = "gradients" in around.static_bytes
         self.gradient_bytes = tuple(0 if is_counted else stage.gradient_bytes for stage in self.chunks)
+        self.end_bytes = self.static_bytes + sum(self.gradient_bytes) + end_bytes
         self.keep_all = self.hold([Schedule.keep_all(stage.graph) for stage in self.chunks])
         self.solve_seconds = 0.0
 
     @property
     def optimizer_peak_bytes(self) -> int:
+        """What the device holds while the optimizer steps."""
         resident_bytes = self.static_bytes + self.around.optimizer_step_bytes
         graphs = (replace(stage.graph, static_bytes=dict(self.around.static_bytes)) for stage in self.chunks)
         return resident_bytes + sum(optimizer_peak_bytes(graph, self.around) - resident_bytes for graph in graphs)
@@ -165,7 +165,8 @@ class _Device:
         """Return the most that stands beside a pass, forward and backward: what others save, and gradients."""
 
         def held(load: Load) -> tuple[int, int]:
-            return sum(map(mul, load.others, saved_bytes)), sum(map(mul, self.gradient_bytes, load.accumulated))
+            gradient_bytes = sum(map(mul, self.gradient_bytes, load.accumulated))
+            return sum(map(mul, load.others, saved_bytes)), gradient_bytes + load.left_bytes
 
         forward, backward = (
             max((held(load) for load in self.loads if (load.chunk, load.is_backward) == (chunk, is_backward)), key=sum)
@@ -185,15 +186,29 @@ class _Device:
         return _Held(
             tuple(schedules),
             tuple(saved),
-            max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes),
+            max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes, self.end_bytes),
             tuple(found.recompute_seconds for found in plain),
+        )
+
+    def planned(self, budget_bytes: int, search: Search, origins: Sequence[PlanOrigin]) -> StagePlan | None:
+        """Return the plans of all chunks under one budget, each from its origin; None if none were found."""
+        found = self.solve(budget_bytes, search)
+        if found is None:
+            return None
+        held, bound_seconds = found
+        return StagePlan(
+            index=self.index,
+            layers=tuple(stage.layers for stage in self.chunks),
+            micro_batches_in_flight=most_in_flight(self.loads),
+            saved_bytes=held.saved_bytes,
+            plans=self.plans(held, budget_bytes, bound_seconds, search.solver, origins),
         )
 
     def solve(self, budget_bytes: int, search: Search) -> tuple[_Held, tuple[float, ...]] | None:
         """Return the cheapest schedules found within a budget, and lower bounds, for each chunk; None if none fit."""
         if self.keep_all.peak_bytes <= budget_bytes:
             return self.keep_all, (0.0,) * len(self.chunks)
-        if self.optimizer_peak_bytes > budget_bytes or self.static_bytes >= budget_bytes:
+        if max(self.optimizer_peak_bytes, self.end_bytes) > budget_bytes or self.static_bytes >= budget_bytes:
             return None
         begun = time.perf_counter()
         found = _SplitSearch(self, budget_bytes - self.static_bytes, search).run()
@@ -201,7 +216,12 @@ class _Device:
         return found
 
     def plans(
-        self, held: _Held, budget_bytes: int, bound_seconds: Sequence[float], solver: str, origin: PlanOrigin
+        self,
+        held: _Held,
+        budget_bytes: int,
+        bound_seconds: Sequence[float],
+        solver: str,
+        origins: Sequence[PlanOrigin],
     ) -> tuple[Plan, ...]:
         """Write out a plan for each chunk, as the device stands while it runs."""
         around = replace(self.around, has_caching_allocator=False)
@@ -218,13 +238,13 @@ class _Device:
                 lower_bound_seconds=min(bound_seconds[chunk], held.recompute_seconds[chunk]),
                 solve_seconds=self.solve_seconds,
             )
-            plan = plan_from_solution(problem, solution, origin=origin, static_memory=around, compare=False)
+            plan = plan_from_solution(problem, solution, origin=origins[chunk], static_memory=around, compare=False)
             made.append(
                 replace(
                     plan,
                     baseline_peak_bytes=unplanned.peak_bytes + self.static_bytes,
-                    optimizer_peak_bytes=self.optimizer_peak_bytes,
-                    fingerprint={},
+                    optimizer_peak_bytes=max(self.optimizer_peak_bytes, self.end_bytes),
+                    recomputations=stage.decisions(plan.recomputations),
                 )
             )
         return tuple(made)
@@ -238,7 +258,7 @@ def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
 class _SplitSearch:
     """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
 
-    def __init__(self, device: _Device, budget_bytes: int, search: Search) -> None:
+    def __init__(self, device: Device, budget_bytes: int, search: Search) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
         self.whole_bytes = max(*self.full, 1)

@@ -7,15 +7,17 @@ over: the stage that reads has it from the beginning of its forward, or of its b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from planner.errors import UsageError
 from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.layers import find_layers
 from planner.ir.problem import Problem
+from planner.ir.static_memory import LossPasses
 
 IN_FLIGHT = "in flight"
 """Kind of the values that stand for other micro-batches."""
@@ -38,11 +40,8 @@ class Stage:
     costs: tuple[OperationCost, ...]
     wait: int
     beside: tuple[int, int, int, int]
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Gradients of its parameters."""
-        return sum(v.size_bytes for v in self.graph.values if v.retained and v.kind == "gradient")
+    gradient_bytes: int
+    """Gradients of its parameters."""
 
     def problem(
         self, budget_bytes: int, beside_bytes: Sequence[int] = (0, 0, 0, 0), most_saved_bytes: int | None = None
@@ -62,6 +61,16 @@ class Stage:
         graph = replace(self.graph, values=tuple(values))
         return Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
 
+    def decisions(self, before: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Return what runs again before each operation, where what is handed over is none: as the whole step has it."""
+        found: dict[str, tuple[str, ...]] = {}
+        pending: tuple[str, ...] = ()
+        for operation in self.graph.operations:
+            pending += before.get(operation.key, ())
+            if pending and not operation.target.startswith(_HANDED_OVER):
+                found[operation.key], pending = pending, ()
+        return found
+
 
 def cut(
     graph: TrainingGraph, costs: Sequence[OperationCost], count: int, *, holds_received: bool = False
@@ -76,6 +85,54 @@ def cut(
     stage_of, names = _assign(graph, costs, count)
     return tuple(
         _Cut(graph, costs, stage_of, index, count).stage(names[index], holds_received) for index in range(count)
+    )
+
+
+def whole_stage(
+    graph: TrainingGraph,
+    costs: Sequence[OperationCost],
+    *,
+    gradient_bytes: int,
+    input_gradients: Collection[int],
+    received: Collection[int],
+    loss: LossPasses | None,
+) -> Stage:
+    """Return the step of a module that is a stage, captured alone, as a stage.
+
+    Of its values, ``input_gradients`` are sent on and not added up, and ``received`` are resident: buffers that
+    gradients arrive in. The last stage has a loss in place of those.
+    """
+    made = _Builder(graph)
+    made.values = list(graph.values)
+    for index in input_gradients:
+        made.values[index] = replace(made.values[index], kind="tangent")
+    for index in received if loss is None else ():
+        made.values[index] = replace(made.values[index], size_bytes=0)
+    turn = graph.loss_index
+    forward, backward = made.others(Phase.FORWARD), made.others(Phase.LOSS)
+    made.hand_over("pass begins", Phase.FORWARD, receives=forward)
+    made.operations += graph.operations[:turn]
+    made.costs += costs[:turn]
+    saved: tuple[int, ...] = ()
+    if loss is not None:
+        saved = (made.new(Value(name="saved by the loss", size_bytes=loss.saved_bytes)),)
+        held = made.new(Value(name="loss", size_bytes=loss.held_bytes, retained=True, kind="output"))
+        made.hand_over("loss forward", Phase.LOSS, receives=(*saved, held), workspace_bytes=loss.forward_bytes)
+    wait = len(made.operations)
+    made.hand_over("wait", Phase.LOSS, receives=backward, sends=forward)
+    at_turn = graph.operations[turn]
+    made.operations.append(replace(at_turn, inputs=(*at_turn.inputs, *saved)))
+    made.costs.append(OperationCost(seconds=0.0, workspace_bytes=loss.backward_bytes if loss else 0))
+    made.operations += graph.operations[turn + 1 :]
+    made.costs += costs[turn + 1 :]
+    made.hand_over("pass ends", Phase.BACKWARD, sends=backward)
+    layers = dict.fromkeys(layer for layer in find_layers(graph).of if layer)
+    return made.finish(
+        layers=tuple(layers),
+        operations=tuple(range(len(graph.operations))),
+        wait=wait,
+        beside=(*forward, *backward),
+        gradient_bytes=gradient_bytes,
     )
 
 
@@ -170,18 +227,70 @@ def _sums_gradients(graph: TrainingGraph, operation: Operation) -> bool:
     )
 
 
-class _Cut:
-    """Builds the graph of one stage."""
+class _Builder:
+    """Builds the graph of one stage, operation by operation."""
+
+    def __init__(self, whole: TrainingGraph) -> None:
+        self.whole = whole
+        self.values: list[Value] = []
+        self.operations: list[Operation] = []
+        self.costs: list[OperationCost] = []
+
+    def new(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def others(self, phase: Phase) -> tuple[int, int]:
+        """Add what stands for others' micro-batches, from that phase on."""
+        return (
+            self.new(Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT)),
+            self.new(Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient")),
+        )
+
+    def hand_over(
+        self,
+        name: str,
+        phase: Phase,
+        *,
+        receives: Sequence[int] = (),
+        sends: Sequence[int] = (),
+        workspace_bytes: int = 0,
+    ) -> None:
+        """Add an operation that takes no time."""
+        self.operations.append(
+            Operation(
+                name=name,
+                key=f"|{name}|{phase[0]}0",
+                target=f"{_HANDED_OVER}: {name}",
+                inputs=tuple(sends),
+                outputs=tuple(receives),
+                phase=phase,
+                recomputable=False,
+                dtype="",
+            )
+        )
+        self.costs.append(OperationCost(seconds=0.0, workspace_bytes=workspace_bytes))
+
+    def finish(self, *, gradient_bytes: int | None = None, **facts: Any) -> Stage:
+        """Return the stage; gradients are counted where nobody knows better."""
+        if gradient_bytes is None:
+            gradient_bytes = sum(v.size_bytes for v in self.values if v.retained and v.kind == "gradient")
+        graph = replace(
+            self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={}, runs_after=None
+        )
+        return Stage(graph=graph, costs=tuple(self.costs), gradient_bytes=gradient_bytes, **facts)
+
+
+class _Cut(_Builder):
+    """Builds the graph of one stage of a whole step."""
 
     def __init__(
         self, graph: TrainingGraph, costs: Sequence[OperationCost], stage_of: list[int | None], index: int, count: int
     ) -> None:
-        self.whole, self.whole_costs, self.stage_of = graph, costs, stage_of
+        super().__init__(graph)
+        self.whole_costs, self.stage_of = costs, stage_of
         self.index, self.is_last = index, index == count - 1
         self.turn = turning_point(graph)
-        self.values: list[Value] = []
-        self.operations: list[Operation] = []
-        self.costs: list[OperationCost] = []
         self.local: dict[int, int] = {}
 
     def stage(self, layers: tuple[str, ...], holds_received: bool) -> Stage:
@@ -210,17 +319,7 @@ class _Cut:
             back += [value for value in late if not self.is_forward(value)]
         sends = [*(self.local[value] for value in back), *beside_backward]
         self.hand_over("gradients sent", Phase.BACKWARD, sends=sends)
-        graph = replace(
-            self.whole, operations=tuple(self.operations), values=tuple(self.values), static_bytes={}, runs_after=None
-        )
-        return Stage(
-            layers=layers,
-            operations=tuple(own),
-            graph=graph,
-            costs=tuple(self.costs),
-            wait=wait,
-            beside=(*beside_forward, *beside_backward),
-        )
+        return self.finish(layers=layers, operations=tuple(own), wait=wait, beside=(*beside_forward, *beside_backward))
 
     def home(self, value: int) -> int | None:
         return self.stage_of[self.whole.producer[value]]
@@ -248,39 +347,15 @@ class _Cut:
             made = self.whole.values[value]
             # This stage's share of the gradient of a parameter that others have too is summed nowhere.
             is_share = any(self.stage_of[reader] is None for reader in self.whole.readers[value])
-            outputs.append(self.new(replace(made, retained=True, kind="gradient") if is_share else made, value))
+            outputs.append(self.take(replace(made, retained=True, kind="gradient") if is_share else made, value))
         inputs = tuple(self.local[value] for value in self.inputs_of(index))
         self.operations.append(replace(operation, inputs=inputs, outputs=tuple(outputs)))
         self.costs.append(self.whole_costs[index])
 
-    def new(self, value: Value, whole: int | None = None) -> int:
-        self.values.append(value)
-        if whole is not None:
-            self.local[whole] = len(self.values) - 1
-        return len(self.values) - 1
+    def take(self, value: Value, whole: int) -> int:
+        """Add a value that stands for one of the whole step."""
+        self.local[whole] = self.new(value)
+        return self.local[whole]
 
     def received(self, values: list[int]) -> list[int]:
-        return [self.new(replace(self.whole.values[v], retained=False, kind="activation"), v) for v in values]
-
-    def others(self, phase: Phase) -> tuple[int, int]:
-        """Add what stands for others' micro-batches, from that phase on."""
-        return (
-            self.new(Value(name=f"other micro-batches, {phase}", size_bytes=0, kind=IN_FLIGHT)),
-            self.new(Value(name=f"gradients of earlier micro-batches, {phase}", size_bytes=0, kind="gradient")),
-        )
-
-    def hand_over(self, name: str, phase: Phase, *, receives: Sequence[int] = (), sends: Sequence[int] = ()) -> None:
-        """Add an operation that takes no time."""
-        self.operations.append(
-            Operation(
-                name=name,
-                key=f"|{name}|{phase[0]}0",
-                target=f"{_HANDED_OVER}: {name}",
-                inputs=tuple(sends),
-                outputs=tuple(receives),
-                phase=phase,
-                recomputable=False,
-                dtype="",
-            )
-        )
-        self.costs.append(OperationCost(seconds=0.0))
+        return [self.take(replace(self.whole.values[v], retained=False, kind="activation"), v) for v in values]

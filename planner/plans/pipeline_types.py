@@ -13,18 +13,19 @@ from planner.plans.plan_file import SCHEMA
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one device of a pipeline does; the first has the first layers.
-
-    For each of its chunks there are the paths of its layers, what a micro-batch holds while it waits for its backward,
-    and the plan of one micro-batch, whose peaks and static bytes are those of the device, with the other micro-batches
-    in flight: at most so many, counted in chunks where there are several.
-    """
+    """What one device of a pipeline does."""
 
     index: int
+    """Its place in the pipeline; the first has the first layers."""
     layers: tuple[tuple[str, ...], ...]
+    """For each of its chunks, the paths of its layers."""
     micro_batches_in_flight: int
+    """At most, the one at work included; counted in chunks where there are several."""
     saved_bytes: tuple[int, ...]
+    """For each chunk, what a micro-batch holds while it waits for its backward."""
     plans: tuple[Plan, ...]
+    """For each chunk, the plan of one micro-batch; peaks and static bytes are those of the device, with all that is in
+    flight."""
 
     @property
     def peak_bytes(self) -> int:

@@ -5,7 +5,7 @@ Only text is exchanged. Timeouts are those of torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,10 +51,42 @@ def must_agree(model: nn.Module, options: Options) -> bool:
 
 def prepared_by_all(prepare: Callable[[], Step], facts: Callable[[Step], Mapping[str, str | int]]) -> Step:
     """Return what every rank prepares, if that is the same by its ``facts`` and none fails; raises as said above."""
-    step, failure = _attempt(prepare)
-    _check_all(dict(facts(step)) if step is not None else {}, failure)
-    assert step is not None
-    return step
+    prepared: list[Step] = []
+
+    def described() -> dict[str, str | int]:
+        prepared.append(prepare())
+        return dict(facts(prepared[0]))
+
+    everyone = made_by_all(described, "captured the step")
+    check_alike(everyone, "step", "All ranks must wrap the same model with inputs of the same sizes")
+    return prepared[0]
+
+
+def made_by_all(make: Callable[[], Made], doing: str, group: Any = None) -> list[Made]:
+    """Return what each rank of a group makes, by rank: plain data. If one fails, that is raised there, and told here.
+
+    PlannerError says which rank failed, doing what, or that one went away.
+    """
+    made, failure = _attempt(make)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    told = _said(failure) if failure else "", made
+    _exchange(lambda: dist.all_gather_object(everyone, told, group=group))
+    if failure is not None:
+        raise failure
+    for rank, (said, _) in enumerate(everyone):
+        if said:
+            raise PlannerError(f"rank {rank} failed while it {doing}: {said}")
+    return [theirs for _, theirs in everyone]
+
+
+def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: str) -> None:
+    """Raise PlanMismatchError if ranks differ in what they say of something, naming in what, with an advice."""
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if theirs != first:
+            keys = [key for key in first if theirs.get(key) != first[key]]
+            differs = "; ".join(f"{key} is {theirs.get(key)!r} there and {first[key]!r} on rank 0" for key in keys)
+            raise PlanMismatchError(f"rank {rank} has another {what} than rank 0: {differs}. {advice}")
 
 
 def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph) -> Plan:
@@ -73,24 +105,6 @@ def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph) -> Plan:
         plan = Plan.from_json(message[1])
         plan.schedule_for(graph)  # raises if this rank could not carry it out
     return plan
-
-
-def _check_all(ours: dict[str, str | int], failure: Exception | None) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    _exchange(lambda: dist.all_gather_object(everyone, (_said(failure) if failure else "", ours)))
-    if failure is not None:
-        raise failure
-    for rank, (said, theirs) in enumerate(everyone):
-        if said:
-            raise PlannerError(f"rank {rank} failed while it captured the step: {said}")
-        first = everyone[0][1]
-        if theirs != first:
-            keys = [key for key in first if theirs.get(key) != first[key]]
-            differs = "; ".join(f"{key} is {theirs.get(key)!r} there and {first[key]!r} on rank 0" for key in keys)
-            raise PlanMismatchError(
-                f"rank {rank} has another step than rank 0: {differs}. All ranks must wrap the same model with inputs "
-                "of the same sizes"
-            )
 
 
 def _attempt(function: Callable[[], Made]) -> tuple[Made | None, Exception | None]:

@@ -16,6 +16,7 @@ LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.inductor_internals",
+    "planner.capture.pipelining_internals",
     "planner.capture.torch_internals",
 }
 """All that may touch what torch keeps to itself."""

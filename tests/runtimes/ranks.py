@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -16,8 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -292,6 +296,104 @@ def tensor_parallel(_rank: int) -> dict[str, Any]:
     }
 
 
+MICRO_BATCHES = 4
+
+
+class Part(nn.Sequential):
+    """Two blocks and a dropout: a stage of a pipeline."""
+
+    def __init__(self, index: int) -> None:
+        torch.manual_seed(index)
+        super().__init__(Block(), nn.Dropout(0.1), Block())
+
+
+def scheduled(kind: type[Any], rank: int, micro_batches: int = MICRO_BATCHES) -> tuple[list[Any], Any]:
+    """Make the stages of a rank, two for schedules of several, and the schedule."""
+    is_single = issubclass(kind, PipelineScheduleSingle)
+    indices = [rank] if is_single else [rank, 2 * RANKS - 1 - rank] if "ZBV" in kind.__name__ else [rank, RANKS + rank]
+    count = RANKS * len(indices)
+    stages = [PipelineStage(Part(index), index, count, torch.device("cpu")) for index in indices]
+    return stages, kind(stages[0] if is_single else stages, micro_batches, loss_fn=F.mse_loss)
+
+
+def given(stages: list[Any]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Return what ``schedule.step`` is called with on the rank of these stages."""
+    args = (data(RANKS),) if stages[0].is_first else ()
+    return args, {"target": data(RANKS + 1)} if stages[-1].is_last else {}
+
+
+def pipeline(rank: int, kind: type[Any], budget: str, **options: Any) -> dict[str, Any]:
+    """Run a schedule without a plan and with one, from the same random state."""
+    _, expected, _ = run_pipeline(rank, kind, **options)
+    asked = {"budget": budget, "time_limit_seconds": 1.0, "deterministic": True}
+    peak, found, plan = run_pipeline(rank, kind, asked, **options)
+    assert plan is not None
+    return {
+        "equal": all(map(torch.equal, found, expected)),
+        "peak_bytes": peak,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "budget_bytes": plan.plans[0].budget_bytes,
+        "in_flight": plan.micro_batches_in_flight,
+        "recomputed": [len(one.recomputations) for one in plan.plans],
+    }
+
+
+def run_pipeline(
+    rank: int, kind: type[Any], asked: dict[str, Any] | None = None, **options: Any
+) -> tuple[int, list[torch.Tensor], planner.StagePlan | None]:
+    """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for."""
+    others = live()
+    stages, schedule = scheduled(kind, rank)
+    args, kwargs = given(stages)
+    plan = planner.wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
+
+    def run() -> None:
+        for stage in stages:
+            stage.submod.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        schedule.step(*args, **kwargs, **options)
+
+    run()
+    for stage in stages:
+        stage.clear_runtime_states()
+        stage.submod.zero_grad(set_to_none=True)
+    resident_bytes = sum(size_bytes for place, size_bytes in live().items() if place not in others)
+    peak_bytes, _ = measure_peak(run, torch.device("cpu"))
+    return resident_bytes + peak_bytes, [p.grad for stage in stages for p in stage.submod.parameters()], plan
+
+
+def documented(rank: int) -> dict[str, Any]:
+    """Run what the page on pipelines shows."""
+    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    x, y = data(RANKS), data(RANKS + 1)
+    names = {name: getattr(pipelining, name) for name in ("PipelineStage", "Schedule1F1B")}
+    names |= {"planner": planner, "rank": rank, "world_size": RANKS, "device": torch.device("cpu"), "x": x, "y": y}
+    names |= {"module": Part(rank), "loss_fn": F.mse_loss, "batches": [(x, y)] * 2}
+    exec(compile(code, "pipelines.md", "exec"), names)
+    return {"micro_batches_in_flight": names["plan"].micro_batches_in_flight}
+
+
+def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **options: Any) -> None:
+    stages, schedule = scheduled(kind, rank, micro_batches)
+    args, kwargs = given(stages)
+    planner.wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
+
+
+def pipeline_errors(rank: int) -> dict[str, Any]:
+    """Ask for what cannot be planned: of some only one rank knows it."""
+    gpipe, zero_bubble = pipelining.ScheduleGPipe, pipelining.ScheduleInterleavedZeroBubble
+    return {
+        "zero_bubble": refused(lambda: wrapped(rank, zero_bubble)),
+        "v_shaped": refused(lambda: wrapped(rank, pipelining.ScheduleZBVZeroBubble)),
+        "differ": refused(lambda: wrapped(rank, gpipe, MICRO_BATCHES + 2 * rank)),
+        "tight": refused(lambda: wrapped(rank, gpipe, budget="1%" if rank else "80%")),
+        "no_target": refused(lambda: wrapped(rank, gpipe, target=None)),
+        "no_schedule": refused(lambda: planner.wrap_pipeline(Part(0), data(0), budget="80%")),
+    }
+
+
 SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp": lambda rank: train(rank, "ddp"),
     "fsdp2": lambda rank: train(rank, "fsdp2"),
@@ -303,6 +405,13 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "fails_on_rank_1": fails_on_rank_1,
     "differs": differs,
     "wrong_order": wrong_order,
+    "1f1b": lambda rank: pipeline(rank, pipelining.Schedule1F1B, "92%"),
+    "1f1b_without_outputs": lambda rank: pipeline(rank, pipelining.Schedule1F1B, "92%", return_outputs=False),
+    "gpipe": lambda rank: pipeline(rank, pipelining.ScheduleGPipe, "70%"),
+    "interleaved": lambda rank: pipeline(rank, pipelining.ScheduleInterleaved1F1B, "75%"),
+    "breadth_first": lambda rank: pipeline(rank, pipelining.ScheduleLoopedBFS, "75%", return_outputs=False),
+    "documented": documented,
+    "pipeline_errors": pipeline_errors,
 }
 
 

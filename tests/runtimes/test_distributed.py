@@ -18,17 +18,28 @@ RANKS = range(2)
 
 
 SCENARIOS = (
-    "ddp,fsdp2,mixed_precision,last_batch,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,dies"
+    "ddp,fsdp2,mixed_precision,last_batch,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,"
+    "1f1b,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
+
+MORE_PIPELINES = ("gpipe", "1f1b_without_outputs", "interleaved", "breadth_first")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all scenarios on two ranks: most of what a process takes is its imports."""
-    made = tmp_path_factory.mktemp("ranks")
+    return run_ranks(tmp_path_factory.mktemp("ranks"), SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("pipelines"), ",".join(MORE_PIPELINES))
+
+
+def run_ranks(made: Path, scenarios: str) -> Path:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests" / "runtimes" / "ranks.py"), SCENARIOS, str(made)]
+    command = [sys.executable, str(ROOT / "tests" / "runtimes" / "ranks.py"), scenarios, str(made)]
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(len(RANKS))}
     processes, logs = [], [made / f"{rank}.log" for rank in RANKS]
     for rank, log in zip(RANKS, logs, strict=True):
@@ -110,6 +121,46 @@ def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:
         assert result["predicted_bytes"] < result["baseline_bytes"]
         assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
         assert result["refused"]["error"] == "RuntimeUnsupportedError" and "'modules'" in result["refused"]["message"]
+
+
+def check_pipeline(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        assert result["equal"] and all(result["recomputed"])
+        assert result["predicted_bytes"] <= result["budget_bytes"] < result["baseline_bytes"]
+        assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
+
+
+def test_every_rank_of_a_pipeline_keeps_its_predicted_peak(folder: Path) -> None:
+    found = results(folder, "1f1b")
+    assert [result["in_flight"] for result in found] == [2, 1]
+    check_pipeline(found)
+
+
+def test_the_pipeline_of_the_documentation_runs(folder: Path) -> None:
+    assert [result["micro_batches_in_flight"] for result in results(folder, "documented")] == [2, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", MORE_PIPELINES)
+def test_so_does_every_rank_of_other_schedules(pipelines: Path, schedule: str) -> None:
+    check_pipeline(results(pipelines, schedule))
+
+
+def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path) -> None:
+    first, last = results(folder, "pipeline_errors")
+    for result in (first, last):
+        for schedule in ("zero_bubble", "v_shaped"):
+            assert result[schedule]["error"] == "RuntimeUnsupportedError"
+            assert "every backward would run twice. Use ScheduleInterleaved1F1B" in result[schedule]["message"]
+        assert result["differ"]["error"] == "PlanMismatchError"
+        assert "rank 1 has another pipeline than rank 0: micro-batches is 6 there and 4" in result["differ"]["message"]
+        assert "make the stages and the schedule as without a plan" in result["no_schedule"]["message"]
+    assert last["tight"]["error"] == "NoPlanFitsError" and "rank 1 of the pipeline binds" in last["tight"]["message"]
+    assert last["no_target"]["error"] == "UsageError" and "give the target" in last["no_target"]["message"]
+    for wrong in ("tight", "no_target"):
+        assert first[wrong]["message"] == (
+            f"rank 1 failed while it planned its stages: {last[wrong]['error']}: {last[wrong]['message']}"
+        )
 
 
 def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:

@@ -1,0 +1,130 @@
+"""What ``torch.distributed.pipelining`` does on one rank, read off its schedule.
+
+Torch keeps all of this in attributes of its own; nobody else here looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _ComputationType,
+)
+
+from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.plans.pipeline_schedules import Pass, PipelineSchedule, passes
+
+_FORWARD, _BACKWARD = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+_SPLIT = (_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT, _ComputationType.OVERLAP_F_B)
+
+
+@dataclass(frozen=True)
+class RankOfPipeline:
+    """One rank of a pipeline: its stages, and the order in which it runs their micro-batches."""
+
+    schedule: Any
+    stages: tuple[PipelineStage, ...]
+    order: tuple[Pass, ...]
+    warm_up: int | None
+    """Forwards before the first backward, if the schedule is torch's 1F1B; see ``left_by``."""
+
+    @classmethod
+    def of(cls, schedule: Any) -> RankOfPipeline:
+        """Read a schedule; UsageError or RuntimeUnsupportedError, with what to do, for one that no plan goes with."""
+        is_single = isinstance(schedule, PipelineScheduleSingle)
+        if not (is_single or isinstance(schedule, PipelineScheduleMulti)):
+            raise UsageError(
+                f"wrap_pipeline takes a schedule of torch.distributed.pipelining, not {type(schedule).__name__}: "
+                "make the stages and the schedule as without a plan, and pass the schedule"
+            )
+        name = type(schedule).__name__
+        if schedule._loss_fn is None:
+            raise UsageError(f"{name} has no loss_fn, so it runs no backward and needs no plan: pass loss_fn to it")
+        stages: tuple[Any, ...] = (schedule._stage,) if is_single else tuple(schedule._stages)
+        if foreign := next((stage for stage in stages if not isinstance(stage, PipelineStage)), None):
+            raise RuntimeUnsupportedError(
+                f"stage {foreign.stage_index} was made from a traced pipeline, whose graph is no module to plan: make "
+                "it by PipelineStage(module, ...)"
+            )
+        if is_single:
+            order, warm_up = _single(schedule, stages[0])
+            return cls(schedule, stages, order, warm_up)
+        return cls(schedule, stages, _several(schedule, stages), None)
+
+    @property
+    def group(self) -> Any:
+        """The process group of the pipeline."""
+        return self.stages[0].group
+
+    @property
+    def micro_batches(self) -> int:
+        """How many one step has."""
+        return int(self.schedule._n_microbatches)
+
+    @property
+    def facts(self) -> dict[str, str | int]:
+        """What all ranks must have in common."""
+        return {
+            "schedule": type(self.schedule).__name__,
+            "micro-batches": self.micro_batches,
+            "stages": self.stages[0].num_stages,
+        }
+
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of one micro-batch, of those of ``schedule.step``."""
+        split_args, split_kwargs = self.schedule._split_inputs(args, dict(kwargs))
+        return tuple(split_args[0]), dict(split_kwargs[0])
+
+    def loss_of(self, target: Any) -> Callable[[Any], torch.Tensor]:
+        """Return the loss of one micro-batch's output, for a target of the whole batch."""
+        own = torch.tensor_split(target, self.micro_batches)[0] if isinstance(target, torch.Tensor) else target
+        return lambda output: self.schedule._compute_loss(output, own)
+
+
+def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int | None]:
+    """Return the order of a schedule with one stage on each rank; torch's own list of 1F1B is not what it runs."""
+    kinds = {ScheduleGPipe: "gpipe", Schedule1F1B: "1f1b"}
+    kind = kinds.get(type(schedule))
+    if kind is None:
+        raise _unknown(schedule)
+    count = schedule._n_microbatches
+    order = passes(PipelineSchedule(stages=stage.num_stages, micro_batches=count, name=kind), stage.stage_index)
+    return order, min(count, stage.num_stages - stage.stage_index) if kind == "1f1b" else None
+
+
+def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[Pass, ...]:
+    """Return the order of a schedule with several stages on each rank."""
+    chunk_of = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
+    actions = getattr(schedule, "pipeline_order_with_comms", None)
+    if not actions:
+        raise _unknown(schedule)
+    order = []
+    for action in actions[schedule.rank]:
+        if action.computation_type in _SPLIT:
+            raise RuntimeUnsupportedError(
+                f"{type(schedule).__name__} computes the gradients of inputs and of weights apart, and a planned stage "
+                "computes both at once: every backward would run twice. Use ScheduleInterleaved1F1B with the same "
+                "stages, or Schedule1F1B"
+            )
+        if action.computation_type in (_FORWARD, _BACKWARD):
+            is_backward = action.computation_type is _BACKWARD
+            order.append(Pass(is_backward, chunk_of[action.stage_index], action.microbatch_index))
+    if any(index + 1 in chunk_of for index in chunk_of):
+        raise RuntimeUnsupportedError(
+            f"{type(schedule).__name__} puts stages that follow each other on one rank, where they hand tensors over "
+            "without sending them: that is not planned. Use ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+        )
+    return tuple(order)
+
+
+def _unknown(schedule: Any) -> RuntimeUnsupportedError:
+    return RuntimeUnsupportedError(
+        f"what {type(schedule).__name__} holds while it runs is not known: use ScheduleGPipe, Schedule1F1B, "
+        "ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+    )

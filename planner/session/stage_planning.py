@@ -1,0 +1,296 @@
+"""Planning the stages of one rank of a pipeline that runs: sizes from rank to rank, then each rank for itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.analysis.study import Study
+from planner.capture.inputs import Inputs, check_model, check_plannable
+from planner.capture.joint_capture import run_without_data
+from planner.capture.lowering import LoweredGraph
+from planner.capture.pipelining_internals import RankOfPipeline
+from planner.common.units import parse_size, round_up
+from planner.errors import UsageError
+from planner.ir.graph import TrainingGraph
+from planner.ir.static_memory import LossMemory, LossPasses, StaticMemory
+from planner.measure import loss
+from planner.measure.devices import device_spec
+from planner.measure.resident import static_memory
+from planner.plans.pipeline import Device, no_plan_fits
+from planner.plans.pipeline_schedules import Boundary, left_by, loads
+from planner.plans.pipeline_stages import Stage, whole_stage
+from planner.plans.pipeline_types import StagePlan
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.session.agreement import check_alike, made_by_all
+from planner.session.step import Options, captured, lower_as_run, study_lowered
+
+RECEIVED = "received gradients"
+"""Kind of the buffers that gradients arrive in, one for each micro-batch."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor that one stage hands to the next lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the memory that it lies in."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize if all(self.shape) else 0
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor that lies so, of any numbers."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """A stage's module, its plan for one micro-batch, and the options under which it was captured."""
+
+    module: nn.Module
+    plan: Plan
+    options: Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Captured:
+    module: nn.Module
+    is_last: bool
+    inputs: Inputs
+    outputs: Sequence[_Layout]
+    options: Options
+    study: Study
+    part: Stage
+    boundary: Boundary
+
+
+def plan_rank(
+    rank: RankOfPipeline,
+    example: Inputs,
+    target: Any,
+    options: Options,
+    *,
+    return_outputs: bool,
+) -> tuple[StagePlan, list[PlannedStage]]:
+    """Plan all stages of this rank under one budget, while the other ranks of the pipeline do the same.
+
+    ``example`` is what ``schedule.step`` is called with here. Fails on every rank if it fails on one; see
+    :func:`planner.session.agreement.made_by_all`.
+    """
+    given = made_by_all(lambda: _checked(rank), "checked its stages", rank.group)
+    check_alike(given, "pipeline", "All ranks must make the same schedule, with as many micro-batches")
+    sizes = _sizes(rank, example)
+    planned: list[tuple[StagePlan, list[PlannedStage]]] = []
+
+    def plan() -> None:
+        planned.append(_Rank(rank, sizes, target, options, return_outputs=return_outputs).planned())
+
+    made_by_all(plan, "planned its stages", rank.group)
+    return planned[0]
+
+
+def _checked(rank: RankOfPipeline) -> dict[str, str | int]:
+    for stage in rank.stages:
+        check_model(stage.submod)
+    return rank.facts
+
+
+def _sizes(rank: RankOfPipeline, example: Inputs) -> list[tuple[Inputs, list[_Layout]]]:
+    """Return what each stage of this rank is given for one micro-batch, and what it gives: found stage after stage."""
+    found: dict[int, tuple[Inputs, list[_Layout]]] = {}
+    own = {stage.stage_index: stage for stage in rank.stages}
+
+    def run(index: int, given: Sequence[_Layout]) -> list[_Layout] | None:
+        if index not in own:
+            return None
+        args, kwargs = rank.split(example.args, example.kwargs)
+        device = torch.device(own[index].device)
+        inputs = Inputs(args if index == 0 else tuple(layout.empty(device) for layout in given), kwargs)
+        if not inputs.tensors():
+            raise UsageError("the first stage is on this rank: give example inputs, as schedule.step is called with")
+        check_plannable(own[index].submod, inputs)
+        with run_without_data(own[index].submod, inputs) as (_, outputs, _):
+            found[index] = inputs, _layouts(outputs)
+        return found[index][1]
+
+    given: list[_Layout] = []
+    for index in range(rank.stages[0].num_stages):
+        made = made_by_all(partial(run, index, given), f"ran stage {index} without data", rank.group)
+        given = next(layouts for layouts in made if layouts is not None)
+    return [found[stage.stage_index] for stage in rank.stages]
+
+
+def _layouts(outputs: Any) -> list[_Layout]:
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    if other := next((output for output in outputs if not isinstance(output, torch.Tensor)), None):
+        raise UsageError(f"a stage must return tensors, not {type(other).__name__}: the next stage receives them")
+    return [_Layout.of(output) for output in outputs]
+
+
+class _Rank:
+    """Captures the stages of one rank, and plans them as one device."""
+
+    def __init__(
+        self,
+        rank: RankOfPipeline,
+        sizes: Sequence[tuple[Inputs, Sequence[_Layout]]],
+        target: Any,
+        options: Options,
+        *,
+        return_outputs: bool,
+    ) -> None:
+        self.rank, self.target, self.options, self.return_outputs = rank, target, options, return_outputs
+        self.spec = device_spec(rank.stages[0].submod, options.target.device)
+        self.stages = [self._captured(stage, *size) for stage, size in zip(rank.stages, sizes, strict=True)]
+
+    def planned(self) -> tuple[StagePlan, list[PlannedStage]]:
+        """Plan all stages under the rank's budget; NoPlanFitsError if none was found."""
+        rank, stages = self.rank, self.stages
+        left = left_by(rank.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
+        device = Device(
+            rank.stages[0].group_rank,
+            [stage.part for stage in stages],
+            self._around(),
+            loads(rank.order, len(stages), left[:-1]),
+            left[-1] + self._merged_bytes(),
+        )
+        budget_bytes = self._budget_bytes(device)
+        made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
+        if made is None:
+            message, report = no_plan_fits(device, budget_bytes, f"rank {device.index} of the pipeline binds, ")
+            smallest_bytes = report["minimum_feasible_peak_bytes"]
+            raise NoPlanFitsError(
+                message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"rank {device.index}", report=report
+            )
+        return made, [self._to_run(stage, plan) for stage, plan in zip(stages, made.plans, strict=True)]
+
+    def _budget_bytes(self, device: Device) -> int:
+        """Return what the whole device may hold; a percentage is of what this rank holds without recompute."""
+        asked, whole_bytes = self.options.budget, device.keep_all.peak_bytes
+        asked.check()
+        if asked.budget is not None:
+            return parse_size(asked.budget, whole_bytes=whole_bytes)
+        assert asked.activation_budget is not None
+        return device.static_bytes + parse_size(asked.activation_budget, whole_bytes=whole_bytes - device.static_bytes)
+
+    def _captured(self, stage: Any, inputs: Inputs, outputs: Sequence[_Layout]) -> _Captured:
+        module, begun = stage.submod, time.perf_counter()
+        options, taken = self._with_loss(stage, inputs)
+        step = lower_as_run(module, captured(module, inputs, options), options)
+        study = study_lowered(module, replace(step, capture_seconds=time.perf_counter() - begun), options)
+        assert study.in_place is not None
+        here = {value: index for index, value in enumerate(study.in_place.values)}
+        at_turn = study.graph.operations[study.graph.loss_index]
+        part = whole_stage(
+            study.graph,
+            study.costs,
+            gradient_bytes=_gradient_bytes(module, step.lowered, self.aligned),
+            input_gradients=[here[value] for value in _input_gradients(module, step.lowered)],
+            received=[v for v in at_turn.outputs if study.graph.values[v].kind == "tangent"],
+            loss=taken,
+        )
+        return _Captured(
+            module=module,
+            is_last=stage.is_last,
+            inputs=inputs,
+            outputs=outputs,
+            options=options,
+            study=study,
+            part=part,
+            boundary=self._boundary(stage, inputs, study.graph, taken),
+        )
+
+    def _with_loss(self, stage: Any, inputs: Inputs) -> tuple[Options, LossPasses | None]:
+        """Return the options for a stage, and what the loss takes if it is the last.
+
+        The loss is counted here, and not by whoever runs the stage's module: of that it is told the outputs alone.
+        """
+        if not stage.is_last:
+            return replace(self.options, loss=LossMemory(is_known=True)), None
+        if self.target is None:
+            raise UsageError("the last stage is on this rank: give the target, as schedule.step is called with")
+        memory, taken = loss.passes_of(stage.submod, inputs, self.rank.loss_of(self.target), self.options.target.device)
+        return replace(self.options, loss=LossMemory(is_known=True, outputs=memory.outputs)), taken
+
+    def _boundary(self, stage: Any, inputs: Inputs, graph: TrainingGraph, taken: LossPasses | None) -> Boundary:
+        made_bytes = sum(value.size_bytes for value in graph.values if value.retained and value.kind == "output")
+        returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * (not stage.is_first)
+        if taken is None:
+            return Boundary(sent_bytes=made_bytes, returned_bytes=returned_bytes)
+        kept_bytes = made_bytes * self.return_outputs
+        return Boundary(
+            returned_bytes=returned_bytes,
+            output_bytes=made_bytes - kept_bytes,
+            kept_bytes=kept_bytes + taken.held_bytes,
+        )
+
+    def _around(self) -> StaticMemory:
+        """Count what is resident: modules, what every micro-batch is given, and buffers for gradients to arrive in."""
+        modules = nn.ModuleList(stage.module for stage in self.stages)
+        around = static_memory(modules, (), self.spec, self.options.training)
+        count = self.rank.micro_batches
+        given_bytes = sum(self.aligned(t.nbytes) for stage in self.stages for t in stage.inputs.tensors()) * count
+        if any(stage.is_last for stage in self.stages) and isinstance(self.target, torch.Tensor):
+            given_bytes += self.aligned(self.target.nbytes)
+        beside = {"inputs": given_bytes}
+        received = (
+            layout.size_bytes
+            for stage in self.stages
+            for layout in stage.outputs
+            if layout.requires_grad and not stage.is_last
+        )
+        if received_bytes := count * sum(map(self.aligned, received)):
+            beside[RECEIVED] = received_bytes
+        return replace(around, static_bytes={**around.static_bytes, **beside})
+
+    def _merged_bytes(self) -> int:
+        """Return what the outputs of all micro-batches take that are put together for the caller."""
+        last = next((made.outputs for made in self.stages if made.is_last), ())
+        return self.return_outputs * self.rank.micro_batches * sum(self.aligned(layout.size_bytes) for layout in last)
+
+    def _to_run(self, stage: _Captured, plan: Plan) -> PlannedStage:
+        """Return a plan as the module's own runtime is to have it: the gradients that it is given are its own."""
+        resident = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind != RECEIVED}
+        return PlannedStage(module=stage.module, plan=replace(plan, static_bytes=resident), options=stage.options)
+
+    def aligned(self, size_bytes: int) -> int:
+        """Round a size up as the allocator does."""
+        return round_up(size_bytes, self.spec.alignment_bytes)
+
+
+def _input_gradients(module: nn.Module, lowered: LoweredGraph) -> set[int]:
+    """Return the values that are gradients of what a module is given."""
+    own = {id(parameter) for parameter in module.parameters()}
+    nodes = {gradient for tensor, gradient in _gradients(lowered) if id(tensor) not in own}
+    copies = {value for value, node in enumerate(lowered.value_nodes) if node in nodes}
+    return copies.union(*(lowered.storage_of[node] for node in nodes))
+
+
+def _gradient_bytes(module: nn.Module, lowered: LoweredGraph, aligned: Callable[[int], int]) -> int:
+    """Return the bytes of the gradients of a module's parameters."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return sum(aligned(tensor.nbytes) for tensor, _ in _gradients(lowered) if id(tensor) in own)
+
+
+def _gradients(lowered: LoweredGraph) -> list[tuple[torch.Tensor, fx.Node]]:
+    joint = lowered.joint
+    pairs = zip(joint.inputs, joint.outputs[1], strict=False)
+    return [(tensor, gradient) for tensor, gradient in pairs if isinstance(gradient, fx.Node)]
