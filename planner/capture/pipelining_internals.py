@@ -5,7 +5,7 @@ Torch keeps all of this in attributes of its own; nobody else here looks at them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +81,14 @@ class RankOfPipeline:
         split_args, split_kwargs = self.schedule._split_inputs(args, dict(kwargs))
         return tuple(split_args[0]), dict(split_kwargs[0])
 
-    def loss_of(self, target: Any) -> Callable[[Any], torch.Tensor]:
-        """Return the loss of one micro-batch's output, for a target of the whole batch."""
-        own = torch.tensor_split(target, self.micro_batches)[0] if isinstance(target, torch.Tensor) else target
-        return lambda output: self.schedule._compute_loss(output, own)
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        """Compute the loss of one micro-batch, as the schedule does."""
+        value: torch.Tensor = self.schedule._compute_loss(output, target)
+        return value
+
+    def target_of(self, target: Any) -> Any:
+        """Return the target of one micro-batch, of that of the whole batch."""
+        return torch.tensor_split(target, self.micro_batches)[0] if isinstance(target, torch.Tensor) else target
 
 
 def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -25,6 +25,9 @@ from planner.ir.static_memory import LossMemory, LossPasses
 from planner.measure import workspace
 from planner.measure.devices import device_here, device_spec
 
+LossOfTarget = Callable[[Any, Any], torch.Tensor]
+"""From a model's output and what it is held against to a scalar."""
+
 
 @dataclass(frozen=True)
 class _Followed:
@@ -45,22 +48,24 @@ def memory_of(model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: s
     device that is planned for is here: the one of that name, or the one that the model is on. Raises UsageError if the
     model or the loss function fails, or that gives no scalar.
     """
-    return _Counted(model, inputs, loss_fn, device).memory
+    return _Counted(model, inputs, lambda outputs, _: loss_fn(outputs), None, device).memory
 
 
 def passes_of(
-    model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None = None
+    model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any, device: str | None = None
 ) -> tuple[LossMemory, LossPasses]:
-    """Measure the same of a loss that is computed when the forward ends, while its backward comes later."""
-    counted = _Counted(model, inputs, loss_fn, device)
+    """Measure the same of ``loss_fn(output, target)``, computed when the forward ends; its backward comes later."""
+    counted = _Counted(model, inputs, loss_fn, target, device)
     return counted.memory, counted.passes()
 
 
 class _Counted:
     """A loss that was followed, in bytes as the device hands them out."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, loss_fn: LossFunction, device: str | None) -> None:
-        followed = _followed(model, inputs, loss_fn)
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any, device: str | None
+    ) -> None:
+        followed = _followed(model, inputs, loss_fn, target)
         self.recorder, self.turn = followed.recorder, followed.turn
         spec = device_spec(model, device)
         aligned = partial(round_up, unit=spec.alignment_bytes)
@@ -101,9 +106,12 @@ class _Counted:
         )
 
 
-def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Followed:
+def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any) -> _Followed:
     try:
-        return _follow_without_data(model, inputs, loss_fn)
+        with run_without_data(model, inputs) as (mode, outputs, resident):
+            return _follow(
+                mode, outputs, resident, loss_fn, pytree.tree_map_only(torch.Tensor, mode.from_tensor, target)
+            )
     except PlannerError:
         raise
     except Exception as error:
@@ -114,7 +122,8 @@ def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Follo
             # What the model saves waits on the host: without a plan it may not fit the device.
             with torch.enable_grad(), torch.autograd.graph.save_on_cpu():
                 outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
-            return _follow(fake_mode(), outputs, (inputs.args, inputs.kwargs, list(state_of(model).values())), loss_fn)
+            resident = inputs.args, inputs.kwargs, list(state_of(model).values())
+            return _follow(fake_mode(), outputs, resident, loss_fn, target)
     except PlannerError:
         raise
     except Exception as error:
@@ -125,19 +134,14 @@ def _failed(error: Exception) -> UsageError:
     return UsageError(f"loss_fn fails on the model's output: {in_one_line(error)}")
 
 
-def _follow_without_data(model: nn.Module, inputs: Inputs, loss_fn: LossFunction) -> _Followed:
-    with run_without_data(model, inputs) as (mode, outputs, resident):
-        return _follow(mode, outputs, resident, loss_fn)
-
-
-def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossFunction) -> _Followed:
+def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossOfTarget, target: Any) -> _Followed:
     leaf = cache(lambda t: t.detach().requires_grad_(t.requires_grad))  # one for what is returned twice
     outputs = pytree.tree_map_only(torch.Tensor, leaf, outputs)
     leaves = differentiable_in(outputs)
     sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))
-    recorder = StepRecorder[Run](mode, sums, (outputs, resident))
+    recorder = StepRecorder[Run](mode, sums, (outputs, resident, target))
     with recorder, torch.enable_grad():
-        value = loss_fn(outputs)
+        value = loss_fn(outputs, target)
         if not isinstance(value, torch.Tensor) or value.dim() != 0:
             raise UsageError("loss_fn must give a scalar tensor")
         turn = len(recorder.events)

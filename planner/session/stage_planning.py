@@ -227,7 +227,8 @@ class _Rank:
             return replace(self.options, loss=LossMemory(is_known=True)), None
         if self.target is None:
             raise UsageError("the last stage is on this rank: give the target, as schedule.step is called with")
-        memory, taken = loss.passes_of(stage.submod, inputs, self.rank.loss_of(self.target), self.options.target.device)
+        target, device = self.rank.target_of(self.target), self.options.target.device
+        memory, taken = loss.passes_of(stage.submod, inputs, self.rank.loss, target, device)
         return replace(self.options, loss=LossMemory(is_known=True, outputs=memory.outputs)), taken
 
     def _boundary(self, stage: Any, inputs: Inputs, graph: TrainingGraph, taken: LossPasses | None) -> Boundary:
