@@ -186,11 +186,8 @@ class _Asking:
             if sizes is None:
                 continue
             assert budget_bytes is not None, "sizes are asked with a budget"
-            how = {"study_at": partial(self.sized, name), "offload": self.offload}
-            if name == "batch_size":
-                search = SizeSearch.of_batches(sizes, budget_bytes, self.search, **how)
-            else:
-                search = SizeSearch.of_lengths(sizes, budget_bytes, self.search, samples=self.samples, **how)
+            how: dict[str, Any] = {"study_at": partial(self.sized, name), "offload": self.offload}
+            search = SizeSearch.along(name, sizes, budget_bytes, self.search, samples=self.samples, **how)
             self.sizes[name] = search
             yield search.run
         if args.devices:

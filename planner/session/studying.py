@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from planner.analysis.compatibility import check_solver, chunked_graph, offloadi
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import check_budgets, parse_sizes
-from planner.analysis.trade_off.sizes import SizeSearch
+from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
 from planner.capture.parallel import has_several_ranks
@@ -199,28 +200,19 @@ def what_if(
         return curve
     inputs = Inputs.of(example_inputs, options.get("example_kwargs"))
     studies, loss_fn = studies_by_size(model, **options), options.get("loss_fn")
-    if batches is not None:
-        by_batch = SizeSearch.of_batches(
-            batches,
-            sweep.asked_bytes,
-            search,
-            study_at=lambda size: studies.at(inputs.with_batch(size), loss_fn),
-            offload=allowed,
-        )
-        by_batch.run()
-        curve = replace(curve, batch_sizes=by_batch.axis_so_far)
-    if lengths is not None:
-        by_length = SizeSearch.of_lengths(
-            lengths,
-            sweep.asked_bytes,
-            search,
-            samples=inputs.batch_size,
-            study_at=lambda size: studies.at(inputs.with_length(size), loss_fn),
-            offload=allowed,
-        )
-        by_length.run()
-        curve = replace(curve, seq_lens=by_length.axis_so_far)
-    return curve
+
+    def sized(resized: Callable[[int], Inputs], size: int) -> Study:
+        return studies.at(resized(size), loss_fn)
+
+    axes: dict[str, SizeAxis] = {}
+    asked = (("batch_size", batches, inputs.with_batch), ("seq_len", lengths, inputs.with_length))
+    for option, sizes, resized in asked:
+        if sizes is not None:
+            how: dict[str, Any] = {"study_at": partial(sized, resized), "offload": allowed}
+            found = SizeSearch.along(option, sizes, sweep.asked_bytes, search, samples=inputs.batch_size, **how)
+            found.run()
+            axes[option] = found.axis_so_far
+    return replace(curve, batch_sizes=axes.get("batch_size"), seq_lens=axes.get("seq_len"))
 
 
 def studies_by_size(model: nn.Module, **asked: Any) -> StudiesBySize:

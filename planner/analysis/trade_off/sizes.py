@@ -87,25 +87,19 @@ class SizeSearch:
     step: int = 1
 
     @classmethod
-    def of_batches(cls, sizes: SizeRange, budget_bytes: int, search: Search, **more: Any) -> SizeSearch:
-        """Return a search over batch sizes, with a share of the time that ``search`` has for a curve."""
-        axis = SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes)
-        return cls(sizes=sizes, axis_so_far=axis, search=for_one_row(search), **more)
-
-    @classmethod
-    def of_lengths(
-        cls, sizes: SizeRange, budget_bytes: int, search: Search, *, samples: int, **more: Any
+    def along(
+        cls, option: str, sizes: SizeRange, budget_bytes: int, search: Search, *, samples: int, **more: Any
     ) -> SizeSearch:
-        """Return a search over sequence lengths of a batch of so many samples, likewise; single tokens do not count."""
-        axis = SizeAxis(name="sequence length", unit="tokens", budget_bytes=budget_bytes)
-        return cls(
-            sizes=sizes,
-            axis_so_far=axis,
-            search=for_one_row(search),
-            units_of_one=samples,
-            step=sizes.coarse_step,
-            **more,
-        )
+        """Return a search along ``"batch_size"`` or ``"seq_len"``, with a share of the time that a curve has.
+
+        Lengths are those of a batch of so many samples, and single tokens do not count.
+        """
+        if option == "batch_size":
+            axis = SizeAxis(name="batch size", unit="samples", budget_bytes=budget_bytes)
+        else:
+            axis = SizeAxis(name="sequence length", unit="tokens", budget_bytes=budget_bytes)
+            more |= {"units_of_one": samples, "step": sizes.coarse_step}
+        return cls(sizes=sizes, axis_so_far=axis, search=for_one_row(search), **more)
 
     def run(self) -> None:
         """Look at sizes until the largest that fits is known."""
