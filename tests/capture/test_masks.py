@@ -22,10 +22,10 @@ transformers = pytest.importorskip("transformers", reason="the Hugging Face mode
 LENGTH, BATCH, WIDTH = 32, 3, 32
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 1) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         hidden_size=64,
         intermediate_size=128,
         num_attention_heads=4,
@@ -62,7 +62,7 @@ def close(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("runtime", tiered(["graph", "modules", "regional"], slow=["modules"]))
 @pytest.mark.parametrize("given", tiered([False, True], slow=[False]))
 def test_without_recompute_a_step_needs_no_more_than_eager(given: bool, runtime: str) -> None:
-    model = llama()
+    model = llama(2)  # blocks are captured where there are several
     kwargs = batch(**({"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if given else {}))
     gradients(model, kwargs)  # what is built once is built
     model.zero_grad()
@@ -84,7 +84,7 @@ def test_where_blocks_run_in_eager_a_padded_batch_is_planned_with_its_mask(runti
     whole = torch.ones(BATCH, LENGTH, dtype=torch.long)
     padded = whole.clone()
     padded[0, LENGTH // 2 :] = 0
-    model = llama()
+    model = llama(2)
     batches = [batch(attention_mask=mask) for mask in (whole, padded, whole)]
     expected = [gradients(model, kwargs) for kwargs in batches]
     model.zero_grad()

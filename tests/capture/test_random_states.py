@@ -43,7 +43,7 @@ DRAWS = {
 
 def build(of: str, *, has_loss: bool = True) -> Stack:
     torch.manual_seed(0)
-    return Stack(3, lambda: Scaled(DRAWS[of]), has_loss=has_loss)
+    return Stack(2, lambda: Scaled(DRAWS[of]), has_loss=has_loss)
 
 
 def seeded() -> None:

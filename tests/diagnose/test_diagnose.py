@@ -59,7 +59,7 @@ class Recurrent(nn.Module):
         self.gru = nn.GRU(8, 8, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.gru(x.unsqueeze(0))[0]
+        result: Tensor = self.gru(x[:4].unsqueeze(0))[0]  # every step is traced by itself
         return result
 
 
@@ -143,9 +143,9 @@ def hooked() -> nn.Module:
     return model
 
 
-def gpt2(*, dropout: float = 0.0, use_cache: bool = False, **checkpoint_options: Any) -> nn.Module:
+def gpt2(layers: int = 2, *, dropout: float = 0.0, use_cache: bool = False, **checkpoint_options: Any) -> nn.Module:
     hf = pytest.importorskip("transformers")
-    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 16}
+    sizes = {"n_layer": layers, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 16}
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates, use_cache=use_cache)).train()
     model.loss_type = "ForCausalLM"
@@ -224,7 +224,7 @@ EXAMPLES: dict[str, tuple[Example, Example]] = {
     "checkpointing-already-on": (lambda: Trained(linear(), Region(linear())), lambda: Trained(linear())),
     "not-captured": (Branching, lambda: Trained(linear())),
     "full-backward-hooks": (hooked, lambda: Trained(linear())),
-    "use-cache": (lambda: gpt2(use_cache=True), lambda: gpt2(use_cache=False)),
+    "use-cache": (lambda: gpt2(1, use_cache=True), lambda: gpt2(1, use_cache=False)),
     "ddp-finds-unused": (
         lambda: data_parallel(find_unused_parameters=True),
         lambda: data_parallel(find_unused_parameters=False),

@@ -49,7 +49,7 @@ def small(name: str) -> list[str]:
     """Return the options that make a model of the zoo small enough to be planned and run in seconds."""
     if name not in zoo.names():
         return []
-    length = {"minigpt": "64"}.get(name, "256")  # minigpt alone is also run; AdamW leaves minimind no smaller budget
+    length = {"minigpt": "32"}.get(name, "256")  # minigpt alone is also run; AdamW leaves minimind no smaller budget
     return ["--layers", "2", *(["--seq-len", length] if "tokens" in zoo.describe(name) else [])]
 
 
@@ -96,6 +96,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibration, "_LEAST_SECONDS", 0.01)
+    monkeypatch.setitem(calibration._SIZES, "cpu", 64)
     (own,) = fenced("python", page("command-line.md"))
     Path("my_model.py").write_text(own, encoding="utf-8")
     (report,) = fenced("text", page("report.md"))

@@ -131,7 +131,7 @@ def noisy(draw: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Modul
 
 
 def _half_frozen() -> nn.Module:
-    model = Stack(block=wide)
+    model = Stack(2, block=wide)
     model.blocks[0].requires_grad_(False)
     return model
 
@@ -170,7 +170,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 CASES: dict[str, Callable[[], nn.Module]] = {
-    **{name: partial(Stack, block=block) for name, block in BLOCKS.items()},
+    **{name: partial(Stack, 2, block=block) for name, block in BLOCKS.items()},
     "tied weights": Tied,
     "frozen half": _half_frozen,
 }
@@ -354,7 +354,7 @@ def test_loss_outside_the_model() -> None:
         loss.backward()
         return [loss]
 
-    assert_exact(lambda: Stack(block=BLOCKS["native dropout"], has_loss=False), step)
+    assert_exact(lambda: Stack(2, block=BLOCKS["native dropout"], has_loss=False), step)
 
 
 class TwoHeads(nn.Module):

@@ -46,11 +46,11 @@ def test_it_introduces_itself(runtime: runtimes.Runtime) -> None:
 
 def test_a_name_nearby_is_suggested() -> None:
     with pytest.raises(UsageError, match="did you mean 'graph'"):
-        planner.plan(Stack(), rows(), budget="90%", runtime="grpah")
+        planner.plan(Stack(2), rows(), budget="90%", runtime="grpah")
 
 
 def test_real_steps_keep_the_prediction(runtime: runtimes.Runtime) -> None:
-    model, x = Stack(block=partial(perceptron, dropout=0.1)), rows(512)
+    model, x = Stack(2, block=partial(perceptron, dropout=0.1)), rows(512)
     plan = planner.plan(model, x, activation_budget="70%", runtime=runtime.name, time_limit_seconds=1.0)
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences
@@ -62,7 +62,7 @@ def test_real_steps_keep_the_prediction(runtime: runtimes.Runtime) -> None:
 
 
 def test_a_wrapped_model_trains_and_leaves_no_trace(runtime: runtimes.Runtime) -> None:
-    model, x = Stack(block=partial(perceptron, dropout=0.1)), rows(512)
+    model, x = Stack(2, block=partial(perceptron, dropout=0.1)), rows(512)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = {name: type(module) for name, module in model.named_modules()}
     assert wrap(model, x, runtime=runtime.name) is model
@@ -93,7 +93,7 @@ def test_a_percentage_is_of_the_largest_step_so_far(name: str, has_loss: bool) -
     """Every size keeps its budget and has the gradients of the model unwrapped."""
     budget = "budget" if has_loss else "activation_budget"
     loss_fn = None if has_loss else mean_square
-    plain, model = Stack(has_loss=has_loss), Stack(has_loss=has_loss)
+    plain, model = Stack(2, has_loss=has_loss), Stack(2, has_loss=has_loss)
     model.load_state_dict(plain.state_dict())
     wrap(model, runtime=name, loss_fn=loss_fn, **{budget: "80%"})
     least = 0.998 if runtimes.get(name).exact_peak else 0.0  # of few rows rounding is more
@@ -122,7 +122,7 @@ def share_of(plan: planner.Plan, budget: str) -> int:
 
 def test_a_percentage_stays_one_of_the_step_in_one_piece() -> None:
     def build() -> Stack:  # perceptrons far wider than what goes between them, which chunks are for
-        return Stack(block=partial(perceptron, hidden=600))
+        return Stack(2, block=partial(perceptron, hidden=600))
 
     whole = planner.study(build(), rows(512)).problem("80%")
     model = planner.auto_wrap(build(), budget="80%", chunk=4, time_limit_seconds=1.0)
@@ -135,7 +135,7 @@ def test_a_percentage_stays_one_of_the_step_in_one_piece() -> None:
 
 def test_compiling_a_wrapped_model_runs_the_plan(runtime: runtimes.Runtime) -> None:
     torch.compiler.reset()  # what another test compiled is not compiled again
-    model = wrap(Stack(), runtime=runtime.name)
+    model = wrap(Stack(2), runtime=runtime.name)
     for fullgraph in (False, True):
         compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
         if runtime.name == "modules" and fullgraph:
@@ -148,8 +148,8 @@ def test_compiling_a_wrapped_model_runs_the_plan(runtime: runtimes.Runtime) -> N
 
 def test_under_a_dispatch_mode_the_model_runs_as_it_is(runtime: runtimes.Runtime) -> None:
     with FlopCounterMode(display=False) as expected:
-        Stack()(rows()).backward()
-    model = wrap(Stack(), runtime=runtime.name)
+        Stack(2)(rows()).backward()
+    model = wrap(Stack(2), runtime=runtime.name)
     model(rows()).backward()
     with FlopCounterMode(display=False) as found, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -165,7 +165,7 @@ class Wide(Stack):
     """Gives much, or, if told what is wanted, a loss of one number behind which there is as much memory."""
 
     def __init__(self) -> None:
-        super().__init__(has_loss=False)
+        super().__init__(2, has_loss=False)
         self.wide = nn.Linear(32, 512)
 
     def forward(self, x: torch.Tensor, wanted: torch.Tensor | None = None) -> torch.Tensor:
@@ -196,7 +196,7 @@ class WithAuxiliary(Stack):
     """Gives a scalar beside its result, as mixtures of experts do, whose loss takes some of both."""
 
     def __init__(self) -> None:
-        super().__init__(has_loss=False)
+        super().__init__(2, has_loss=False)
 
     def forward(self, x: torch.Tensor) -> Any:
         auxiliary = x.new_zeros(())

@@ -21,7 +21,7 @@ from tests.runtimes.steps import assert_same, train, wrap_and_hold
 
 
 def build() -> Stack:
-    return Stack(block=partial(perceptron, dropout=0.5))
+    return Stack(2, block=partial(perceptron, dropout=0.5))
 
 
 def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:

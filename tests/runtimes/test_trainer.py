@@ -1,4 +1,7 @@
-"""Wrapped models inside the loops that people use: Hugging Face's Trainer with PEFT, accelerate, Lightning."""
+"""Wrapped models inside the loops that people use: Hugging Face's Trainer with PEFT, accelerate, Lightning.
+
+What only some tests need, and is slow to import, is imported there: every worker reads this file.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import lightning
-import peft
 import pytest
 import torch
 import transformers
@@ -48,6 +48,8 @@ def llama(seed: int = 0, dropout: float = 0.0) -> nn.Module:
 
 
 def with_lora(model: nn.Module) -> nn.Module:
+    import peft
+
     adapter = peft.LoraConfig(
         r=4, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
     )
@@ -182,6 +184,8 @@ def test_adapters_and_tokens_added_after_wrapping() -> None:
     ("mixed_precision", "late"), tiered(product(["no", "bf16"], [False, True]), quick=[("no", False), ("bf16", True)])
 )
 def test_accelerate(mixed_precision: str, late: bool) -> None:
+    import accelerate
+
     accelerate.state.AcceleratorState._reset_state(True)
     loader = DataLoader(EXAMPLES, batch_size=4)
 
@@ -206,22 +210,23 @@ def test_accelerate(mixed_precision: str, late: bool) -> None:
     assert same(train(None), train("80%"))
 
 
-class Lit(lightning.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = MiniGPT(layers=1, width=32, heads=2, hidden=64, vocabulary=VOCABULARY, positions=LENGTH)
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        return self.model(batch, batch)
-
-    def validation_step(self, batch: torch.Tensor, index: int) -> None:
-        self.log("validation", self.model(batch, batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def test_lightning(tmp_path: Path) -> None:
+    import lightning
+
+    class Lit(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = MiniGPT(layers=1, width=32, heads=2, hidden=64, vocabulary=VOCABULARY, positions=LENGTH)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.model(batch, batch)
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.log("validation", self.model(batch, batch))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
     loader = DataLoader(EXAMPLES[:UNEVEN], batch_size=4)
 
     def train(budget: str | None) -> Lit:
