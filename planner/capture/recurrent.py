@@ -65,7 +65,8 @@ def _run_stack(stack: Callable[..., tuple[Tensor, ...]], x: Tensor, *arguments: 
 def _is_for_onednn(x: Tensor, state: Any, parameters: Sequence[Tensor], has_biases: bool) -> bool:
     """Whether eager gives an LSTM layer to oneDNN, as aten/src/ATen/native/RNN.cpp decides it."""
     tensors = [x, *state, *parameters]
-    alike = all(t.device.type == "cpu" and t.dtype == x.dtype for t in tensors)
+    casts = torch.is_autocast_enabled("cpu")
+    alike = all(t.device.type == "cpu" and (casts or t.dtype == x.dtype) for t in tensors)
     plain = has_biases and state[0].shape[2] == state[1].shape[2] and x.numel() != 0
     return alike and plain and has_onednn(x.dtype) and not is_elsewhere()
 
@@ -77,11 +78,19 @@ def _onednn_layer(
     for direction in range(2 if bidirectional else 1):
         own = parameters[direction * _PARAMETERS_OF_A_CELL : (direction + 1) * _PARAMETERS_OF_A_CELL]
         hidden, cell = (part[direction].contiguous() for part in state)
-        output, *final, _ = lstm_layer(x.contiguous(), *own, hidden, cell, direction == 1, train)
+        read = map(_as_autocast_gives, (x.contiguous(), *own, hidden, cell))
+        output, *final, _ = lstm_layer(*read, direction == 1, train)
         outputs.append(output)
         finals.append(final)
     joined = torch.cat(outputs, -1) if bidirectional else outputs[0]
     return (joined, *(torch.stack(parts) for parts in zip(*finals, strict=True)))
+
+
+def _as_autocast_gives(tensor: Tensor) -> Tensor:
+    """Return what autocast makes of an argument of oneDNN's operator; of ours it knows nothing."""
+    if not torch.is_autocast_enabled("cpu") or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cpu"))
 
 
 @torch.library.custom_op("checkpoint_planner::lstm_layer", mutates_args=())

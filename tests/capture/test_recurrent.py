@@ -86,6 +86,23 @@ def test_what_comes_before_a_stack_of_16_bits_gets_its_gradient() -> None:
         assert torch.equal(actual, wanted)
 
 
+def test_an_lstm_under_autocast_has_the_bits_of_eager() -> None:
+    model = Stack("LSTM", num_layers=2, bidirectional=True)
+    model(x())
+
+    def under_autocast(model: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x())
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = under_autocast(model)
+    planner.auto_wrap(model, budget="100%")
+    for actual, wanted in zip(under_autocast(model), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
 def test_a_state_that_is_given_gets_its_gradient() -> None:
     model = Stack("LSTM", num_layers=2)
     state = torch.randn(2, LENGTH, SIZE, generator=torch.Generator().manual_seed(3), requires_grad=True)
