@@ -112,10 +112,14 @@ class CallsInSituations(PlannedCalls):
     def decide(self, inputs: Inputs) -> Decided:
         """Plan a call."""
 
+    def situation(self, inputs: Inputs) -> Any:
+        """Return all that a plan depends on, as far as it can change between calls."""
+        return situation_of(self.model, inputs)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model with parts of it replaced."""
         inputs = Inputs(args, kwargs)
-        situation = situation_of(self.model, inputs)
+        situation = self.situation(inputs)
         if situation not in self._decided:
             why = "a call unlike the earlier ones" if self._decided else "the first call"
             with working(self.model) as done:

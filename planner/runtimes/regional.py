@@ -7,6 +7,7 @@ training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from planner.capture.blocks.regions import Block, Step, forwards, placeholders_g
 from planner.capture.blocks.sharding import ROOT, Parameter
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
+from planner.capture.fsdp_internals import keeps_whole_gradients, unplanned_sharding
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
@@ -32,7 +34,7 @@ from planner.ir.graph import OperationCost, TrainingGraph, named_by
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import StaticMemory
+from planner.ir.static_memory import SHARDS, StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
@@ -87,7 +89,19 @@ class RegionalRuntime(CallsInSituations):
                 f"the sharded model was planned for inputs {planned}, and is called with {shapes}: a sharded model "
                 "cannot be planned anew, so wrap it with the largest batch as example inputs"
             )
+        blocks, ranks = str(self.plan.fingerprint["blocks"]).split(), int(self.plan.fingerprint[SHARDS])
+        if found := unplanned_sharding(self.model, blocks, ranks):
+            warnings.warn(
+                f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, with "
+                "default settings: gradients are right, and the peak may be above the predicted one",
+                stacklevel=8,
+            )
         return self.plan
+
+    def situation(self, inputs: Inputs) -> Any:
+        """Say also whether gradients are sent in this call's backward."""
+        keeps = is_sharded(self.model) and keeps_whole_gradients(self.model)
+        return super().situation(inputs), keeps
 
 
 @contextmanager
@@ -172,7 +186,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     context = context_of(model, spec, around, options)
     lowered = put_together(shapes, trace, blocks, context, units)
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
-    warnings = tuple(
+    notes = tuple(
         Finding(
             rule="block-left-eager",
             evidence=f"block {path}",
@@ -181,7 +195,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         )
         for path, why in left.items()
     )
-    return LoweredStep(lowered, spec, around, facts, warnings), blocks
+    return LoweredStep(lowered, spec, around, facts, notes), blocks
 
 
 def _units(model: nn.Module, blocks: Iterable[str]) -> dict[str, Sequence[Parameter]]:

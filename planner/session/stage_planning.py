@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, check_model, check_plannable
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
+from planner.capture.parallel import is_sharded
 from planner.capture.pipelining_internals import RankOfPipeline
 from planner.common.units import parse_size, round_up
 from planner.errors import UsageError
@@ -109,6 +111,11 @@ def plan_rank(
 
 def _checked(rank: RankOfPipeline) -> dict[str, str | int]:
     for stage in rank.stages:
+        if isinstance(stage.submod, DistributedDataParallel) or is_sharded(stage.submod):
+            raise UsageError(
+                f"stage {stage.stage_index} is inside DDP or FSDP2, whose buffers are not planned within a pipeline: "
+                "make stages of plain modules, or run them without a plan"
+            )
         check_model(stage.submod)
     return rank.facts
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -267,6 +268,40 @@ def last_batch(rank: int) -> dict[str, Any]:
     }
 
 
+def shardings(rank: int) -> dict[str, Any]:
+    """Shard in ways that plans do not count on, and keep gradients whole for a step: that is right, and said."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    both = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("copy", "shard"))
+    expected, found = mean_of_single_processes(), {}
+    ways: dict[str, dict[str, Any] | None] = {
+        "kept": {"mesh": mesh, "reshard_after_forward": False},
+        "copied": {"mesh": both},
+        "offloaded": {"mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "whole": None,
+        "prefetched": {"mesh": mesh},
+        "unsent": {"mesh": mesh},
+        "default": {"mesh": mesh},
+    }
+    for name, options in ways.items():
+        model = wrap(make(), rank, "fsdp2")
+        for block in model.blocks if options is not None else ():
+            fully_shard(block, **options)
+        fully_shard(model, **{"mesh": mesh, **(options or {})})
+        if name == "prefetched":
+            model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1], model.blocks[2]])
+        model.set_requires_gradient_sync(name != "unsent")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            model(data(rank)).backward()
+        if name == "unsent":
+            model.set_requires_gradient_sync(True)
+            model(data(rank)).backward()
+        times = 2 if name == "unsent" else 1
+        equal = all(torch.equal(gradient, times * expected[n]) for n, gradient in gradients(model).items())
+        found[name] = {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
+    return found
+
+
 def parallel(model: Model) -> Model:
     """Let the ranks share every block: its first product by columns, its second by rows."""
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -307,12 +342,17 @@ class Part(nn.Sequential):
         super().__init__(Block(), nn.Dropout(0.1), Block())
 
 
-def scheduled(kind: type[Any], rank: int, micro_batches: int = MICRO_BATCHES) -> tuple[list[Any], Any]:
-    """Make the stages of a rank, two for schedules of several, and the schedule."""
+def scheduled(
+    kind: type[Any],
+    rank: int,
+    micro_batches: int = MICRO_BATCHES,
+    around: Callable[[nn.Module], nn.Module] = lambda m: m,
+) -> tuple[list[Any], Any]:
+    """Make the stages of a rank, two for schedules of several, with something around each, and the schedule."""
     is_single = issubclass(kind, PipelineScheduleSingle)
     indices = [rank] if is_single else [rank, 2 * RANKS - 1 - rank] if "ZBV" in kind.__name__ else [rank, RANKS + rank]
     count = RANKS * len(indices)
-    stages = [PipelineStage(Part(index), index, count, torch.device("cpu")) for index in indices]
+    stages = [PipelineStage(around(Part(index)), index, count, torch.device("cpu")) for index in indices]
     return stages, kind(stages[0] if is_single else stages, micro_batches, loss_fn=F.mse_loss)
 
 
@@ -381,6 +421,34 @@ def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **op
     planner.wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
 
 
+def alone(module: nn.Module) -> nn.Module:
+    """Shard a module over its own rank."""
+    meshes = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pipeline", "shard"))
+    return fully_shard(module, mesh=meshes["shard"])
+
+
+def zero_bubble(rank: int) -> dict[str, Any]:
+    """Run a schedule that splits the backward, with each stage under ``modules`` for itself."""
+    found, runs = [], []
+    for wraps in (False, True):
+        stages, schedule = scheduled(pipelining.ScheduleInterleavedZeroBubble, rank)
+        args, kwargs = given(stages)
+        for stage in stages if wraps else ():
+            x = data(RANKS)[: ROWS // MICRO_BATCHES].requires_grad_(not stage.is_first)
+            planner.auto_wrap(
+                stage.submod, x, activation_budget="85%", loss_fn=lambda output: output.sum(), runtime="modules"
+            )
+        schedule.step(*args, **kwargs)
+        for stage in stages:
+            stage.submod.zero_grad(set_to_none=True)
+            for norm in (part.norm for part in stage.submod if isinstance(part, Block)):
+                norm.register_forward_hook(lambda *_, wraps=wraps: runs.append(wraps))
+        torch.manual_seed(0)
+        schedule.step(*args, **kwargs)
+        found.append([p.grad for stage in stages for p in stage.submod.parameters()])
+    return {"equal": all(map(torch.equal, *found)), "runs": [runs.count(wraps) for wraps in (False, True)]}
+
+
 def pipeline_errors(rank: int) -> dict[str, Any]:
     """Ask for what cannot be planned: of some only one rank knows it."""
     gpipe, zero_bubble = pipelining.ScheduleGPipe, pipelining.ScheduleInterleavedZeroBubble
@@ -390,6 +458,7 @@ def pipeline_errors(rank: int) -> dict[str, Any]:
         "differ": refused(lambda: wrapped(rank, gpipe, MICRO_BATCHES + 2 * rank)),
         "tight": refused(lambda: wrapped(rank, gpipe, budget="1%" if rank else "80%")),
         "no_target": refused(lambda: wrapped(rank, gpipe, target=None)),
+        "sharded": refused(lambda: planner.wrap_pipeline(scheduled(gpipe, rank, around=alone)[1], budget="80%")),
         "no_schedule": refused(lambda: planner.wrap_pipeline(Part(0), data(0), budget="80%")),
     }
 
@@ -399,6 +468,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "fsdp2": lambda rank: train(rank, "fsdp2"),
     "mixed_precision": mixed_precision,
     "last_batch": last_batch,
+    "shardings": shardings,
     "tensor_parallel": tensor_parallel,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,
@@ -411,6 +481,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "interleaved": lambda rank: pipeline(rank, pipelining.ScheduleInterleaved1F1B, "75%"),
     "breadth_first": lambda rank: pipeline(rank, pipelining.ScheduleLoopedBFS, "75%", return_outputs=False),
     "documented": documented,
+    "zero_bubble": zero_bubble,
     "pipeline_errors": pipeline_errors,
 }
 

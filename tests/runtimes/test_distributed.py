@@ -18,7 +18,7 @@ RANKS = range(2)
 
 
 SCENARIOS = (
-    "ddp,fsdp2,mixed_precision,last_batch,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,"
+    "ddp,fsdp2,mixed_precision,last_batch,shardings,tensor_parallel,fails_on_rank_0,fails_on_rank_1,differs,wrong_order,"
     "1f1b,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_ranks(tmp_path_factory.mktemp("pipelines"), ",".join(MORE_PIPELINES))
+    return run_ranks(tmp_path_factory.mktemp("pipelines"), ",".join((*MORE_PIPELINES, "zero_bubble")))
 
 
 def run_ranks(made: Path, scenarios: str) -> Path:
@@ -112,6 +112,24 @@ def test_a_sharded_model_takes_a_smaller_last_batch_with_the_plan_that_it_has(fo
         assert "the largest batch as example inputs" in result["larger"]["message"]
 
 
+SHARDINGS = {
+    "kept": "blocks.0 is sharded with reshard_after_forward=False",
+    "copied": "blocks.0 is sharded over a mesh that also copies it (HSDP)",
+    "offloaded": "blocks.0 is sharded with a CPUOffloadPolicy",
+    "whole": "blocks.0 is not sharded by itself",
+    "prefetched": "blocks.0 is sharded with prefetching of its own",
+    "unsent": "gradients stay whole until a later backward (set_requires_gradient_sync)",
+}
+
+
+def test_a_sharding_that_the_plan_does_not_count_is_right_and_said(folder: Path) -> None:
+    for result in results(folder, "shardings"):
+        assert result.pop("default") == {"equal": True, "said": []}
+        for sharding, found in result.items():
+            assert found["equal"], sharding
+            assert len(found["said"]) == 1 and SHARDINGS[sharding] in found["said"][0]
+
+
 def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:
     found = results(folder, "tensor_parallel")
     plans = [planner.Plan.from_json(result["plan"]) for result in found]
@@ -146,6 +164,13 @@ def test_so_does_every_rank_of_other_schedules(pipelines: Path, schedule: str) -
     check_pipeline(results(pipelines, schedule))
 
 
+@pytest.mark.slow
+def test_modules_run_in_zero_bubble_schedules_twice(pipelines: Path) -> None:
+    for result in results(pipelines, "zero_bubble"):
+        plain, again = result["runs"]
+        assert result["equal"] and plain < again <= 3 * plain
+
+
 def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path) -> None:
     first, last = results(folder, "pipeline_errors")
     for result in (first, last):
@@ -154,6 +179,7 @@ def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path
             assert "every backward would run twice. Use ScheduleInterleaved1F1B" in result[schedule]["message"]
         assert result["differ"]["error"] == "PlanMismatchError"
         assert "rank 1 has another pipeline than rank 0: micro-batches is 6 there and 4" in result["differ"]["message"]
+        assert "is inside DDP or FSDP2, whose buffers are not planned" in result["sharded"]["message"]
         assert "make the stages and the schedule as without a plan" in result["no_schedule"]["message"]
     assert last["tight"]["error"] == "NoPlanFitsError" and "rank 1 of the pipeline binds" in last["tight"]["message"]
     assert last["no_target"]["error"] == "UsageError" and "give the target" in last["no_target"]["message"]
