@@ -21,11 +21,12 @@ from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Val
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import StaticMemory
-from planner.plans.pipeline import make_pipeline_plan
-from planner.plans.pipeline_schedules import PipelineSchedule, loads, most_in_flight, passes
-from planner.plans.pipeline_stages import IN_FLIGHT, Stage, balanced, cut
+from planner.ir.static_memory import LossPasses, StaticMemory
+from planner.plans.pipeline import Device, make_pipeline_plan
+from planner.plans.pipeline_schedules import Boundary, PipelineSchedule, left_by, loads, most_in_flight, passes
+from planner.plans.pipeline_stages import IN_FLIGHT, Stage, balanced, cut, whole_stage
 from planner.plans.pipeline_types import PipelinePlan
+from planner.plans.plan import PlanOrigin
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
 from tests.tiers import tiered
@@ -257,6 +258,35 @@ def test_the_peak_of_a_stage_is_that_of_all_its_passes_written_out(pipeline: Pip
     assert (plan.overhead > 0) == (budget != "100%") or plan.stages[plan.slowest_stage].recompute_seconds == 0
     assert any(stage.recompute_seconds for stage in plan.stages) == (budget != "100%")
     assert plan.lower_bound_overhead <= plan.overhead
+
+
+def test_what_is_left_of_finished_micro_batches():
+    boundary = Boundary(sent_bytes=10, returned_bytes=3, kept_bytes=1)
+    gpipe = passes(PipelineSchedule(stages=2, micro_batches=2, name="gpipe"), 0)
+    assert left_by(gpipe, [boundary]) == [0, 0, 0, 14, 28]
+    one_by_one = passes(PipelineSchedule(stages=2, micro_batches=4), 0)  # F0 F1 B0 F2 B1 F3 B2 B3
+    assert left_by(one_by_one, [boundary], warm_up=2) == [0, 0, 0, 14, 14, 15, 15, 6, 4]
+    last = passes(PipelineSchedule(stages=2, micro_batches=2), 1)  # F0 B0 F1 B1
+    assert left_by(last, [Boundary(output_bytes=7, kept_bytes=1)], warm_up=1) == [0, 0, 8, 1, 2]
+
+
+@pytest.mark.parametrize("has_loss", [False, True])
+def test_a_module_captured_alone_is_planned_as_a_stage(has_loss: bool):
+    graph, costs = transformer(4)
+    loss = LossPasses(saved_bytes=5000, held_bytes=64, forward_bytes=300, backward_bytes=700) if has_loss else None
+    stage = whole_stage(graph, costs, gradient_bytes=1000, input_gradients=(), received=(), loss=loss)
+    pipeline = PipelineSchedule(stages=1, micro_batches=3, name="gpipe")
+    device = Device(0, [stage], StaticMemory(), loads(passes(pipeline, 0), 1))
+    budget_bytes = device.keep_all.peak_bytes * 3 // 4
+    made = device.planned(budget_bytes, Search(time_limit_seconds=1), [PlanOrigin()])
+    assert made is not None and made.micro_batches_in_flight == 3
+    (plan,) = made.plans
+    again = plan.schedule_for(graph)  # its keys are those of the module, and of nothing that was put around it
+    assert len(again.order) > len(graph.operations) and made.peak_bytes <= budget_bytes
+    waits_bytes = made.saved_bytes[0] - (5064 if has_loss else 0)
+    turn = again.order.index(graph.loss_index)
+    freed = sum(graph.values[v].size_bytes for v in graph.operations[graph.loss_index].outputs)
+    assert simulate(graph, costs, again).timeline_bytes[turn] - freed == waits_bytes
 
 
 @pytest.mark.parametrize("seed", tiered(range(4), quick=(3,)))
