@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -123,17 +123,47 @@ def until_stopped(
     ``implementation`` is captured in place of the model's call: its ``forward``, say, without its hooks. For the other
     options see :class:`Backend`.
     """
-    check_capturable(model, inputs)
     call = IsolatedCall(model, implementation or call_implementation(model), partition, **options)
+    return _stopped(model, inputs, lambda: call(*inputs.args, **inputs.kwargs))
+
+
+def _stopped(model: nn.Module, inputs: Inputs, run: Callable[[], Any]) -> Any:
+    check_capturable(model, inputs)
     try:
         with explain_forward(model), random_states_kept(), torch.enable_grad(), as_its_class(model):
-            call(*inputs.args, **inputs.kwargs)
+            run()
     except Stopped as stopped:
         return stopped.args[0]
     raise CaptureError(
         f"{type(model).__name__} needs no backward: no parameter and no input that requires gradients "
         "leads to an output (is everything frozen?)"
     )
+
+
+class Captures:
+    """Captures calls of modules, one for all between which Dynamo's guards see no difference."""
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._calls: list[IsolatedCall] = []
+
+    def of(self, module: nn.Module, inputs: Inputs, implementation: Callable[..., Any]) -> JointGraph:
+        """Return the graph of a call with the module's own tensors for inputs, as :func:`capture` does."""
+
+        def stop(joint: JointGraph) -> Any:
+            raise Stopped(joint)
+
+        own = IsolatedCall(module, implementation, stop, kind=_SharedCapture, **self._options)
+
+        def run() -> None:
+            for call in self._calls:
+                call.known(inputs.args, inputs.kwargs, own)
+            self._calls.append(own)
+            own(*inputs.args, **inputs.kwargs)
+
+        with timings.stage("capture"):
+            joint: JointGraph = _stopped(module, inputs, run)
+        return joint
 
 
 NOT_CAPTURED = object()
@@ -144,11 +174,17 @@ class IsolatedCall:
     """A module's call, or its ``forward``, compiled with a :class:`Backend`; it shares no graph with any other."""
 
     def __init__(
-        self, module: nn.Module, implementation: Callable[..., Any], partition: Partition, **options: Any
+        self,
+        module: nn.Module,
+        implementation: Callable[..., Any],
+        partition: Partition,
+        *,
+        kind: type[Backend] | None = None,
+        **options: Any,
     ) -> None:
-        self._module = module
-        self._implementation = implementation
-        self._backend = Backend(partition, **options)
+        self.module = module
+        self.implementation = implementation
+        self._backend = (kind or Backend)(partition, **options)
         self._functions: dict[Any, OwnedFunction] = {}
         """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
 
@@ -158,32 +194,35 @@ class IsolatedCall:
         if result is NOT_CAPTURED:
             result = self._captured(args, kwargs)
         # Where torch leaves the function alone (it is being exported, say) nothing is planned.
-        return self._implementation(*args, **kwargs) if result is NOT_CAPTURED else result
+        return self.implementation(*args, **kwargs) if result is NOT_CAPTURED else result
 
-    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph that Dynamo's guards find for these arguments, or give ``NOT_CAPTURED`` if there is none."""
-        return self._function().run(args, kwargs)
+    def known(self, args: tuple[Any, ...], kwargs: dict[str, Any], of: IsolatedCall | None = None) -> Any:
+        """Run the graph that Dynamo's guards find for these arguments, or give ``NOT_CAPTURED`` if there is none.
+
+        ``of`` is the call of another module: a graph serves it too where guards see no difference between the two.
+        """
+        call = of or self
+        return self._function(call.module).run((call.implementation, *args), kwargs)
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        install_output_hooks(self._module, kwargs)
+        install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         with random_states_kept(if_it_fails=True), dynamo_settings(), _at_work(work):
             try:
-                return self._function().compiled(_backend_at_work, args, kwargs)
+                return self._function(self.module).compiled(_backend_at_work, (self.implementation, *args), kwargs)
             except TorchDynamoException:
                 raise
             except Exception:
                 if work.is_done:
                     raise  # the graph is there, and it is its run that fails
-                with explain_forward(self._module):
+                with explain_forward(self.module):
                     raise
 
-    def _function(self) -> OwnedFunction:
-        trained = None if GUARDS_PARAMETERS else training_switches(self._module)
+    def _function(self, module: nn.Module) -> OwnedFunction:
+        trained = None if GUARDS_PARAMETERS else training_switches(module)
         if trained not in self._functions:
-            implementation = self._implementation
 
-            def planned(*args: Any, **kwargs: Any) -> Any:
+            def planned(implementation: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
                 return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
 
             self._functions[trained] = OwnedFunction(planned, f"planned_{next(_counter)}")
@@ -323,6 +362,21 @@ class Backend:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
         return _under(assumption, run) if assumption else run
+
+
+class _SharedCapture(Backend):
+    """Compiles what stops with the captured graph, whoever calls it with whatever tensors."""
+
+    def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return super().__call__(graph_module, example_inputs)
+        except Stopped as stopped:
+            joint: JointGraph = stopped.args[0]
+
+        def run(*given: Any) -> Any:
+            raise Stopped(replace(joint, inputs=[x for x in given if isinstance(x, torch.Tensor)]))
+
+        return run
 
 
 def _takes_numbers(graph_module: fx.GraphModule) -> bool:

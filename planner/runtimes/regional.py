@@ -23,7 +23,7 @@ from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.fsdp_internals import keeps_whole_gradients, unplanned_sharding
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import IsolatedCall, differentiable_outputs
+from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.parallel import is_sharded
 from planner.common.units import round_up
@@ -112,30 +112,75 @@ def _installed(model: nn.Module, planned: Mapping[nn.Module, Callable[..., Any]]
 
 
 class _Planned:
-    """The blocks of a model, each compiled with its part of a plan when it is first called."""
+    """The blocks of a model, each with its part of a plan."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.plan = plan
         self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
+        equal: dict[Any, list[_PlannedBlock]] = {}
         blocks = {path: model.get_submodule(path) for path in str(plan.fingerprint["blocks"]).split()}
-        self.forwards = {block: self._forward(path, block) for path, block in blocks.items()}
+        self.forwards = {
+            block: _PlannedBlock(self, path, block, equal.setdefault(decisions_on(plan, path), []))
+            for path, block in blocks.items()
+        }
 
-    def _forward(self, path: str, block: nn.Module) -> Callable[..., Any]:
-        def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-            own = [*block.parameters(), *block.buffers()]
-            lowered = lower(joint, StepContext(alignment_bytes=1), given=placeholders_given(joint, own))
-            schedule = part_of(self.plan, path, lowered.graph)
-            self.bytes_left -= _peak_bytes(lowered.graph, schedule)
-            if self.bytes_left < 0:
-                raise PlanMismatchError(
-                    f"block {path} holds more than was planned: it is called with other sizes or element types than "
-                    "when the plan was made; plan again as the model now is"
-                )
-            return extract_fwd_bwd(lowered, schedule)
+    def hold(self, path: str, peak_bytes: int) -> None:
+        """Count what a block holds, which is not to be more than was planned."""
+        self.bytes_left -= peak_bytes
+        if self.bytes_left < 0:
+            raise PlanMismatchError(
+                f"block {path} holds more than was planned: it is called with other sizes or element types than "
+                "when the plan was made; plan again as the model now is"
+            )
 
-        return IsolatedCall(
-            block, block.forward, partition, choose_outputs=differentiable_outputs, finish=watched, assume=False
+
+class _PlannedBlock:
+    """A block, compiled when it is first called, unless the code of an equal block serves it too."""
+
+    def __init__(self, planned: _Planned, path: str, block: nn.Module, equal: list[_PlannedBlock]) -> None:
+        self._planned, self._path, self._block = planned, path, block
+        self._equal = equal
+        """Blocks of which the plan asks the same, and whose code is there."""
+        self.code: _PlannedBlock | None = None
+        """Whose code runs."""
+        self.peaks_bytes: list[int] = []
+        """Of what was captured of it."""
+        self.call = IsolatedCall(
+            block, block.forward, self._partition, choose_outputs=differentiable_outputs, finish=watched, assume=False
         )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block; Dynamo's guards tell whether it is as the one whose code is at hand."""
+        if self.code is None:
+            for other in self._equal:
+                if len(other.peaks_bytes) != 1:
+                    continue  # which of its graphs would run, and so what it holds, is not known
+                result = other.call.known(args, kwargs, self.call)
+                if result is not NOT_CAPTURED:
+                    self.code = other
+                    self._planned.hold(self._path, *other.peaks_bytes)
+                    return result
+            self.code = self
+            self._equal.append(self)
+        result = NOT_CAPTURED if self.code is self else self.code.call.known(args, kwargs, self.call)
+        return self.call(*args, **kwargs) if result is NOT_CAPTURED else result
+
+    def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+        own = [*self._block.parameters(), *self._block.buffers()]
+        lowered = lower(joint, StepContext(alignment_bytes=1), given=placeholders_given(joint, own))
+        schedule = part_of(self._planned.plan, self._path, lowered.graph)
+        self.peaks_bytes.append(_peak_bytes(lowered.graph, schedule))
+        self._planned.hold(self._path, self.peaks_bytes[-1])
+        return extract_fwd_bwd(lowered, schedule)
+
+
+def decisions_on(plan: Plan, path: str) -> frozenset[tuple[str, ...]]:
+    """Return what a plan asks of a block, in names that are the same in every block."""
+    return frozenset(
+        tuple(name.removeprefix(path) for name in (key, *keys))
+        for key, keys in plan.recomputations.items()
+        if is_within(named_by(key)[0], path)
+    )
 
 
 def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:

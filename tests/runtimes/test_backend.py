@@ -135,6 +135,18 @@ def test_blocks_that_are_compiled_one_by_one_share_it_too() -> None:
 
 
 @pytest.mark.slow
+def test_equal_blocks_share_their_code() -> None:
+    model, x = Transformer(12), SEQUENCES
+    share = backend(int(0.8 * peak_bytes(copy.deepcopy(model), x)))
+    for block in model.blocks:
+        block.compile(backend=share, fullgraph=True)
+    for _ in range(2):
+        model(x).backward()
+    assert len(share.plans) == 12 and any(plan.recomputations for plan in share.plans.values())
+    assert len({id(call.made) for call in share._calls()}) <= 4
+
+
+@pytest.mark.slow
 def test_two_forwards_before_a_backward_count_twice() -> None:
     plain, x = Stack(2), rows(512)
     model = Compiled(copy.deepcopy(plain), backend())

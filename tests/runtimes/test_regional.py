@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import planner
 from planner.capture import fake_mode
 from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import Backend
 from planner.errors import PlanMismatchError, UsageError
 from tests.runtimes.steps import wrap_and_hold
 
@@ -176,3 +179,53 @@ class Positions(nn.Module):
 
 def test_a_block_may_be_given_a_part_of_something_larger() -> None:
     wrap_and_hold(Positions(), TABLE, activation_budget="90%", runtime="regional")
+
+
+class Alike(nn.Module):
+    """A block whose forward depends on more than its tensors."""
+
+    def __init__(self, scale: float = 1.0, power: int = 1) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.scale, self.power = scale, power
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.drop(self.layer(x)) * self.scale) ** self.power
+
+
+def stacked(blocks: list[Alike]) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ModuleDict({"all": nn.Sequential(*blocks)})["all"], Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[fx.GraphModule]:
+    """Return what is captured, when a plan is made and when it runs."""
+    seen: list[fx.GraphModule] = []
+    own = Backend.__call__
+
+    def noting(backend: Backend, graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        seen.append(graph_module)
+        return own(backend, graph_module, example_inputs)
+
+    monkeypatch.setattr(Backend, "__call__", noting)
+    return seen
+
+
+@pytest.mark.parametrize("depth", [2, 5])
+def test_equal_blocks_are_captured_and_compiled_once(depth: int, compiled: list[fx.GraphModule]) -> None:
+    wrap_and_hold(stacked([Alike() for _ in range(depth)]), TABLE, activation_budget="100%", runtime="regional")
+    assert len(compiled) == 2
+
+
+def test_blocks_that_differ_in_anything_that_they_use_have_code_of_their_own(compiled: list[fx.GraphModule]) -> None:
+    blocks = [Alike(), Alike(scale=2.0), Alike(power=2), Alike(), Alike(), Alike(), Alike(), Alike()]
+    blocks[4].drop.eval()
+    blocks[5].layer.weight.requires_grad_(False)
+    blocks[6].layer.register_forward_hook(lambda module, inputs, output: -output)
+    wrap_and_hold(stacked(blocks), TABLE, activation_budget="100%", runtime="regional")
+    assert len(compiled) == 2 * 6  # the first, the fourth and the last are equal

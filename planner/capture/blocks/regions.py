@@ -23,7 +23,7 @@ from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
-from planner.capture.joint_capture import capture, differentiable_outputs, mode_of
+from planner.capture.joint_capture import Captures, differentiable_outputs, mode_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
 from planner.capture.put_back import put_back
@@ -95,9 +95,13 @@ class Step:
         """Capture every block that can be; give why others cannot, by their paths."""
         calls, left = self._calls(self.find_blocks())
         blocks: dict[str, Block] = {}
+        captures = Captures(elsewhere=self.elsewhere, choose_outputs=differentiable_outputs, assume=False)
         for path, (block, inputs, outputs) in calls.items():
             try:
-                blocks[path] = self._capture(path, block, inputs, outputs, lower)
+                own = {name: self.state[f"{path}.{name}"] for name in state_of(block)}
+                with other_state(block, own):
+                    joint = captures.of(block, inputs, block.forward)
+                blocks[path] = _block(path, joint, own, inputs, outputs, lower)
             except CaptureError as error:
                 left[path] = str(error)
         return blocks, left
@@ -188,38 +192,31 @@ class Step:
         ):
             yield
 
-    def _capture(self, path: str, block: nn.Module, inputs: Inputs, outputs: Any, lower: Lower) -> Block:
-        own = {name: self.state[f"{path}.{name}"] for name in state_of(block)}
-        with other_state(block, own):
-            joint = capture(
-                block,
-                inputs,
-                elsewhere=self.elsewhere,
-                choose_outputs=differentiable_outputs,
-                implementation=block.forward,
-                assume=False,
-            )
-        position_of = {id(tensor): position for position, tensor in enumerate(inputs.tensors())}
-        places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
-        given = placeholders_given(joint, own.values())
-        raw = [n for n in joint.outputs[0] if isinstance(n, fx.Node)]
-        if [t.shape for t in tensors_in(outputs)] != [t.shape for n in raw for t in tensors_of(n)]:
-            raise UnsupportedModelError(f"block {path} overwrites an input, or returns one")
-        lowered = lower(joint, given)
-        crossing = [n for n in (*raw, *joint.outputs[1]) if isinstance(n, fx.Node)]
-        made_here = {v for o in lowered.graph.operations if o.target != GIVEN_TARGET for v in o.outputs}
-        if any(len(lowered.storage_of[n]) != 1 or lowered.storage_of[n][0] not in made_here for n in crossing):
-            raise UnsupportedModelError(f"block {path} returns a view of what it is given")
-        if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
-            raise UnsupportedModelError(f"block {path} overwrites what it is given")
-        return Block(path, lowered, places, given, raw, outputs)
-
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
         with self.mode:
             fake = _leaf_like(tensor)
         return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+def _block(
+    path: str, joint: JointGraph, own: Mapping[str, torch.Tensor], inputs: Inputs, outputs: Any, lower: Lower
+) -> Block:
+    position_of = {id(tensor): position for position, tensor in enumerate(inputs.tensors())}
+    places = [position_of.get(id(tensor), tensor) for tensor in joint.inputs]
+    given = placeholders_given(joint, own.values())
+    raw = [n for n in joint.outputs[0] if isinstance(n, fx.Node)]
+    if [t.shape for t in tensors_in(outputs)] != [t.shape for n in raw for t in tensors_of(n)]:
+        raise UnsupportedModelError(f"block {path} overwrites an input, or returns one")
+    lowered = lower(joint, given)
+    crossing = [n for n in (*raw, *joint.outputs[1]) if isinstance(n, fx.Node)]
+    made_here = {v for o in lowered.graph.operations if o.target != GIVEN_TARGET for v in o.outputs}
+    if any(len(lowered.storage_of[n]) != 1 or lowered.storage_of[n][0] not in made_here for n in crossing):
+        raise UnsupportedModelError(f"block {path} returns a view of what it is given")
+    if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
+        raise UnsupportedModelError(f"block {path} overwrites what it is given")
+    return Block(path, lowered, places, given, raw, outputs)
 
 
 def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[fx.Node]:
