@@ -37,7 +37,7 @@ _OF_MODULES = ("pytorch-checkpoint", "every")
 """Strategies that are choices of modules."""
 
 _LOWEST_SECONDS = 2.0
-"""For the lowest peak of all choices of modules, which is an integer programme too."""
+"""For the lowest peak of all plans, or of all choices of modules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,12 +231,13 @@ class Study:
         incumbent.raise_bound(solution.lower_bound_seconds)
 
     def lowest(self, problem: Problem, *, effort: SolveLimits) -> Schedule:
-        """Return the plan of the lowest peak that quick methods find, down to the problem's budget."""
+        """Return the plan of the lowest peak that is found in a little time, down to the problem's budget."""
         if problem.regions is not None:
             return lowest_choice(problem, Clock(_LOWEST_SECONDS, counts_work=effort.deterministic))
-        schedules = [lowest_schedule(problem)]
-        if problem.host is not None:
-            schedules.append(lowest_offloading(problem, first_within(problem, ranked(problem))))
+        if problem.host is None:
+            limit_seconds = min(_LOWEST_SECONDS, effort.time_limit_seconds)
+            return AutoSolver().lowest(problem, effort=replace(effort, time_limit_seconds=limit_seconds))
+        schedules = [lowest_schedule(problem), lowest_offloading(problem, first_within(problem, ranked(problem)))]
         return min(schedules, key=lambda one: problem.evaluate(one).peak_bytes)
 
     def strategy(self, name: str) -> Schedule:

@@ -330,6 +330,8 @@ class Plan:
     """Other ways, and last the plan itself."""
     recomputations: dict[str, tuple[str, ...]] = field(metadata={"at": "decisions"})
     """The decisions: for an operation's key, the keys of what is run again right before it."""
+    proven_minimum_peak_bytes: int = field(default=0, metadata={"left_out": True})
+    """Proven: no plan has a lower peak, in this order of operations and those that are tried. 0 where nobody looked."""
     order: dict[str, tuple[str, ...]] = field(default_factory=dict, metadata={"left_out": True})
     """Where operations run in another order than they were captured in: for an operation's key, the keys of those that
     run right before it instead; ``""`` stands for the end of the step."""

@@ -201,16 +201,16 @@ def plan_from_solution(
     solution = replace(solution, schedule=schedule)
     graph, costs = problem.graph, problem.costs
     static_bytes = graph.total_static_bytes
-    lowest_bytes = whole_peak_bytes(problem, schedule, static_memory)
+    lowest_bytes, proven_bytes = whole_peak_bytes(problem, schedule, static_memory), 0
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            lowest_bytes = _lowest_bytes(problem, schedule, limits or SolveLimits(), static_memory)
+            ends = [_smallest(problem, schedule, limits or SolveLimits(), static_memory)]
             for other in in_orders_tried(captured):
                 if other.graph != graph:
                     as_it_is = Schedule.keep_all(other.graph)
-                    other_bytes = _lowest_bytes(other, as_it_is, limits or SolveLimits(), static_memory)
-                    lowest_bytes = min(lowest_bytes, other_bytes)
+                    ends.append(_smallest(other, as_it_is, limits or SolveLimits(), static_memory))
+            lowest_bytes, proven_bytes = (min(end) for end in zip(*ends, strict=True))
             beside = {
                 "baselines": tuple(baseline_rows(captured, problem, solution)),
                 "details": step_details(captured, problem, schedule, evaluation),
@@ -231,6 +231,7 @@ def plan_from_solution(
         recompute_seconds=evaluation.recompute_seconds,
         lower_bound_seconds=min(solution.lower_bound_seconds, evaluation.added_seconds),
         minimum_feasible_peak_bytes=max(lowest_bytes, optimizer_bytes),
+        proven_minimum_peak_bytes=proven_bytes,
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
@@ -257,21 +258,28 @@ def plan_from_solution(
     return plan if problem.regions is None else with_choices(plan, problem, solution)
 
 
-def _lowest_bytes(problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory) -> int:
-    """Return the smallest budget of the whole device that is known to do, of a plan's own schedule and all others."""
+def _smallest(
+    problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory
+) -> tuple[int, int]:
+    """Return the smallest budget of the whole device that is known to do, and what no plan needs less than, or 0.
+
+    A plan's own schedule is among those that are known.
+    """
     own_bytes = whole_peak_bytes(problem, schedule, static_memory)
     if problem.regions is not None:
         lowest = lowest_choice(problem, limits.clock())
-        return min(own_bytes, whole_peak_bytes(problem, lowest, static_memory))
+        return min(own_bytes, whole_peak_bytes(problem, lowest, static_memory)), 0
     floor, known = lowest_peak(problem), _lowest_known(problem, limits)
+    static_bytes = problem.graph.total_static_bytes
+    proven_bytes = floor.proven_peak_bytes + static_bytes
     if problem.host is not None:  # the floor's schedule is of another graph
-        return min(own_bytes, floor.found_peak_bytes + problem.graph.total_static_bytes)
+        return min(own_bytes, floor.found_peak_bytes + static_bytes), proven_bytes
     others = [floor.schedule] if known is None else [floor.schedule, known]
     found_bytes = min(problem.evaluate(other).peak_bytes for other in others)
     is_lower = problem.evaluate(schedule).peak_bytes < found_bytes
     if is_lower and not limits.deterministic and lowest_known.applies_to(problem):
         lowest_known.keep(problem, schedule)
-    return min(own_bytes, *(whole_peak_bytes(problem, other, static_memory) for other in others))
+    return min(own_bytes, *(whole_peak_bytes(problem, other, static_memory) for other in others)), proven_bytes
 
 
 def _lowest_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
@@ -283,6 +291,9 @@ def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0
     """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
     floor = lowest_peak(problem)
     lowest_bytes = floor.found_peak_bytes
+    if problem.host is None and problem.regions is None:
+        lowest = AutoSolver().lowest(problem, effort=search, progress=search.progress)
+        lowest_bytes = problem.evaluate(lowest).peak_bytes
     if (known := _lowest_known(problem, search)) is not None:
         lowest_bytes = min(lowest_bytes, problem.evaluate(known).peak_bytes)
     before_bytes = lowest_bytes + problem.graph.total_static_bytes

@@ -10,6 +10,7 @@ from rich.text import Text
 from planner.common.units import format_seconds
 from planner.plans.plan import Plan
 from planner.report.style import signed_percent, table
+from planner.report.verdict import none_needs_less
 
 _SOURCES = {
     "roofline": "figures of a data sheet, good to rank choices and rough for the slowdown",
@@ -37,7 +38,8 @@ def statements(plan: Plan) -> Iterator[str]:
             "are over that time."
         )
     yield (
-        f"The smallest peak known to be feasible is {plan.minimum_feasible_peak_bytes:,} bytes. Captured in "
+        f"The smallest budget known to fit is {plan.minimum_feasible_peak_bytes:,} bytes"
+        f"{none_needs_less(plan.proven_minimum_peak_bytes, plan.minimum_feasible_peak_bytes)}. Captured in "
         f"{format_seconds(plan.capture_seconds)}{f', torch {plan.torch}' if plan.torch else ''}; solved in "
         f"{format_seconds(plan.solve_seconds)} by {plan.solver} ({plan.status})."
     )

@@ -8,6 +8,7 @@ that each goes on from the best plan of any. This is the one solver that knows o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event
@@ -52,12 +53,24 @@ class AutoSolver:
             mixed.SOLVER.improve(incumbent, effort=effort)
             return
         incumbent.update(Schedule.keep_all(problem.graph), self.name)
-        if not incumbent.is_closed(0.0):
-            _Race(incumbent, effort, progress or (lambda line: None)).run()
+        if incumbent.is_closed(0.0):
+            return
+        race = _Race(incumbent, effort, progress or (lambda line: None))
+        try:
+            race.run()
+        except InfeasibleBudgetError:
+            race.descend()
+            raise incumbent.infeasible(proven=True) from None
         if incumbent.schedule is None:
             incumbent.update(lowest_schedule(problem), self.name)
         if incumbent.schedule is None:
             raise incumbent.infeasible()
+
+    def lowest(self, problem: Problem, *, effort: SolveLimits, progress: Progress | None = None) -> Schedule:
+        """Return the plan of the lowest peak that is found by recompute, down to the budget of the problem."""
+        incumbent = Incumbent(problem)
+        _Race(incumbent, effort, progress or (lambda line: None)).descend()
+        return incumbent.lowest
 
 
 class _Race:
@@ -71,6 +84,7 @@ class _Race:
         self.gap_seconds = _ENOUGH * incumbent.problem.baseline.seconds
 
     def run(self) -> None:
+        """Better the incumbent until time is up; an InfeasibleBudgetError says that there is provably no plan."""
         if self.effort.deterministic:
             self.prove(_PROOF_SHARE)
             self.look_quickly()
@@ -121,16 +135,24 @@ class _Race:
             may_stop = proven is None or proven.is_set()
             return over.is_set() or (may_stop and self.incumbent.is_closed(self.gap_seconds))
 
-        if is_over():
-            return
-        annealing = search.SOLVER
+        if not is_over() and self.can_anneal(is_over):
+            search.SOLVER.improve(self.incumbent, effort=self.rest(), is_over=is_over)
+
+    def descend(self) -> None:
+        """Look for the plan of the lowest peak, where the budget cannot be kept."""
+        if self.can_anneal(lambda: False):
+            search.SOLVER.descend(self.incumbent, effort=self.rest())
+        else:
+            self.incumbent.update(lowest_schedule(self.incumbent.problem), AutoSolver.name)
+
+    def can_anneal(self, is_over: Callable[[], bool]) -> bool:
+        """Say whether there are kernels, once they are compiled if that is not over or out of time before."""
         try:
-            annealing.require()
+            search.SOLVER.require()
         except SolverUnavailableError as error:
             self.tell(f"auto: {error}; going without")
-            return
-        if self.effort.deterministic or annealing.prepare(lambda: is_over() or self.clock.left() < 0, self.tell):
-            annealing.improve(self.incumbent, effort=self.rest(), is_over=is_over)
+            return False
+        return self.effort.deterministic or search.SOLVER.prepare(lambda: is_over() or self.clock.left() < 0, self.tell)
 
     def rest(self, share: float = 1.0) -> SolveLimits:
         return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1))

@@ -31,6 +31,9 @@ COPIES_AT_MOST = 48
 CHANGES_AT_MOST = 400
 """How many reruns one move may add and remove."""
 
+_DESCENT_MOVES = 50
+"""Between two looks at whether the budget is kept."""
+
 RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM = range(6)
 """Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state."""
 COST, WEIGHT, BEST = range(3)
@@ -445,3 +448,32 @@ def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: f
         real[WEIGHT] *= 1.0 - pace if whole[EXCESS] == 0 else 1.0 + pace
         real[WEIGHT] = min(max(real[WEIGHT], 1e-9), 1e12)
     return taken
+
+
+@_compiled
+def allow(state: State, budget_bytes: int) -> None:
+    """Set another budget, within which no set has been come by yet; the best set stays that of the budget before."""
+    whole = state.whole
+    whole[BUDGET], whole[EXCESS], state.real[BEST] = budget_bytes, 0, math.inf
+    for position in range(whole[RUNS]):
+        whole[EXCESS] += max(state.live_bytes[position] - budget_bytes, 0)
+
+
+@_compiled
+def descend(
+    tables: Tables, state: State, moves: int, temperature: float, pace: float, step: float, least_bytes: int
+) -> int:
+    """Anneal, and each time that the budget is kept make it smaller by a share of it, down to ``least_bytes``.
+
+    The set of the smallest budget that was kept is the best; give the number of moves until that was found.
+    """
+    whole, real, found = state.whole, state.real, 0
+    for done in range(0, moves, _DESCENT_MOVES):
+        anneal(tables, state, _DESCENT_MOVES, temperature, pace)
+        if real[BEST] == math.inf:
+            continue
+        found = done + _DESCENT_MOVES
+        if whole[BUDGET] <= least_bytes:
+            break
+        allow(state, max(least_bytes, whole[BUDGET] - 1 - int(step * whole[BUDGET])))
+    return found

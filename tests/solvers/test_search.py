@@ -21,9 +21,10 @@ from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.solvers import search
-from planner.solvers.search import SOLVER, Annealing
+from planner.solvers.search import SOLVER
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import proven_floor
+from planner.solving.rerun_set import RerunSet
 from tests import oracle
 
 HAS_NUMBA = importlib.util.find_spec("numba") is not None
@@ -37,11 +38,11 @@ def at(step: tuple[TrainingGraph, tuple[Any, ...]], share: float) -> Problem:
     return Problem(graph=graph, costs=costs, budget_bytes=int(share * top))
 
 
-def reruns(annealing: Annealing) -> list[int]:
+def reruns(annealing: RerunSet) -> list[int]:
     return [int(key) for key in annealing.state.reruns[: annealing.state.whole[annealing.kernels.RERUNS]]]
 
 
-def assert_agrees_with_the_simulator(annealing: Annealing) -> None:
+def assert_agrees_with_the_simulator(annealing: RerunSet) -> None:
     state, kernels, problem = annealing.state, annealing.kernels, annealing.problem
     schedule = annealing.schedule(reruns(annealing))
     evaluation = simulate(problem.graph, problem.costs, schedule)
@@ -88,7 +89,7 @@ def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 def test_bytes_and_seconds_are_exact_after_every_move(pace: Callable[[int], int]) -> None:
     for seed in range(pace(80)):
         rng = random.Random(seed)
-        annealing = Annealing(at(oracle.random_graph(seed, operations=rng.choice([4, 7, 9, 14])), 0.75), seed)
+        annealing = RerunSet(at(oracle.random_graph(seed, operations=rng.choice([4, 7, 9, 14])), 0.75), seed)
         assert_agrees_with_the_simulator(annealing)
         for number in range(40):
             temperature = 5.0 if number % 2 else 0.1
@@ -99,7 +100,7 @@ def test_bytes_and_seconds_are_exact_after_every_move(pace: Callable[[int], int]
 @needs_numba
 @pytest.mark.parametrize("step", [oracle.gpt_like(3, vocabulary=1024), oracle.resnet_like(8)], ids=["gpt", "cnn"])
 def test_training_steps_stay_exact(step: tuple[TrainingGraph, tuple[Any, ...]]) -> None:
-    annealing = Annealing(at(step, 0.5), 0)
+    annealing = RerunSet(at(step, 0.5), 0)
     for _ in range(30):
         annealing.kernels.anneal(annealing.tables, annealing.state, 1000, 3.0, 1e-2)
         assert_agrees_with_the_simulator(annealing)
@@ -110,7 +111,7 @@ def test_any_set_of_reruns_can_be_loaded(pace: Callable[[int], int]) -> None:
     for seed in range(pace(60)):
         rng = random.Random(seed)
         problem = at(oracle.random_graph(seed, operations=10), 0.7)
-        annealing = Annealing(problem, seed)
+        annealing = RerunSet(problem, seed)
         free = [o for o, operation in enumerate(problem.graph.operations) if operation.recomputable and o < 9]
         pairs = [(rng.randrange(o + 1, 10), o) for o in rng.choices(free, k=12)] if free else []
         annealing.reset(pairs)

@@ -1,0 +1,56 @@
+"""The plan of the lowest peak, whatever it costs: annealing under a budget that is lowered each time that it is kept.
+
+It proves nothing; :mod:`planner.solving.peak_proof` says what no plan goes below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from planner.common.limits import SolveLimits
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.solving.peak_bounds import proven_peak
+from planner.solving.rerun_set import RerunSet
+
+_STEP = 2e-3
+"""By so much of itself a budget that was kept is lowered."""
+
+_TEMPERATURE, _WEIGHT, _PACE = 0.03, 10.0, 1e-3
+"""In mean costs of an operation; what a byte over the budget costs to begin with, and how fast that price moves."""
+
+_CHUNK = 2_000
+"""Moves between two looks at the clock."""
+
+_PATIENCE_MOVES, _PATIENCE_SHARE = 150, 0.5
+"""It is over after so many moves for each operation, and this share of all that were made, to no avail."""
+
+
+def descended(
+    problem: Problem, schedule: Schedule, limits: SolveLimits, is_over: Callable[[], bool] = lambda: False
+) -> Schedule:
+    """Return the schedule of the lowest peak that is found from a given one, down to the budget of the problem.
+
+    It needs numba, and ends where a bound on all peaks is reached, time is up, or nothing lower was found for long.
+    """
+    clock = limits.clock()
+    least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
+    peak_bytes = problem.evaluate(schedule).peak_bytes
+    if peak_bytes <= least_bytes:
+        return schedule
+    reruns = RerunSet(problem, limits.seed)
+    reruns.reset((slot, index) for slot, runs in schedule.recomputations().items() for index in runs)
+    state, kernels = reruns.state, reruns.kernels
+    state.real[kernels.WEIGHT] = _WEIGHT
+    kernels.allow(state, max(least_bytes, peak_bytes - 1))
+    moves = moves_found = 0
+    patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
+    while clock.left() > 0 and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves and not is_over():
+        found = kernels.descend(reruns.tables, state, _CHUNK, _TEMPERATURE, _PACE, _STEP, least_bytes)
+        clock.work(_CHUNK * reruns.move_seconds)
+        moves_found = moves + found if found else moves_found
+        moves += _CHUNK
+        if state.real[kernels.BEST] < math.inf:  # the least there can be
+            break
+    return reruns.schedule(reruns.best()) if moves_found else schedule

@@ -1,0 +1,129 @@
+"""One problem laid out for the kernels of the annealing, and the set of reruns that they work on."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+
+_MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 5e-6, 2e-8
+
+
+class RerunSet:
+    """A set of reruns, changed at random by :mod:`planner.solving.annealing`, and the cheapest within the budget."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        from planner.solving import annealing as kernels
+
+        np: Any = import_module("numpy")
+        self.problem = problem
+        self.kernels = kernels
+        self.random = random.Random(seed)
+        graph, costs = problem.graph, problem.costs
+        count = len(graph.operations)
+        repeatable = [c.seconds for c, o in zip(costs, graph.operations, strict=True) if o.recomputable and c.seconds]
+        self.unit_seconds = sum(repeatable) / len(repeatable) if repeatable else 1.0
+        self.move_seconds = _MOVE_SECONDS + _MOVE_SECONDS_PER_OPERATION * count
+        """About what a move takes, where work is counted and not time."""
+        self.tables = _tables(problem, kernels, self.unit_seconds)
+        capacity = 8 * count + 256
+
+        def zeros(size: int | tuple[int, int]) -> Any:
+            return np.zeros(size, np.int64)
+
+        self.state = kernels.State(
+            keys=zeros(count + capacity),
+            live_bytes=zeros(count + capacity),
+            dying_bytes=zeros(count + capacity),
+            slots=zeros((count, kernels.COPIES_AT_MOST)),
+            count=zeros(count),
+            reruns=zeros(capacity),
+            best=zeros(1 + capacity),
+            changes=zeros(kernels.CHANGES_AT_MOST),
+            queue=zeros(2048),
+            extended=zeros(1 + max((len(operation.inputs) for operation in graph.operations), default=0)),
+            whole=zeros(6),
+            real=np.zeros(3),
+        )
+        self.state.whole[kernels.BUDGET] = problem.budget_bytes
+        self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
+        self.state.real[kernels.WEIGHT] = 1.0
+        self.state.real[kernels.BEST] = math.inf
+        self.reset(())
+
+    def reset(self, reruns: Iterable[tuple[int, int]]) -> None:
+        """Make the set of reruns exactly these pairs of a slot and an operation."""
+        state, kernels, problem = self.state, self.kernels, self.problem
+        graph = problem.graph
+        count = len(graph.operations)
+        timeline = problem.baseline.timeline_bytes
+        state.keys[:count] = [index * (count + 1) for index in range(count)]
+        state.live_bytes[:count] = timeline
+        state.dying_bytes[:count] = 0
+        for u, value in enumerate(graph.values):
+            if not value.retained:
+                last = graph.readers[u][-1] if graph.readers[u] else graph.producer[u]
+                state.dying_bytes[last] += value.size_bytes
+        state.slots[:, 0] = range(count)
+        state.count[:] = 1
+        state.whole[kernels.RUNS] = count
+        state.whole[kernels.RERUNS] = 0
+        state.whole[kernels.EXCESS] = sum(max(live - problem.budget_bytes, 0) for live in timeline)
+        state.real[kernels.COST] = 0.0
+        for slot, operation in sorted(set(reruns)):
+            if state.count[operation] < kernels.COPIES_AT_MOST and state.whole[kernels.RERUNS] < len(state.reruns):
+                kernels.add(self.tables, state, slot, operation)
+
+    def schedule(self, keys: Iterable[int]) -> Schedule:
+        """Write a set of reruns as a schedule."""
+        count = len(self.problem.graph.operations)
+        before: dict[int, list[int]] = {}
+        for key in sorted(keys):
+            before.setdefault(int(key) // count, []).append(int(key) % count)
+        return Schedule.with_recomputations(self.problem.graph, before)
+
+    def best(self) -> Any:
+        """Return the keys of the cheapest set within the budget that the moves have come by."""
+        return self.state.best[1 : 1 + self.state.best[0]]
+
+
+def _tables(problem: Problem, kernels: Any, unit_seconds: float) -> Any:
+    np = import_module("numpy")
+    graph, costs = problem.graph, problem.costs
+    operations, values, producer, readers = graph.operations, graph.values, graph.producer, graph.readers
+
+    def rows(lists: Iterable[Iterable[int]]) -> tuple[Any, Any]:
+        start, flat = [0], list[int]()
+        for row in lists:
+            flat.extend(row)
+            start.append(len(flat))
+        return np.array(start, np.int64), np.array(flat, np.int64)
+
+    def counts(some: bool, u: int) -> bool:
+        return values[u].size_bytes > 0 and not (some and values[u].retained)
+
+    input_start, inputs = rows([u for u in dict.fromkeys(o.inputs) if counts(True, u)] for o in operations)
+    output_start, outputs = rows([u for u in o.outputs if counts(False, u)] for o in operations)
+    reader_start, flat_readers = rows(readers)
+    droppable = [u for u, p in enumerate(producer) if counts(True, u) and readers[u] and operations[p].recomputable]
+    return kernels.Tables(
+        input_start=input_start,
+        inputs=inputs,
+        output_start=output_start,
+        outputs=outputs,
+        reader_start=reader_start,
+        readers=flat_readers,
+        size_bytes=np.array([value.size_bytes for value in values], np.int64),
+        is_retained=np.array([value.retained for value in values], np.bool_),
+        producer=np.array(producer, np.int64),
+        costs=np.array([cost.seconds / unit_seconds for cost in costs]),
+        workspace_bytes=np.array([cost.workspace_bytes for cost in costs], np.int64),
+        state_bytes=np.array([operation.state_bytes for operation in operations], np.int64),
+        is_recomputable=np.array([operation.recomputable for operation in operations], np.bool_),
+        droppable=np.array(droppable, np.int64),
+    )
