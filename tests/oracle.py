@@ -6,25 +6,32 @@ import heapq
 import random
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.order import needed
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 
+_State = tuple[frozenset[int], frozenset[int], frozenset[int]]
 
-def cheapest(problem: Problem) -> tuple[float, Schedule] | None:
+
+def cheapest(problem: Problem, *, in_any_order: bool = False) -> tuple[float, Schedule] | None:
     """Find the cheapest schedule of all that keep the budget, by Dijkstra over memory contents.
 
-    A state is how many operations have had their first run, which values are in memory, and for
+    A state is which operations have had their first run, which values are in memory, and for
     which operations the random state is still kept. Any sequence of reruns is a path, so the
-    result is the true optimum for the base order. Shares no code with the simulator or a solver.
+    result is the true optimum for the base order, or for all orders that the step allows.
+    Shares no code with the simulator or a solver.
     """
     graph, costs, budget = problem.graph, problem.costs, problem.budget_bytes
     operations, values = graph.operations, graph.values
     count = len(operations)
     retained = frozenset(u for u, value in enumerate(values) if value.retained)
-    start = (0, frozenset[int](), frozenset[int]())
+    before = [set(range(o)) for o in range(count)]
+    if in_any_order:
+        before = needed(graph)
+    start = (frozenset[int](), frozenset[int](), frozenset[int]())
     best = {start: 0.0}
     parent: dict[object, tuple[object, int | None]] = {}
-    queue: list[tuple[float, int, tuple[int, frozenset[int], frozenset[int]]]] = [(0.0, 0, start)]
+    queue: list[tuple[float, int, _State]] = [(0.0, 0, start)]
     tick = 0
 
     def held_bytes(held: frozenset[int], states: frozenset[int]) -> int:
@@ -35,7 +42,7 @@ def cheapest(problem: Problem) -> tuple[float, Schedule] | None:
         if cost > best[state]:
             continue
         done, held, states = state
-        if done == count:
+        if len(done) == count:
             order: list[int] = []
             at: object = state
             while at in parent:
@@ -43,14 +50,16 @@ def cheapest(problem: Problem) -> tuple[float, Schedule] | None:
                 if ran is not None:
                     order.append(ran)
             return cost, Schedule(tuple(reversed(order)))
-        following: list[tuple[float, tuple[int, frozenset[int], frozenset[int]], int | None]] = []
+        following: list[tuple[float, _State, int | None]] = []
         for u in held - retained:
             following.append((0.0, (done, held - {u}, states), None))
         for o in states:
             following.append((0.0, (done, held, states - {o}), None))
-        for o in range(min(done + 1, count)):
+        for o in range(count):
             operation = operations[o]
-            first = o == done
+            first = o not in done
+            if first and not done.issuperset(before[o]):
+                continue
             if not held.issuperset(operation.inputs):
                 continue
             if not first and not (operation.recomputable and (o in states or not operation.state_bytes)):
@@ -60,7 +69,7 @@ def cheapest(problem: Problem) -> tuple[float, Schedule] | None:
             may_keep = first and operation.state_bytes and operation.recomputable
             for kept in [states, states | {o}] if may_keep else [states]:
                 if held_bytes(now, kept) + twice + costs[o].workspace_bytes <= budget:
-                    following.append((0.0 if first else costs[o].seconds, (done + first, now, kept), o))
+                    following.append((0.0 if first else costs[o].seconds, (done | {o}, now, kept), o))
         for extra, state_after, ran in following:
             total = cost + extra
             if total < best.get(state_after, float("inf")):
@@ -69,6 +78,18 @@ def cheapest(problem: Problem) -> tuple[float, Schedule] | None:
                 tick += 1
                 heapq.heappush(queue, (total, tick, state_after))
     return None
+
+
+def lowest(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> int:
+    """Return the lowest budget for which there is a plan in the base order, tried one by one."""
+    low, high = 0, Problem(graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes
+    while low < high:
+        middle = (low + high) // 2
+        if cheapest(Problem(graph=graph, costs=costs, budget_bytes=middle)) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def random_graph(

@@ -399,6 +399,7 @@ def test_a_missing_field_is_named(plan: Plan) -> None:
     only_peaks(good)
     # What follows from other fields, or need not be there.
     optional = {"activation_budget_bytes", "overhead", "details", "values", "offloaded_bytes", "offloaded"}
+    optional.add("proven_minimum_peak_bytes")
     for path in places(good):
         bad = copy.deepcopy(good)
         parent = bad

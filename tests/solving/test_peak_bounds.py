@@ -5,23 +5,9 @@ from __future__ import annotations
 import pytest
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.ir.problem import Problem
 from planner.solving.peak_bounds import minimum_peak, proven_floor, proven_peak
-from tests.oracle import cheapest, random_graph
+from tests.oracle import lowest, random_graph
 from tests.tiers import tiered
-
-
-def lowest(graph: TrainingGraph, costs: tuple[OperationCost, ...]) -> int:
-    """Return the lowest budget for which there is a plan, tried one by one."""
-    budgets = range(Problem(graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes + 1)
-    low, high = 0, len(budgets) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if cheapest(Problem(graph=graph, costs=costs, budget_bytes=middle)) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @pytest.mark.parametrize("seed", tiered(range(300), quick=range(40)))

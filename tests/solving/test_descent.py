@@ -1,0 +1,50 @@
+"""The lowest plan: below where it began, never below what is proven, and the lowest there is on small graphs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from planner.common.limits import SolveLimits
+from planner.errors import InfeasibleBudgetError
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+from planner.solvers import solve
+from planner.solving.descent import descended
+from planner.solving.peak_bounds import minimum_peak
+from tests.oracle import lowest, random_graph, resnet_like
+from tests.tiers import tiered
+
+pytestmark = pytest.mark.skipif(find_spec("numba") is None, reason="annealing needs numba")
+
+LIMITS = SolveLimits(time_limit_seconds=1.0, deterministic=True)
+
+
+@pytest.mark.parametrize("seed", tiered(range(200), quick=range(30)))
+def test_on_small_graphs_it_is_the_lowest_there_is(seed: int) -> None:
+    graph, costs = random_graph(seed, operations=8, plain=True)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=0)
+    found = problem.evaluate(descended(problem, Schedule.keep_all(graph), LIMITS))
+    assert found.peak_bytes == lowest(graph, costs)
+
+
+def test_it_goes_below_what_quick_methods_find_and_the_error_says_so() -> None:
+    graph, costs = resnet_like(12)
+    quick = minimum_peak(graph, costs)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=quick.proven_peak_bytes)
+    found = problem.evaluate(descended(problem, quick.schedule, LIMITS))
+    assert quick.proven_peak_bytes <= found.peak_bytes < quick.found_peak_bytes
+    too_little = Problem(graph=graph, costs=costs, budget_bytes=quick.proven_peak_bytes - 1)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        solve(too_little, time_limit_seconds=1.0, deterministic=True)
+    assert caught.value.minimum_feasible_peak_bytes <= found.peak_bytes
+
+
+def test_it_stops_at_the_budget() -> None:
+    graph, costs = resnet_like(12)
+    start = Schedule.keep_all(graph)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=int(0.8 * Problem(
+        graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes))  # fmt: skip
+    found = problem.evaluate(descended(problem, start, LIMITS))
+    assert 0.9 * problem.budget_bytes < found.peak_bytes <= problem.budget_bytes
