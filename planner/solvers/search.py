@@ -110,7 +110,8 @@ class SearchSolver:
         """Look for a plan within the budget, or for the lowest there is, from the lowest that an incumbent has seen."""
         self.require()
         problem = incumbent.problem
-        incumbent.update(lowest_schedule(problem), self.name)
+        if not incumbent.update(lowest_schedule(problem), self.name):  # it may find less where less is asked for
+            incumbent.update(lowest_schedule(replace(problem, budget_bytes=0)), self.name)
         found = descended(problem, incumbent.lowest, effort, lambda: is_over() or incumbent.schedule is not None)
         incumbent.update(found, self.name)
 
