@@ -63,6 +63,11 @@ class Solution:
     """If first runs are in another order than the graph's: what the cheapest plan found in that adds. None if none
     was found, or nobody looked."""
 
+    halfway_added_seconds: float | None = None
+    """What the best plan added when half of the time that solving took was over; None if there was none then."""
+    halfway_bound_seconds: float | None = None
+    """The bound at that time; None where nobody looked at either."""
+
     @classmethod
     def simulated(
         cls,

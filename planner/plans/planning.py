@@ -10,7 +10,7 @@ from typing import Any
 from planner.common import timings
 from planner.common.limits import SolveLimits
 from planner.common.options import Budget, Search
-from planner.common.units import format_bytes, format_percent, parse_size
+from planner.common.units import format_bytes, parse_size
 from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.findings.finding import Finding
 from planner.findings.rules import examine
@@ -28,6 +28,7 @@ from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
 from planner.plans.baselines import baseline_rows
 from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
+from planner.plans.gap import gap_finding
 from planner.plans.liveness import anatomy_of_peak, locate_operation, locate_peak, placement
 from planner.plans.module_choices import with_choices
 from planner.plans.offload import offloading_of
@@ -43,14 +44,11 @@ from planner.solving import lowest_known, solution_cache
 from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_peak
 
-GAP = "gap-to-bound"
-_WORTH_MORE_SEARCH = 0.02
-
 _SHORTER = 4
 """By what the time for a search is divided that comes after another."""
 
 
-def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> Iterator[Finding]:
+def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution, limits: SolveLimits) -> Iterator[Finding]:
     """Look for what limits a plan, of which this is the simulation."""
     offloads = solution.schedule.offloads
     if lossy := [offload for offload in offloads if offload.lossy]:
@@ -67,14 +65,8 @@ def _warnings(problem: Problem, evaluation: Evaluation, solution: Solution) -> I
         return
     step = CapturedStep(problem=problem, schedule=solution.schedule, evaluation=evaluation)
     yield from examine(Subject(step=step), BOTTLENECKS)
-    gap = (evaluation.added_seconds - solution.lower_bound_seconds) / max(problem.baseline.seconds, 1e-12)
-    if gap >= _WORTH_MORE_SEARCH and solution.lower_bound_seconds > 0:
-        yield Finding(
-            rule=GAP,
-            evidence=f"the plan pays {format_percent(gap)} of the step more than the proven lower bound",
-            cause="a cheaper plan may exist",
-            fix="give the solver more time",
-        )
+    if (gap := gap_finding(problem, solution, evaluation, limits)) is not None:
+        yield gap
 
 
 def make_plan(
@@ -250,7 +242,11 @@ def plan_from_solution(
         captured_order=CapturedOrder(moved=sum(map(len, order.values())), recompute_seconds=solution.captured_seconds)
         if order
         else None,
-        warnings=(*_warnings(problem, evaluation, solution), *reserve_warnings(problem, reserved), *origin.warnings),
+        warnings=(
+            *_warnings(problem, evaluation, solution, limits or SolveLimits()),
+            *reserve_warnings(problem, reserved),
+            *origin.warnings,
+        ),
         eager=origin.eager,
         offloading=offloading_of(problem, schedule, evaluation),
         operations=_operation_rows(problem, schedule),

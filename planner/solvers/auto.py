@@ -81,6 +81,8 @@ class _Race:
         self.effort = effort
         self.tell = tell
         self.clock = effort.clock()
+        self.spent = incumbent.clock = effort.clock()
+        """All that the solvers take; the clock beside it is for sharing out time where none has passed."""
         self.gap_seconds = _ENOUGH * incumbent.problem.baseline.seconds
 
     def run(self) -> None:
@@ -155,7 +157,7 @@ class _Race:
         return self.effort.deterministic or search.SOLVER.prepare(lambda: is_over() or self.clock.left() < 0, self.tell)
 
     def rest(self, share: float = 1.0) -> SolveLimits:
-        return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1))
+        return replace(self.effort, time_limit_seconds=max(self.clock.left(share), 0.1), told=self.spent.work)
 
 
 SOLVER = AutoSolver()

@@ -1,0 +1,81 @@
+"""A gap is explained by what moved in the second half of the time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.common.limits import Clock, SolveLimits
+from planner.findings.finding import Finding
+from planner.ir.problem import Problem, Solution
+from planner.ir.schedule import Schedule
+from planner.plans.gap import gap_finding
+from planner.solvers import solve
+from planner.solving.incumbent import Incumbent
+from tests.oracle import gpt_like, resnet_like
+
+GRAPH, COSTS = gpt_like(3)
+PROBLEM = Problem(graph=GRAPH, costs=COSTS, budget_bytes=1)
+STEP_SECONDS = PROBLEM.baseline.seconds
+LIMITS = SolveLimits(time_limit_seconds=10.0)
+
+
+def explained(plan: float, bound: float, plan_then: float | None, bound_then: float | None = 0.0) -> Finding | None:
+    """Explain a gap between percentages of the step, now and after half of the time."""
+    share = STEP_SECONDS / 100
+    evaluation = replace(PROBLEM.baseline, recompute_seconds=plan * share)
+    solution = Solution(
+        solver="auto",
+        schedule=Schedule.keep_all(GRAPH),
+        peak_bytes=evaluation.peak_bytes,
+        recompute_seconds=plan * share,
+        lower_bound_seconds=bound * share,
+        halfway_added_seconds=None if plan_then is None else plan_then * share,
+        halfway_bound_seconds=None if bound_then is None else bound_then * share,
+    )
+    return gap_finding(PROBLEM, solution, evaluation, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("then", "cause", "fix"),
+    [
+        ((26.0, 10.0), "for the plan: in the second half of the time it fell by 6.0%", "save up to"),
+        ((26.0, 8.0), "fell by 6.0% of the step, and the bound rose by 2.0%", "--time-limit 20 "),
+        ((20.1, 6.0), "for the bound: the bound rose by 4.0%", "prove more and save little"),
+        ((20.0, 10.0), "neither plan nor bound moved", "change little"),
+        ((None, 10.0), "the first one was found in the second half", "find a cheaper one"),
+        ((20.0, None), "a cheaper plan may exist", "give the solver more time"),
+    ],
+)
+def test_it_says_for_which_time_ran_out(then: tuple[float | None, float | None], cause: str, fix: str) -> None:
+    found = explained(20.0, 10.0, *then)
+    assert found is not None and cause in found.cause and fix in found.fix
+    assert "10.0%" in found.evidence
+
+
+def test_small_gaps_need_no_word() -> None:
+    assert explained(10.4, 10.0, 20.0) is None
+    assert explained(10.4, 0.0, 20.0) is None, "without a bound nothing is known"
+
+
+def test_what_was_known_after_half_of_the_time_is_told() -> None:
+    incumbent = Incumbent(replace(PROBLEM, budget_bytes=PROBLEM.baseline.peak_bytes))
+    incumbent.clock = Clock(10.0, counts_work=True)
+    incumbent.raise_bound(1.0)
+    incumbent.clock.work(4.0)
+    incumbent.update(Schedule.keep_all(GRAPH), "test")
+    found = incumbent.solution()
+    assert (found.halfway_added_seconds, found.halfway_bound_seconds) == (None, 1.0)
+    incumbent.clock.work(6.0)
+    assert incumbent.solution().halfway_added_seconds == 0.0
+
+
+def test_a_search_tells_it_of_itself_and_the_same_every_time() -> None:
+    graph, costs = resnet_like(6)
+    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = replace(whole, budget_bytes=int(0.7 * whole.baseline.peak_bytes))
+    one, other = (solve(problem, time_limit_seconds=0.5, deterministic=True) for _ in range(2))
+    assert one.halfway_bound_seconds is not None and 0 < one.halfway_bound_seconds <= one.lower_bound_seconds
+    assert one.halfway_added_seconds is None or one.halfway_added_seconds >= one.recompute_seconds
+    assert replace(one, solve_seconds=0.0) == replace(other, solve_seconds=0.0)
