@@ -43,7 +43,9 @@ _MOVES_PER_OPERATION = 6_000
 """After so many, a search is over however much time is left."""
 
 _DESCENT_SHARE = 0.5
-"""Of the time, at most, for a first plan."""
+"""Of the time, at most, for a first plan where a round of annealing found none."""
+
+_LEAST_SECONDS = 0.1
 
 _COMPILES = "compiles its kernels, once for this installation, which takes up to half a minute"
 
@@ -90,7 +92,7 @@ class SearchSolver:
         return False
 
     def improve(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
-        """Go on from the plan of an incumbent that others may work on; without one, look for one first.
+        """Go on from the plan of an incumbent that others may work on, if any; if none is found soon, look for one.
 
         Now and then it asks whether it is over. A move costs O(runs + reads changed): 10 to 50 us for 1,000 operations.
         The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983.
@@ -100,11 +102,14 @@ class SearchSolver:
             return
         self.require()
         clock = effort.clock()
-        if incumbent.schedule is None:
-            first = replace(effort, time_limit_seconds=_DESCENT_SHARE * effort.time_limit_seconds, told=clock.work)
+
+        def look_lower() -> None:
+            share_seconds = max(_DESCENT_SHARE * clock.left(), _LEAST_SECONDS)
+            first = replace(effort, time_limit_seconds=share_seconds, told=clock.work)
             self.descend(incumbent, effort=first, is_over=is_over)
+
         annealing = _Annealing(problem, effort.seed)
-        annealing.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0))
+        annealing.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
 
     def descend(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
         """Look for a plan within the budget, or for the lowest there is, from the lowest that an incumbent has seen."""
@@ -183,8 +188,10 @@ class _Annealing:
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
         self.adopted: list[tuple[int, int]] | None = None
 
-    def search(self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool]) -> None:
-        """Anneal until time is up, offering each plan better than the best known."""
+    def search(
+        self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool], look_lower: Callable[[], None]
+    ) -> None:
+        """Anneal until time is up, offering each plan better than the best known; look lower if a round finds none."""
         kernels, state = self.kernels, self.state
         longest_seconds = _ROUND_SHARE * clock.left()
         move_seconds = self.reruns.move_seconds
@@ -201,6 +208,8 @@ class _Annealing:
                 moved += _CHUNK
                 gone = max((begun - clock.left()) / longest_seconds, moves / (_ROUND_MOVES * len(state.count)))
             self.hand_in(incumbent)
+            if number == 1 and incumbent.schedule is None and not is_over():
+                look_lower()
 
     def hand_in(self, incumbent: Incumbent) -> None:
         """Offer the best plan of the kernels, and hold what they say of it against the simulator."""
