@@ -34,13 +34,6 @@ _NEAR_SHARE = 0.25
 _TURN_SHARE = 0.65
 """What share of the time one programme may take while cuts are still being found."""
 
-_MENDABLE = 1.5
-"""Where there is a plan, up to so many times the budget a schedule is brought under it: above, it takes long and comes
-out dearer."""
-
-_MOST_PLACES = 200
-"""Where a schedule breaks the budget, places that are looked at for a cut, the highest first."""
-
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
@@ -135,8 +128,7 @@ class _StepCutSearch:
                 break
             if self.fits:
                 continue
-            if incumbent.schedule is None or share_of_budget <= _MENDABLE:
-                self.mend(schedule.order)
+            self.mend(schedule.order)
             more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
             if more is None:
                 break
@@ -211,17 +203,10 @@ class _StepCutSearch:
     def cut_at(
         self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]
     ) -> list[Cut] | None:
-        """Add the cut that a schedule calls for where it is highest over the budget; None if all are there already."""
-        budget_bytes, first = self.problem.budget_bytes, schedule.first_runs()
-        over = [position for position, size_bytes in enumerate(timeline) if size_bytes > budget_bytes]
-        over.sort(key=lambda position: -timeline[position])
-        found = (self.cut_before(cuts, schedule.order, first, segment, place) for place in over[:_MOST_PLACES])
-        return next((more for more in found if more is not None), None)
-
-    def cut_before(
-        self, cuts: list[Cut], order: Sequence[int], first: dict[int, int], segment: list[int], position: int
-    ) -> list[Cut] | None:
-        """Add the cut that makes one run of a schedule fit; None if it is there already."""
+        """Add the cut that a schedule over the budget calls for; None if it is there already."""
+        position = timeline.index(max(timeline))
+        order = schedule.order
+        first = schedule.first_runs()
         operation = order[position]
         if first[operation] == position:
             return self.with_step(cuts, operation)
