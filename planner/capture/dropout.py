@@ -16,20 +16,24 @@ from planner.capture.torch_internals import outside_tracing
 
 aten = torch.ops.aten
 
+_16_BITS = 2
+"""Bytes of an element."""
+
 
 def dropout(x: torch.Tensor, p: Any, train: bool) -> torch.Tensor:
     """Drop as a step is to be traced; where nothing is dropped give what came, as eager does, and not a copy of it."""
     if not train or not p:
         return x
-    if x.device.type != "cpu" or is_elsewhere() or not isinstance(p, float) or p == 1:
-        fused: torch.Tensor = aten.native_dropout(x, p, train)[0]
-        return fused
-    with outside_tracing():
-        scale = torch.ones((), dtype=x.dtype).div_(1 - p).item()
-        is_as_eager = scale == torch.tensor(1 / (1 - p), dtype=x.dtype).item()
-    if not is_as_eager:
-        return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
-    dropped: torch.Tensor = _Dropout.apply(x, p, scale)  # type: ignore[no-untyped-call]
+    if x.device.type == "cpu" and not is_elsewhere() and isinstance(p, float) and p < 1:
+        with outside_tracing():
+            scale = torch.ones((), dtype=x.dtype).div_(1 - p).item()
+            is_as_eager = scale == torch.tensor(1 / (1 - p), dtype=x.dtype).item()
+        if not is_as_eager:
+            return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+        if x.dtype.itemsize == _16_BITS:
+            rounded: torch.Tensor = _Dropout.apply(x, p, scale)  # type: ignore[no-untyped-call]
+            return rounded
+    dropped: torch.Tensor = aten.native_dropout(x, p, train)[0]
     return dropped
 
 
