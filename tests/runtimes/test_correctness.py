@@ -445,7 +445,7 @@ def test_only_the_loss_is_differentiated_beside_other_outputs() -> None:
 
 
 def test_double_backward_is_refused() -> None:
-    _, model, state = plain_and_wrapped(CASES["native dropout"])
+    _, model, state = plain_and_wrapped(CASES["native dropout"], "60%")
     loss = start_again(model, state)(data())
     with pytest.raises(RuntimeUnsupportedError, match="differentiated twice"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -468,7 +468,7 @@ def test_forward_hooks_run() -> None:
 
 
 def test_evaluation_and_no_grad_run_the_model_as_it_is() -> None:
-    eager, model, state = plain_and_wrapped(CASES["native dropout"])
+    eager, model, state = plain_and_wrapped(CASES["native dropout"], "60%")
     start_again(eager, state)
     one_step(start_again(model, state))
     model.eval(), eager.eval()
