@@ -91,7 +91,8 @@ def test_a_budget_below_the_graph_that_its_code_keeps_is_not_refused(monkeypatch
         planner.plan(Towers(), inputs(), activation_budget="5%", **ask)
     budget = int(0.95 * refused.value.minimum_feasible_peak_bytes)
     honest = InductorRuntime._peak_bytes
-    monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: int(0.7 * honest(*given)))
+    # Really 1.4 times what the graph can be brought to: let the code be one that holds less than that.
+    monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: int(0.6 * honest(*given)))
     assert planner.plan(Towers(), inputs(), budget=budget, **ask).peak_bytes <= budget
 
 
