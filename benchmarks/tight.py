@@ -137,7 +137,7 @@ def _own(make: Callable[[], nn.Module], *, size: int) -> ZooModel:
     return ZooModel(name="", model=make().train(), example_kwargs=images)
 
 
-def _cells() -> ZooModel:
+def _stacked_cells() -> ZooModel:
     example = {name: torch.randint(1000, (64, 24)) for name in ("input_ids", "labels")}
     return ZooModel(name="", model=StackedCells().train(), example_kwargs=example)
 
@@ -151,7 +151,7 @@ MODELS: dict[str, Callable[[], ZooModel]] = {
         )
     },
     **{name: ARCHITECTURES[name] for name in ("mamba2", "bamba", "swin", "deberta-v2", "mobilenet-v2")},
-    "stacked-cells": _cells,
+    "stacked-cells": _stacked_cells,
     "inception": partial(_own, _inception, size=64),
     "densenet": partial(_own, _densenet, size=64),
 }  # fmt: skip

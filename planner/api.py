@@ -433,9 +433,8 @@ def wrap_pipeline(
         If another rank failed, or went away.
     """
     asked = locals()
-    from planner.capture.pipelining_internals import (
-        RankOfPipeline,  # what torch has for pipelines takes a while to import
-    )
+    # What torch has for pipelines takes a while to import.
+    from planner.capture.pipelining_internals import RankOfPipeline
     from planner.session.stage_planning import plan_rank
 
     options = _settled(Options.of({**asked, "compare": False}, runtime="graph"))

@@ -68,10 +68,11 @@ def _containers(model: nn.Module) -> list[Any]:
     ahead += [(names, _STEPS_FROM_GLOBALS) for names in _globals({type(module) for module in model.modules()})]
     while ahead:
         at, steps = ahead.pop()
+        if isinstance(at, (FunctionType, MethodType)):
+            ahead += [(one, steps - 1) for one in _referred_to(at) if steps and _may_hold(one)]
+            continue
         holder: Any = at if type(at) in _CONTAINERS else getattr(at, "__dict__", None)
-        if steps and isinstance(at, (FunctionType, MethodType)):
-            ahead += [(one, steps - 1) for one in _referred_to(at) if _may_hold(one)]
-        elif type(holder) in _CONTAINERS and id(holder) not in found:
+        if type(holder) in _CONTAINERS and id(holder) not in found:
             found[id(holder)] = holder
             if steps:
                 inside = holder.values() if isinstance(holder, dict) else holder

@@ -60,6 +60,17 @@ class Budget:
             if given is not None:
                 parse_size(given, whole_bytes=2**60)
 
+    def in_bytes(self, whole_bytes: int, static_bytes: int) -> int:
+        """Return what the whole device may hold.
+
+        A percentage is of ``whole_bytes``, which eager's step needs, or of what it needs on top of ``static_bytes``.
+        """
+        self.check()
+        if self.budget is not None:
+            return parse_size(self.budget, whole_bytes=whole_bytes)
+        assert self.activation_budget is not None
+        return static_bytes + parse_size(self.activation_budget, whole_bytes=whole_bytes - static_bytes)
+
     def after(self, budget_bytes: int) -> Budget:
         """Return the budget for other input sizes: what a percentage came to is not taken back for smaller ones."""
         return replace(self, at_least_bytes=max(self.at_least_bytes, budget_bytes)) if self.is_share else self

@@ -10,7 +10,7 @@ from typing import Any
 from planner.common import timings
 from planner.common.limits import SolveLimits
 from planner.common.options import Budget, Search
-from planner.common.units import format_bytes, parse_size
+from planner.common.units import format_bytes
 from planner.errors import HostBudgetError, InfeasibleBudgetError
 from planner.findings.finding import Finding
 from planner.findings.rules import examine
@@ -152,16 +152,10 @@ def make_problem(
 
     A percentage is of ``whole_bytes``, if they are given, else of the given graph's peak without recompute.
     """
-    budget.check()
     static_bytes = graph.total_static_bytes
     if whole_bytes is None:
         whole_bytes = unplanned_bytes(graph, costs)
-    if budget.budget is not None:
-        limit_bytes = parse_size(budget.budget, whole_bytes=whole_bytes) - static_bytes
-    else:
-        assert budget.activation_budget is not None
-        limit_bytes = parse_size(budget.activation_budget, whole_bytes=whole_bytes - static_bytes)
-    limit_bytes = max(limit_bytes, budget.at_least_bytes - static_bytes)
+    limit_bytes = max(budget.in_bytes(whole_bytes, static_bytes), budget.at_least_bytes) - static_bytes
     graph = graph_for(graph, host)
     return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
 

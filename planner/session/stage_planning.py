@@ -18,7 +18,7 @@ from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
 from planner.capture.parallel import is_sharded
 from planner.capture.pipelining_internals import RankOfPipeline
-from planner.common.units import parse_size, round_up
+from planner.common.units import round_up
 from planner.errors import UsageError
 from planner.ir.graph import TrainingGraph
 from planner.ir.static_memory import LossMemory, LossPasses, StaticMemory
@@ -179,7 +179,7 @@ class _Rank:
             loads(rank.order, len(stages), left[:-1]),
             left[-1] + self._merged_bytes(),
         )
-        budget_bytes = self._budget_bytes(device)
+        budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
         if made is None:
             message, report = no_plan_fits(device, budget_bytes, f"rank {device.index} of the pipeline binds, ")
@@ -188,15 +188,6 @@ class _Rank:
                 message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"rank {device.index}", report=report
             )
         return made, [self._to_run(stage, plan) for stage, plan in zip(stages, made.plans, strict=True)]
-
-    def _budget_bytes(self, device: Device) -> int:
-        """Return what the whole device may hold; a percentage is of what this rank holds without recompute."""
-        asked, whole_bytes = self.options.budget, device.keep_all.peak_bytes
-        asked.check()
-        if asked.budget is not None:
-            return parse_size(asked.budget, whole_bytes=whole_bytes)
-        assert asked.activation_budget is not None
-        return device.static_bytes + parse_size(asked.activation_budget, whole_bytes=whole_bytes - device.static_bytes)
 
     def _captured(self, stage: Any, inputs: Inputs, outputs: Sequence[_Layout]) -> _Captured:
         module, begun = stage.submod, time.perf_counter()

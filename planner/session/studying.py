@@ -22,7 +22,7 @@ from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_
 from planner.capture.parallel import has_several_ranks
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Search, Training, check_chunk, picked
-from planner.common.units import Size, parse_size
+from planner.common.units import Size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
 from planner.session.recorded import study_eager, with_eager
@@ -184,8 +184,7 @@ def what_if(
         raise UsageError("sizes are asked about at a budget: give budget, what is to fit")
     if points < 2:
         raise UsageError(f"a curve has at least 2 points, not {points}")
-    if budget is not None:
-        parse_size(budget, whole_bytes=2**60)
+    Budget(budget=budget).check(or_none=True)
     if budgets is not None:
         check_budgets(budgets)
     check_solver(runtime, solver)

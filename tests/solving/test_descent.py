@@ -28,11 +28,12 @@ def _found_and_lowest(seed: int) -> tuple[int, int]:
     return problem.evaluate(schedule).peak_bytes, lowest(graph, costs)
 
 
-@pytest.mark.parametrize("seeds", tiered([range(40), range(40, 400)], quick=[range(40)]))
-def test_on_small_graphs_it_is_nearly_always_the_lowest_there_is(seeds: range) -> None:
+@pytest.mark.parametrize(("seeds", "missed"), tiered([(range(40), 1), (range(40, 400), 24)], quick=[(range(40), 1)]))
+def test_on_small_graphs_it_is_nearly_always_the_lowest_there_is(seeds: range, missed: int) -> None:
+    """It proves nothing, so it may miss; it counts work and not time, so it misses as many every time."""
     found = [_found_and_lowest(seed) for seed in seeds]
     assert all(peak >= least for peak, least in found)
-    assert sum(peak == least for peak, least in found) >= 0.9 * len(seeds)
+    assert sum(peak > least for peak, least in found) <= missed
 
 
 def test_it_goes_below_what_quick_methods_find_and_the_error_says_so() -> None:
