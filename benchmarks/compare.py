@@ -32,9 +32,9 @@ from benchmarks.peers import NotForThisModelError, Peer, peers
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from planner.capture.memory import keep_freed_memory
 from planner.capture.torch_internals import installed_call
-from planner.commands._terminal import Bar, counting
 from planner.errors import PlannerError, UsageError
 from planner.plans.plan import NoPlanFitsError
+from planner.report.progress import Shown, shown
 from planner.zoo import ZooModel
 
 MODELS = (
@@ -101,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     done = common.earlier("compare", args.json) if args.resume else {}
     kept = {entry["model"]: entry for entry in done.get("models", ())}
     result: Result = {**common.environment("compare", arguments), "models": list(kept.values())}
-    with counting(debug=False) as bar:
+    with shown() as bar:
         for name in names:
             if name in kept:
                 continue
@@ -135,7 +135,7 @@ class _Way:
     row: Result = field(default_factory=dict)
 
 
-def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
+def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
     """Measure all ways of one model."""
     common.progress(f"{name}:")
     bar(f"{name}: alternatives")
@@ -168,10 +168,11 @@ def _compare(name: str, args: argparse.Namespace, bar: Bar) -> Result:
     if smallest:
         keep(*_plan(apart, "as small as it goes", min(smallest), {"profile": profile}, args, references, device))
     compiled = next((row for row in rows if row["way"] == "Inductor" and row["status"] == "run"), None)
-    for share in COMPILED_SHARES if compiled else ():
-        title = f"and compiled at {percent(share, 0)} of Inductor's"
-        budget_bytes = int(share * compiled["peak_bytes"])
-        keep(*_plan(apart, title, budget_bytes, {"runtime": "inductor"}, args, references, device))
+    if compiled is not None:
+        for share in COMPILED_SHARES:
+            title = f"and compiled at {percent(share, 0)} of Inductor's"
+            budget_bytes = int(share * compiled["peak_bytes"])
+            keep(*_plan(apart, title, budget_bytes, {"runtime": "inductor"}, args, references, device))
     bar(f"{name}: all ways in turn, {args.seconds:g} s or five rounds")
     rounds = in_turn([(way.prepare, way.step) for way in ways], args.seconds, device, bar.count)
     for position, way in enumerate(ways):

@@ -243,7 +243,7 @@ _HEADINGS = ["", *_COUNTED, "ms", "of eager", "bits"]
 
 def _markdown(result: Result) -> str:
     rows = result["rows"]
-    facts = next((row for row in rows if "gpu" in row), {})
+    facts: Result = next((row for row in rows if "gpu" in row), {})
     eager = {row.get("model", row["case"]): row["seconds"] for row in rows if row.get("what") == "eager"}
     steps = [_step_cells(row, eager) for row in rows if "what" in row and ("seconds" in row or "status" in row)]
     others = [row for row in rows if not ("what" in row and ("seconds" in row or "status" in row)) and row is not facts]

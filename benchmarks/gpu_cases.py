@@ -246,13 +246,13 @@ def _largest(case: Result) -> Rows:
     yield {}
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / torch.cuda.mem_get_info()[1]))
     row: Result = {"model": name, "cap_bytes": cap_bytes, "batch": low}
-    for batch, plan, what in ((low, best, "fits"), (high, None, "one more")):
+    for batch, found_plan, what in ((low, best, "fits"), (high, None, "one more")):
         if not batch:
             continue
         gc.collect()
         torch.cuda.empty_cache()
         try:
-            plan = plan or planned(batch, max(cap_bytes, smallest_bytes))
+            plan = found_plan or planned(batch, max(cap_bytes, smallest_bytes))
             loaded = _built({**case, "sizes": {**sizes, "batch_size": batch}})
             model = api.auto_wrap(loaded.model, plan=plan)
             found = _predicted(plan) | _measured(lambda model=model, loaded=loaded: _step(model, loaded), model)

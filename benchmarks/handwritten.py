@@ -280,10 +280,10 @@ class Experts(nn.Module):
             shares = router(x).softmax(-1)
             weights, chosen = shares.topk(2, -1)
             mixed = torch.zeros_like(x)
-            for number, expert in enumerate(experts):  # type: ignore[arg-type]
+            for number, expert in enumerate(experts):  # type: ignore[var-annotated]
                 rows, place = (chosen == number).nonzero(as_tuple=True)
                 mixed.index_add_(0, rows, expert(x[rows]) * weights[rows, place, None])
-            busy = functional.one_hot(chosen, len(experts)).float().mean((0, 1))  # type: ignore[arg-type]
+            busy = functional.one_hot(chosen, len(experts)).float().mean((0, 1))
             auxiliary = auxiliary + (busy * shares.mean(0)).sum()
             x = x + mixed
         return x.pow(2).mean() + 0.01 * auxiliary, {"auxiliary": float(auxiliary.detach())}
@@ -911,7 +911,7 @@ class Square(torch.autograd.Function):
         return x * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x * gradient
 

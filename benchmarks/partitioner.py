@@ -116,7 +116,7 @@ def own_peak_bytes(split: Partition, alignment_bytes: int) -> int:
         return {node: {storage_id(tensor): None for tensor in tensors_of(node)} for node in nodes}
 
     def outputs(graph: fx.Graph) -> list[Any]:
-        return list(graph.output_node().args[0])  # type: ignore[arg-type]
+        return list(graph.output_node().args[0])
 
     forward = walk(split.forward, resident(split.forward.find_nodes(op="placeholder")))
     results, saved = outputs(split.forward)[: split.num_forward_outputs], outputs(split.forward)

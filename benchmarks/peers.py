@@ -22,7 +22,8 @@ from torch.utils.checkpoint import (
 
 from planner.capture.blocks.regions import Step
 from planner.capture.inputs import Inputs
-from planner.capture.torch_internals import aot_backend, call_implementation, eliminate_common_subexpressions
+from planner.capture.joint import eliminate_common_subexpressions
+from planner.capture.torch_internals import aot_backend, call_implementation
 from planner.zoo import ZooModel
 
 aten = torch.ops.aten
@@ -74,7 +75,7 @@ def _each_block(loaded: ZooModel, n: int, **settings: Any) -> Iterator[Any]:
         raise NotForThisModelError("it has no repeated blocks")
     try:
         for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **settings)  # type: ignore[method-assign]
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False, **settings)
         yield None
     finally:
         for block in blocks:
@@ -114,15 +115,16 @@ def _sequential(loaded: ZooModel) -> Iterator[Any]:
 @contextmanager
 def _hugging_face(loaded: ZooModel, n: int) -> Iterator[Any]:
     """Use the switch of a Hugging Face model."""
-    if not hasattr(loaded.model, "gradient_checkpointing_enable"):
+    model: Any = loaded.model
+    if not hasattr(model, "gradient_checkpointing_enable"):
         raise NotForThisModelError("it is no model of Hugging Face's")
     try:
-        loaded.model.gradient_checkpointing_enable(every_n_layers=n)
+        model.gradient_checkpointing_enable(every_n_layers=n)
         yield None
     except (ValueError, TypeError) as error:
         raise NotForThisModelError(f"Hugging Face's switch refuses it: {error}") from error
     finally:
-        loaded.model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_disable()
 
 
 @contextmanager

@@ -120,7 +120,7 @@ class _Training:
             loss = self.step(given)
             gradients = {name: _plain(p.grad) for name, p in model.named_parameters()}
             buffers = {name: _plain(b) for name, b in model.named_buffers()}
-            results.append(StepResult((loss.clone(),), gradients, buffers, RandomStates()))  # type: ignore[arg-type]
+            results.append(StepResult((loss.clone(),), gradients, buffers, RandomStates()))
             optimizer.step()
         return results
 
@@ -266,9 +266,7 @@ def _touched(model: nn.Module, state: Mapping[str, torch.Tensor | None], states:
     lines = [f"{name} is gone" for name in state if name not in after]
     lines += [f"{name} is new" for name in after if name not in state]
     lines += [
-        f"{name} is another"
-        for name, then in state.items()
-        if name in after and not bitwise_equal(then, after[name])  # type: ignore[arg-type]
+        f"{name} is another" for name, then in state.items() if name in after and not bitwise_equal(then, after[name])
     ]
     lines += [f"{name} has a gradient" for name, p in model.named_parameters() if p.grad is not None]
     if RandomStates() != states:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from benchmarks import (
     capture,
     cases,
     common,
+    compare,
     comparison,
     coverage,
     exactness,
@@ -231,6 +233,28 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         exactness.main(["--resume", "--json", "-"])
     assert common._without_destination(["--json", "x", "--resume", "--models", "a", "--json=y"]) == ["--models", "a"]
+
+
+@pytest.mark.parametrize("module", sorted(path.stem for path in Path(common.__file__).parent.glob("*.py")))
+def test_every_benchmark_can_be_started(module: str) -> None:
+    found = importlib.import_module(f"benchmarks.{module}")
+    if hasattr(found, "main") and module != "gpu_cases":  # gpu starts that one, with a case for an argument
+        with pytest.raises(SystemExit, match="0"):
+            found.main(["--help"])
+
+
+@pytest.mark.slow
+def test_compare_runs_all_ways_beside_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "compare.json"
+    options = ["--ratios", "50", "--shares", "90", "--seconds", "1", "--time-limit", "1", "--json", str(file)]
+    compare.main(["--models", "lstm", *options])
+    (entry,) = _results(file)["models"]
+    ran = [row for row in entry["rows"] if row["status"] == "run"]
+    assert {"eager", "planned at 90% of eager's"} <= {row["way"] for row in ran} and all(
+        row["time_ratio"] > 0 for row in ran
+    )
+    assert (tmp_path / "compare" / "lstm.svg").exists()
 
 
 def test_a_usage_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
