@@ -5,7 +5,7 @@ PYTHON ?= .venv/bin/python
 
 setup:
 	python3.11 -m venv .venv
-	$(PYTHON) -m pip install -q -c constraints.txt -e '.[zoo,search,test]'
+	$(PYTHON) -m pip install -q --no-compile -c constraints.txt -e '.[zoo,search,test]'
 
 test:
 	$(PYTHON) -m pytest -q -n 2 --dist loadfile
@@ -35,7 +35,7 @@ types:
 # The site: all pages, the notebooks and the API reference. Its search needs a server:
 # .venv/bin/python -m http.server -d build/docs
 docs:
-	$(PYTHON) -m pip install -q -c constraints.txt -e '.[docs]'
+	$(PYTHON) -m pip install -q --no-compile -c constraints.txt -e '.[docs]'
 	$(PYTHON) docs/build_site.py build/docs
 
 ci:
