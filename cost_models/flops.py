@@ -38,7 +38,7 @@ _GATHERED = {
 """Operators that read of one argument, at this position, no more than they give out."""
 
 _UNREAD = {
-    "aten.bernoulli": 0,
+    "aten.bernoulli.p": 0,
     "aten.full_like": 0,
     "aten.max_pool2d_with_indices_backward": 1,
     "aten.nll_loss_backward": 1,
@@ -54,7 +54,7 @@ _UNREAD = {
     "aten.randn_like": 0,
     "aten.zeros_like": 0,
 }
-"""Operators that take only the shape of one argument, at this position, or next to nothing of it."""
+"""Operators, or overloads, that take only the shape of one argument, at this position, or next to nothing of it."""
 
 
 _UNWRITTEN = {"aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided"}
@@ -72,7 +72,7 @@ def count_flops(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     1024
     """
     packet = getattr(target, "overloadpacket", target)
-    if _is_view(target) or str(packet) in _UNWRITTEN:
+    if _moves_nothing(target):
         return 0
     formula = _formulas().get(packet) or _OUTSIDE_TORCH.get(str(packet))
     if formula is None:
@@ -94,16 +94,40 @@ def moved_bytes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out
     >>> moved_bytes(torch.ops.aten.add.Tensor, (a, a), {}, a + a)
     8000
     """
-    packet = str(getattr(target, "overloadpacket", target))
-    if _is_view(target) or packet in _UNWRITTEN:
+    if _moves_nothing(target):
         return 0
     written = _distinct_bytes(_tensors(output))
-    gathered, unread = _GATHERED.get(packet), _UNREAD.get(packet)
-    read = [argument for position, argument in enumerate(args) if position not in (gathered, unread)]
-    total = written + _distinct_bytes(_tensors((read, dict(kwargs))))
+    total = written + _distinct_bytes(read_whole(target, args, kwargs))
+    gathered = _position(_GATHERED, target)
     if gathered is not None and gathered < len(args):
         total += min(_distinct_bytes(_tensors(args[gathered])), written)
     return total
+
+
+def read_whole(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors of a call that are read from end to end, not only for their shape or a few rows.
+
+    Examples
+    --------
+    >>> import torch
+    >>> table, rows = torch.empty(1000, 8), torch.tensor([3, 5])
+    >>> [tensor.shape for tensor in read_whole(torch.ops.aten.embedding.default, (table, rows), {})]
+    [torch.Size([2])]
+    """
+    if _moves_nothing(target):
+        return []
+    elsewhere = _position(_GATHERED, target), _position(_UNREAD, target)
+    read = [argument for position, argument in enumerate(args) if position not in elsewhere]
+    return _tensors((read, dict(kwargs)))
+
+
+def _position(table: Mapping[str, int], target: Any) -> int | None:
+    """Return where an operator has the argument that a table is about."""
+    return table.get(str(getattr(target, "overloadpacket", target)), table.get(str(target)))
+
+
+def _moves_nothing(target: Any) -> bool:
+    return _is_view(target) or str(getattr(target, "overloadpacket", target)) in _UNWRITTEN
 
 
 def _is_view(target: Any) -> bool:

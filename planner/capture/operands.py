@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from cost_models.flops import read_whole
 from planner.capture.joint import is_collective, mutates, tensors_of, values_of
 from planner.capture.torch_internals import FakeTensor, OpOverload, outside_tracing, storage_id
 
@@ -175,15 +176,19 @@ def arguments(node: fx.Node, device: torch.device) -> tuple[Any, Any]:
 
     On a GPU the numbers are random: so few bits change in products of ones that it runs faster than it can in training.
 
-    What shares memory there shares it here: a kernel may copy one of two arguments that are the same.
+    What shares memory there shares it here: a kernel may copy one of two arguments that are the same. Memory
+    that is not read, or only here and there, stays as it is: of a step on fake tensors it may exceed this machine's.
     """
     fake = values_of((node.args, node.kwargs))
+    read = set(map(storage_id, read_whole(node.target, *fake)))
     bound = _INDEX_BOUND.get(node.target)
     below = int(bound(fake[0])) if bound else 1
     ends = _GROUP_ENDS.get(node.target)  # type: ignore[call-overload]
 
     def filled(tensor: torch.Tensor, elements: int) -> torch.Tensor:
         where = device if tensor.device.type != "cpu" or device.type == "cpu" else tensor.device
+        if storage_id(tensor) not in read:
+            return torch.empty(elements, dtype=tensor.dtype, device=where)
         if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
             is_drawn = where.type == "cuda" and tensor.dtype.itemsize > 1
             return (torch.randn if is_drawn else torch.ones)(elements, dtype=tensor.dtype, device=where)

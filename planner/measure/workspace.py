@@ -136,12 +136,12 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
     outputs_bytes: dict[int, int] = {}
     with record() as recording:
         for index, node in nodes.items():
-            args, kwargs = operands.arguments(node, device)
             try:
+                args, kwargs = operands.arguments(node, device)
                 with record_function(f"{_LABEL}{index}"):
                     result = node.target(*args, **kwargs)  # type: ignore[operator]
             except (RuntimeError, IndexError, ValueError):
-                continue  # it does not run on ones and zeros
+                continue  # it does not run on ones and zeros, or does not fit here
             outputs_bytes[index] = _new_bytes(result, (args, kwargs))
             del args, kwargs, result
     for index, output_bytes in outputs_bytes.items():

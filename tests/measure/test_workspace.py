@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import planner
+from planner.capture import fake_mode
 from planner.capture.memory import measure_peak
 from planner.measure import workspace
 from tests.tiers import tiered
+
+aten = torch.ops.aten
 
 ROWS, WIDTH = 512, 64
 
@@ -161,6 +165,28 @@ def test_what_is_not_tried_is_named(monkeypatch: pytest.MonkeyPatch, effort: dic
     plan = planner.plan(Blocks(4), data(), activation_budget="60%", solver="sqrt")
     (warning,) = [warning for warning in plan.warnings if warning.rule == "workspace-unseen"]
     assert "aten." in warning.evidence and warning.is_problem
+
+
+@pytest.mark.parametrize("rows", [2**14, 2**40])
+def test_no_more_memory_is_filled_than_an_operation_reads(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    made: list[int] = []
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *sizes, **kw: made.append(math.prod(sizes)) or ones(*sizes, **kw))
+    graph = fx.Graph()
+    with fake_mode():
+        table, chosen = graph.placeholder("table"), graph.placeholder("chosen")
+        table.meta["val"], chosen.meta["val"] = torch.empty(rows, 64), torch.zeros(8, dtype=torch.int64)
+        calls = [
+            graph.call_function(aten.embedding.default, (table, chosen)),
+            graph.call_function(aten.empty_like.default, (table,), {"pin_memory": False}),
+            graph.call_function(aten.bernoulli.p, (table, 0.5)),
+            graph.call_function(aten.sum.default, (table,)),
+        ]
+        for call in calls:
+            call.meta["val"] = call.target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in call.args))
+    found = workspace.of_calls(calls, torch.device("cpu"), workspace.TO_PLAN)
+    assert found[:3] == [0, 0, 0] and max(made, default=0) <= workspace.TO_PLAN.operation_bytes / 4
+    assert made == [64 * rows] * (rows < 2**20)  # what is summed up is read
 
 
 def test_a_profile_that_saw_less_hides_nothing() -> None:
