@@ -5,8 +5,10 @@ The only module that knows PuLP.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -89,10 +91,9 @@ class Library:
             programme += pulp.LpAffineExpression([(columns[c], weight) for c, weight in terms]) >= least
         counter = _Counter(turns)
         if self.has_highs:
-            solver = pulp.HiGHS(
-                mip=not relax, msg=False, gapRel=0.0, gapAbs=max(gap, 1e-9), threads=1, timeLimit=seconds,
-                **({} if turns is None or relax else counter.options())
-            )  # fmt: skip
+            solver = pulp.HiGHS(mip=not relax)
+            asked = None if turns is None or relax else counter.asked
+            solver.createAndConfigureSolver = partial(_configure, gap=max(gap, 1e-9), seconds=seconds, asked=asked)
         else:
             solver = pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=turns)
         programme.solve(solver)
@@ -126,13 +127,30 @@ class _Counter:
         self.most = most
         self.turns = 0
 
-    def options(self) -> dict[str, Any]:
-        """Return what PuLP passes on to HiGHS for this."""
-        kinds = import_module("highspy").cb.HighsCallbackType
+    def asked(self, kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
+        """Be called back by HiGHS."""
+        self.turns += 1
+        if self.most is not None and self.turns > self.most:
+            answer.user_interrupt = True
 
-        def asked(kind: Any, message: str, output: Any, answer: Any, user: Any) -> None:
-            self.turns += 1
-            if self.most is not None and self.turns > self.most:
-                answer.user_interrupt = True
 
-        return {"callbackTuple": (asked, None), "callbacksToActivate": [kinds.kCallbackMipInterrupt]}
+def _configure(programme: Any, *, gap: float, seconds: float | None, asked: Callable[..., None] | None) -> None:
+    """Give a programme of PuLP's a HiGHS that says nothing.
+
+    From 1.16 on, PuLP's own prints its name on stdout as soon as it is made, before PuLP can tell it not to.
+    """
+    highspy: Any = import_module("highspy")
+
+    class Silent(highspy.Highs):
+        def enableCallbacks(self) -> None:  # called by its constructor; this prints
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    highs = programme.solverModel = Silent()
+    options = {"output_flag": False, "mip_rel_gap": 0.0, "mip_abs_gap": gap, "threads": 1, "time_limit": seconds}
+    for name, value in options.items():
+        if value is not None:
+            highs.setOptionValue(name, value)
+    if asked is not None:
+        highs.setCallback(asked, None)
+        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
