@@ -141,7 +141,7 @@ def _configure(programme: Any, *, gap: float, seconds: float | None, asked: Call
     """
     highspy: Any = import_module("highspy")
 
-    class Silent(highspy.Highs):
+    class Silent(highspy.Highs):  # type: ignore[misc]
         def enableCallbacks(self) -> None:  # called by its constructor; this prints
             self.setOptionValue("output_flag", False)
             super().enableCallbacks()
