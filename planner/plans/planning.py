@@ -191,12 +191,8 @@ def plan_from_solution(
     beside: dict[str, Any] = {"baselines": ()}
     if compare:
         with timings.stage("baselines"):
-            ends = [_smallest(problem, schedule, limits or SolveLimits(), static_memory)]
-            for other in in_orders_tried(captured):
-                if other.graph != graph:
-                    as_it_is = Schedule.keep_all(other.graph)
-                    ends.append(_smallest(other, as_it_is, limits or SolveLimits(), static_memory))
-            lowest_bytes, proven_bytes = (min(end) for end in zip(*ends, strict=True))
+            ends = _smallest_budgets(captured, problem, schedule, limits or SolveLimits(), static_memory)
+            lowest_bytes, proven_bytes = ends
             beside = {
                 "baselines": tuple(baseline_rows(captured, problem, solution)),
                 "details": step_details(captured, problem, schedule, evaluation),
@@ -246,6 +242,27 @@ def plan_from_solution(
         operations=_operation_rows(problem, schedule),
     )
     return plan if problem.regions is None else with_choices(plan, problem, solution)
+
+
+def smallest_budget(problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory) -> int:
+    """Return the smallest budget of the whole device for which a plan is known; a plan's own schedule is one of them.
+
+    That is what a plan says that was made with comparison.
+    """
+    lowest_bytes, _ = _smallest_budgets(problem, *in_own_order(problem, schedule), limits, static_memory)
+    return max(lowest_bytes, optimizer_peak_bytes(problem.graph, static_memory))
+
+
+def _smallest_budgets(
+    captured: Problem, problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory
+) -> tuple[int, int]:
+    """Return what :func:`_smallest` says, of a plan in its own order and of all orders that are tried."""
+    ends = [_smallest(problem, schedule, limits, static_memory)]
+    for other in in_orders_tried(captured):
+        if other.graph != problem.graph:
+            ends.append(_smallest(other, Schedule.keep_all(other.graph), limits, static_memory))
+    lowest_bytes, proven_bytes = (min(end) for end in zip(*ends, strict=True))
+    return lowest_bytes, proven_bytes
 
 
 def _smallest(

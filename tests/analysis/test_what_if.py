@@ -20,16 +20,18 @@ import pytest
 from rich.console import Console
 
 import cli
+from cost_models import devices
 from planner.analysis.study import Study
 from planner.analysis.trade_off.accelerators import DeviceSearch
 from planner.analysis.trade_off.answers import Answers, csv_text
 from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
 from planner.analysis.trade_off.methods import RECOMPUTE_ALONE, MethodSweep
+from planner.analysis.trade_off.outcome import Outcome, ask
 from planner.analysis.trade_off.ranges import check_budgets, parse_budgets, parse_sizes, spread
 from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint, find_knee
 from planner.common.limits import Clock
-from planner.common.options import Offload, Search
+from planner.common.options import Budget, Offload, Search
 from planner.errors import ClaimMismatchError, PlannerError, UsageError
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.host import Host
@@ -38,11 +40,12 @@ from planner.ir.simulator import simulate
 from planner.ir.static_memory import StaticMemory
 from planner.plans.baselines import every_nth_layer
 from planner.plans.evaluated import cheapest_within
-from planner.plans.plan import PlanOrigin
+from planner.plans.plan import NoPlanFitsError, PlanOrigin
 from planner.report import curve_chart, render_what_if
 from planner.solving.incumbent import Incumbent
 from tests.example_graphs import transformer
 from tests.oracle import cheapest, random_graph
+from tests.orders import branches
 
 QUICK = Search(time_limit_seconds=2.0, deterministic=True)
 
@@ -357,6 +360,29 @@ def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fail
     study_at.asked.clear()
     axis = search_sizes("2,4,30,40", study_at, budget).axis_so_far
     assert study_at.asked == [2, 4, 30] and axis.largest.size == 4 and not axis.rows[-1].outcome.fits
+
+
+@pytest.mark.parametrize("of", ["recompute", "offload", "order"])
+def test_a_row_says_what_a_plan_with_all_beside_it_says(of: str) -> None:
+    study = study_of(*(branches() if of == "order" else transformer(3)))
+    study, offload = dataclasses.replace(study, device=devices.device("h100")), Offload(offload=of == "offload")
+    seen: set[str] = set()
+    for share in (0.3, 0.45, 0.6, 0.75, 1.2):
+        budget_bytes = int(share * study.whole_bytes)
+        outcome = ask(study, budget_bytes, QUICK, offload)
+        try:
+            plan = study.planned(Budget(budget=budget_bytes), QUICK, offload)
+        except NoPlanFitsError as error:
+            assert not outcome.fits and outcome.minimum_feasible_peak_bytes == error.minimum_feasible_peak_bytes
+            continue
+        assert dataclasses.asdict(outcome) == {name: getattr(plan, of_plan) for name, of_plan in OF_PLANS.items()}
+        offloads = plan.offloading is not None and plan.offloading.host_bytes > 0
+        moved, again = bool(plan.order), plan.recompute_seconds > 0
+        seen |= {name for name, did in (("order", moved), ("offload", offloads), ("recompute", again)) if did}
+    assert of in seen
+
+
+OF_PLANS = {f.name: f.name for f in dataclasses.fields(Outcome)} | {"predicted_peak_bytes": "peak_bytes"}
 
 
 def test_coarse_steps_are_kept_and_nothing_may_fit() -> None:

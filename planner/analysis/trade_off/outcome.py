@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from planner.analysis.study import Study
 from planner.common.options import Budget, Offload, Search
-from planner.plans.plan import NoPlanFitsError
+from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.planning import smallest_budget
 
 _ROW_SHARE = 0.2
 """What each size and each device may take of the time limit for the curve."""
@@ -38,16 +39,23 @@ def for_one_row(search: Search) -> Search:
 
 
 def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:
-    """Plan a step for a budget, and give what comes of it in numbers."""
+    """Plan a step for a budget, and give what comes of it in numbers; nothing is compared, as nobody would see it."""
     try:
-        plan = study.planned(Budget(budget=budget_bytes), search, offload)
+        plan = study.planned(Budget(budget=budget_bytes), replace(search, compare=False), offload)
     except NoPlanFitsError as error:
         return Outcome(status="infeasible", minimum_feasible_peak_bytes=error.minimum_feasible_peak_bytes)
     return Outcome(
         status=plan.status,
-        minimum_feasible_peak_bytes=plan.minimum_feasible_peak_bytes,
+        minimum_feasible_peak_bytes=_smallest_budget(study, plan, search, offload),
         predicted_peak_bytes=plan.peak_bytes,
         overhead=plan.overhead,
         lower_bound_overhead=plan.lower_bound_overhead,
         step_seconds=plan.step_seconds,
     )
+
+
+def _smallest_budget(study: Study, plan: Plan, search: Search, offload: Offload) -> int:
+    host = study.host_for(offload)
+    step = study.for_host(host)
+    problem = step.posed(Budget(budget=plan.budget_bytes), host)
+    return smallest_budget(problem, plan.schedule_for(step.graph), search, step.static_memory)
