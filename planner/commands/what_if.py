@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from planner.analysis.trade_off.curve import CurveSweep
     from planner.analysis.trade_off.methods import MethodSweep
     from planner.analysis.trade_off.sizes import SizeSearch
+    from planner.capture.inputs import Inputs
     from planner.capture.torch_internals import FakeTensorMode
     from planner.exporters._export import Export
     from planner.ir.schedule import Schedule
     from planner.plans.plan import Plan
     from planner.report.progress import Shown
     from planner.session.sizes import StudiesBySize
+    from planner.zoo import ZooModel
 
 _DEFAULT_SECONDS = 25.0
 
@@ -228,30 +230,44 @@ class _Asking:
     def study(self, device: str | None = None, runtime: str | None = None) -> Study:
         """Capture the step, for another device or runtime if one is named."""
         import planner
-        from planner.capture.inputs import Inputs
 
         args = _with(self.args, device=device) if device else self.args
-        loaded = _asked.load(args, real=False)
         if device is None and runtime is None:
-            self.shown("capturing forward and backward")
-            first = Inputs.of(loaded.example_args, loaded.example_kwargs).tensors()[0]
-            self.samples = first.shape[0] if first.dim() else 1
+            return self.first()
         asked = _asked.keywords(args, Target, Training)
-        return _asked.ask(planner.study, loaded, runtime=runtime or args.runtime, **asked)
+        return _asked.ask(planner.study, _asked.load(args, real=False), runtime=runtime or args.runtime, **asked)
+
+    def first(self) -> Study:
+        """Capture the step that the curve is of; all sizes are captured with it that change nothing but its inputs."""
+        loaded = self.built(self.args)
+        asked = {name: getattr(self.args, f"{name}s") for name in _SIZES}
+        others = [self.built(_with(self.args, **{name: sizes.values[-1]})) for name, sizes in asked.items() if sizes]
+        self.shown("capturing forward and backward")
+        first = _inputs_of(loaded).tensors()[0]
+        self.samples = first.shape[0] if first.dim() else 1
+        studies = self._studies_of(loaded)
+        studies.expect(_inputs_of(other) for other in others if studies.are_of(other.model))
+        return studies.at(_inputs_of(loaded), loaded.loss_fn, beside_eager=True)
 
     def sized(self, option: str, size: int) -> Study:
-        """Return the step at another size; one model serves all sizes that change nothing but its inputs."""
+        """Return the step at another size."""
+        loaded = self.built(_with(self.args, **{option: size}))
+        return self._studies_of(loaded).at(_inputs_of(loaded), loaded.loss_fn)
+
+    def built(self, args: argparse.Namespace) -> ZooModel:
+        """Build the model of some sizes, in the same mode as all others."""
         from planner.capture import fake_mode
-        from planner.capture.inputs import Inputs
-        from planner.session.studying import studies_by_size
 
         self._mode = self._mode or fake_mode()
-        args = _with(self.args, **{option: size})
-        loaded = _asked.load(args, real=False, mode=self._mode)
+        return _asked.load(args, real=False, mode=self._mode)
+
+    def _studies_of(self, loaded: ZooModel) -> StudiesBySize:
+        from planner.session.studying import studies_by_size
+
         if self._studies is None or not self._studies.are_of(loaded.model):
-            asked = _asked.keywords(args, Target, Training)
-            self._studies = studies_by_size(loaded.model, runtime=args.runtime, name=loaded.name, **asked)
-        return self._studies.at(Inputs.of(loaded.example_args, loaded.example_kwargs), loaded.loss_fn)
+            how: dict[str, Any] = {"runtime": self.args.runtime, "name": loaded.name}
+            self._studies = studies_by_size(loaded.model, **how, **_asked.keywords(self.args, Target, Training))
+        return self._studies
 
     def partitioned(self) -> Iterator[Schedule]:
         from planner.capture.inputs import Inputs
@@ -279,6 +295,12 @@ class _Asking:
 
 def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | other)
+
+
+def _inputs_of(loaded: ZooModel) -> Inputs:
+    from planner.capture.inputs import Inputs
+
+    return Inputs.of(loaded.example_args, loaded.example_kwargs)
 
 
 def _hand_out(answers: Answers, args: argparse.Namespace, exports: Mapping[int, Sequence[Export]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from planner.capture.symbolic import OtherProgramError, at_sizes
 from planner.capture.torch_internals import call_implementation, with_symbolic_sizes
 from planner.common import timings
 from planner.errors import CaptureError
-from planner.session.recorded import study_eager
+from planner.session.recorded import study_eager, with_eager
 from planner.session.step import Options, captured, elsewhere_for, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
 
@@ -26,14 +27,15 @@ from planner.session.step_planning import chunked
 class StudiesBySize:
     """Studies of a model's step at sizes of its inputs.
 
-    The first size is captured as it is. For the second the program is captured with symbols for what differs from the
-    first, and serves all others: made plain for a size, it is the step that a capture at that size gives. A size that
-    it does not hold for (of one row, often) is captured by itself. What eager needs is not recorded: budgets are bytes.
+    The first size is captured as it is, where no other is expected. Else the program is captured with symbols for what
+    differs, and serves all sizes: made plain for one, it is the step that a capture at that size gives. A size that it
+    does not hold for (of one row, often) is captured by itself.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._model, self._options = model, options
-        self._first: Inputs | None = None
+        self._sizes: list[list[torch.Size]] = []
+        """Of inputs that were asked about, or will be."""
         self._call: IsolatedCall | None = None
         """What is captured with symbols."""
         self._may_vary = True
@@ -42,22 +44,31 @@ class StudiesBySize:
         """Whether a model differs in nothing but its numbers: in no size of a tensor, and no plain attribute."""
         return _make(self._model) == _make(other)
 
-    def at(self, inputs: Inputs, loss_fn: LossFunction | None = None) -> Study:
-        """Return the step for these inputs; a CaptureError says that it cannot be captured."""
+    def expect(self, others: Iterable[Inputs]) -> None:
+        """Say which other inputs will be asked about: one of each kind will do."""
+        self._sizes += map(_sizes_of, others)
+
+    def at(self, inputs: Inputs, loss_fn: LossFunction | None = None, *, beside_eager: bool = False) -> Study:
+        """Return the step for these inputs; a CaptureError says that it cannot be captured.
+
+        What eager needs is recorded only if that is asked for: budgets of other sizes are bytes.
+        """
         model = self._model
         options = with_loss(model, self._options, loss_fn, inputs)
         if options.runtime == "modules":
             return study_eager(model, inputs, options)
         check_plannable(model, inputs)
+        if beside_eager:
+            options = with_eager(model, options, inputs)
         step = lower_as_run(model, self._captured(inputs, options), options)
         if isinstance(options.chunk, int) and options.chunk != 1:
             step = chunked(model, step, options.chunk, options)
         return study_lowered(model, step, options)
 
     def _captured(self, inputs: Inputs, options: Options) -> JointGraph:
-        if self._first is None:
-            self._first = inputs
-        elif self._may_vary:
+        is_first = not self._sizes
+        self._sizes.append(_sizes_of(inputs))
+        if not is_first and self._may_vary:
             try:
                 joint = self._of_symbols(inputs, options)
             except CaptureError:
@@ -70,8 +81,7 @@ class StudiesBySize:
     @timings.stage("capture")
     def _of_symbols(self, inputs: Inputs, options: Options) -> JointGraph | None:
         """Return the program with symbols made plain for these inputs; None if it does not hold for them."""
-        assert self._first is not None
-        varying = varying_dimensions(inputs, [[tensor.shape for tensor in self._first.tensors()]])
+        varying = varying_dimensions(inputs, self._sizes)
         if not varying or min(tensor.shape[d] for tensor, dimensions in varying for d in dimensions) < 2:
             return None  # torch takes a size of one for a number
         try:
@@ -98,6 +108,10 @@ class StudiesBySize:
             elsewhere=elsewhere_for(self._model, options),
             choose_outputs=partial(loss_outputs, loss=options.loss),
         )
+
+
+def _sizes_of(inputs: Inputs) -> list[torch.Size]:
+    return [tensor.shape for tensor in inputs.tensors()]
 
 
 def _make(model: nn.Module) -> list[Any]:

@@ -18,17 +18,15 @@ from planner.analysis.trade_off.curve import CurveSweep
 from planner.analysis.trade_off.ranges import check_budgets, parse_sizes
 from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve
-from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing, check_plannable
+from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
 from planner.capture.parallel import has_several_ranks
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Offload, Search, Training, check_chunk, picked
 from planner.common.units import Size
 from planner.errors import UsageError
 from planner.plans.plan import Plan
-from planner.session.recorded import study_eager, with_eager
 from planner.session.sizes import StudiesBySize
-from planner.session.step import Options, captured, lower_as_run, study_lowered, with_loss
-from planner.session.step_planning import chunked
+from planner.session.step import Options
 
 
 def study(
@@ -85,10 +83,10 @@ def study(
     ['optimal', 'optimal']
     """
     options = Options.of(locals(), training=Training(**training), chunk=check_chunk(chunk))
-    return _studied(model, Inputs.of(example_inputs, example_kwargs), loss_fn, options)
+    return _studies(model, options).at(Inputs.of(example_inputs, example_kwargs), loss_fn, beside_eager=True)
 
 
-def _studied(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, options: Options) -> Study:
+def _studies(model: nn.Module, options: Options) -> StudiesBySize:
     check_model(model)
     runtime, chunks = options.runtime, options.chunk
     if runtime not in ("graph", "modules"):
@@ -97,15 +95,7 @@ def _studied(model: nn.Module, inputs: Inputs, loss_fn: LossFunction | None, opt
         raise UsageError("a step is studied in one number of chunks: give it, or use planner.plan with chunk='auto'")
     if chunks != 1:
         chunked_graph(runtime, several_devices=options.training.tensor_parallel > 1 or has_several_ranks())
-    options = with_loss(model, options, loss_fn, inputs)
-    if runtime == "modules":
-        return study_eager(model, inputs, options)
-    check_plannable(model, inputs)
-    options = with_eager(model, options, inputs)
-    step = lower_as_run(model, captured(model, inputs, options), options)
-    if chunks != 1:
-        step = chunked(model, step, chunks, options)
-    return study_lowered(model, step, options)
+    return StudiesBySize(model, options)
 
 
 def what_if(
@@ -190,21 +180,23 @@ def what_if(
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
     options = {"runtime": runtime, "deterministic": deterministic, "progress": progress, **options}
-    step = study(model, example_inputs, **options)
+    studies, loss_fn = studies_by_size(model, **options), options.get("loss_fn")
+    inputs = Inputs.of(example_inputs, options.get("example_kwargs"))
+    asked = (("batch_size", batches, inputs.with_batch), ("seq_len", lengths, inputs.with_length))
+    for _, sizes, resized in asked:
+        studies.expect(resized(size) for size in (sizes.values[:2] if sizes else ()))
+    step = studies.at(inputs, loss_fn, beside_eager=True)
     host = step.host_for(allowed)
     sweep = CurveSweep(step, search, points=points, budgets=budgets, asked=budget, host=host)
     sweep.run()
     curve = sweep.curve()
     if sweep.asked_bytes is None or not (batches or lengths):
         return curve
-    inputs = Inputs.of(example_inputs, options.get("example_kwargs"))
-    studies, loss_fn = studies_by_size(model, **options), options.get("loss_fn")
 
     def sized(resized: Callable[[int], Inputs], size: int) -> Study:
         return studies.at(resized(size), loss_fn)
 
     axes: dict[str, SizeAxis] = {}
-    asked = (("batch_size", batches, inputs.with_batch), ("seq_len", lengths, inputs.with_length))
     for option, sizes, resized in asked:
         if sizes is not None:
             how: dict[str, Any] = {"study_at": partial(sized, resized), "offload": allowed}
@@ -216,9 +208,10 @@ def what_if(
 
 def studies_by_size(model: nn.Module, **asked: Any) -> StudiesBySize:
     """Return the studies of a model's step at sizes of its inputs; the keywords are those of :func:`study`."""
-    return StudiesBySize(
-        model, Options.of({**(study.__kwdefaults__ or {}), **asked}, chunk=check_chunk(asked.get("chunk", OFF)))
-    )
+    known = study.__kwdefaults__ or {}
+    training = Training(**{name: value for name, value in asked.items() if name not in known})
+    chunks = check_chunk(asked.get("chunk", OFF))
+    return _studies(model, Options.of({**known, **asked}, training=training, chunk=chunks))
 
 
 def audit(
@@ -295,5 +288,5 @@ def audit(
             "(planner.check looks at the model as it is, and names this checkpointing-already-on)"
         ) from error
     options = Options.of({**asked, "runtime": runtime}, budget=Budget(), training=Training(**training))
-    step = _studied(model, Inputs.of(example_inputs, example_kwargs), loss_fn, options)
+    step = _studies(model, options).at(Inputs.of(example_inputs, example_kwargs), loss_fn, beside_eager=True)
     return audit_study(step, current, options.search, budget)

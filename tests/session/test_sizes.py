@@ -56,6 +56,18 @@ def test_each_size_is_what_a_capture_of_it_gives(of: str, captures: list[int]) -
         assert said_by(study) == said_by(alone), size
 
 
+@pytest.mark.parametrize("first", [1, 4])
+def test_one_capture_serves_all_sizes_that_are_expected(first: int, captures: list[int]) -> None:
+    model, inputs = Transformer(1), Inputs.of(torch.randn(4, 6, 64))
+    studies = studies_by_size(model, cost_model="roofline")
+    studies.expect([inputs.with_batch(8), inputs.with_length(5)])
+    asked = [inputs.with_batch(first), inputs.with_batch(8), inputs.with_length(3), inputs.with_batch(3).with_length(7)]
+    made = [studies.at(each) for each in asked]
+    assert len(captures) == (2 if first == 1 else 1)  # of one row no symbol is made
+    for each, study in zip(asked, made, strict=True):
+        assert said_by(study) == said_by(planner.study(model, each.args, cost_model="roofline"))
+
+
 class Summed(nn.Module):
     """The program itself depends on the length."""
 
