@@ -37,8 +37,12 @@ class Problem:
         return simulate(self.graph, self.costs, Schedule.keep_all(self.graph))
 
     def evaluate(self, schedule: Schedule) -> Evaluation:
-        """Simulate a schedule."""
-        return simulate(self.graph, self.costs, schedule, self.host)
+        """Simulate a schedule; what was simulated last is at hand."""
+        last: tuple[Schedule, Evaluation] | None = self.__dict__.get("_last")
+        if last is None or last[0] != schedule:
+            last = schedule, simulate(self.graph, self.costs, schedule, self.host)
+            self.__dict__["_last"] = last
+        return last[1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.errors import ClaimMismatchError, ScheduleError, UsageError
+from planner.ir import problem as problems
 from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule, recompute_lazily
@@ -167,3 +168,13 @@ def test_a_false_claim_is_refused(changes: dict[str, object], complaint: str) ->
 def test_a_problem_needs_a_cost_for_each_operation() -> None:
     with pytest.raises(UsageError, match="2 costs for 3 operations"):
         Problem(graph=chain(), costs=UNIT[:2], budget_bytes=1)
+
+
+def test_what_was_evaluated_last_is_not_simulated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, simulated = chain(), []
+    monkeypatch.setattr(problems, "simulate", lambda *given: simulated.append(given) or simulate(*given))
+    problem = Problem(graph=graph, costs=UNIT, budget_bytes=100)
+    once, twice = Schedule.keep_all(graph), Schedule((0, 1, 0, 2))
+    for schedule in (once, Schedule.keep_all(graph), twice, twice, once):
+        assert problem.evaluate(schedule) == simulate(graph, UNIT, schedule)
+    assert len(simulated) == 3
