@@ -31,7 +31,7 @@ def check_one_device(model: nn.Module) -> None:
     """Raise a UsageError for a model over several devices; numbers on the CPU may go with tensors on a GPU."""
     places: dict[torch.device, str] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.dim() or tensor.device.type != "cpu":
+        if not tensor.is_meta and (tensor.dim() or tensor.device.type != "cpu"):
             places.setdefault(tensor.device, name)
     if len(places) > 1:
         listed = [f"{name!r} is on {device}" for device, name in places.items()]

@@ -139,10 +139,10 @@ def varying_dimensions(inputs: Inputs, seen: Iterable[Sequence[Sequence[int]]]) 
     return [(tensor, dimensions) for tensor, dimensions in found if dimensions]
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, may_be_sharded: bool = False) -> None:
     """Raise a UsageError for what cannot be planned whatever it is called with: see also :func:`check_module`."""
     check_module(model)
-    check_not_distributed(model)
+    check_not_distributed(model, may_be_sharded=may_be_sharded)
     check_one_device(model)
 
 

@@ -32,15 +32,15 @@ def has_distributed_tensors(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def check_not_distributed(model: nn.Module) -> None:
+def check_not_distributed(model: nn.Module, *, may_be_sharded: bool = False) -> None:
     """Raise a UsageError, saying in which order to do it, for a model that DDP or FSDP2 was put around already."""
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         raise UsageError(
             f"the model is inside {type(model).__name__} already: wrap the module inside, before: "
             "planner.auto_wrap(module, ...), then DistributedDataParallel(module)"
         )
-    if is_sharded(model):
+    if is_sharded(model) and not may_be_sharded:
         raise UsageError(
-            "the model's parameters are sharded already: wrap before sharding: planner.auto_wrap(model, inputs, ...), "
-            "then fully_shard each block and the model"
+            "the model's parameters are sharded already, and it is not planned without being wrapped: call "
+            "planner.auto_wrap(model, budget=...), with runtime='regional' or none; or plan before fully_shard"
         )

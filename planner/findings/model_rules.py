@@ -95,8 +95,8 @@ RULES = (
     Rule(
         name="sharded-before-planning",
         evidence=_sharded,
-        cause="what is captured would hold the gathering of this rank's shards, and sizes are those of shards",
-        fix="plan and wrap the whole model first, then shard it; count it with data_parallel='fsdp2', ranks=N",
+        cause="it is planned as if it were whole, which planner.auto_wrap does and a plan by itself does not",
+        fix="planner.auto_wrap(model, budget=...); or plan before fully_shard, with data_parallel='fsdp2', ranks=N",
     ),
     Rule(
         name="loss-not-counted",

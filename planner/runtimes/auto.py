@@ -42,9 +42,11 @@ def choose(model: nn.Module) -> str:
     what one rank cannot carry out is then an error, and nothing else is tried. Ranks that share every layer
     (``parallelize_module``) run the model as it is.
     """
+    if is_sharded(model):
+        return "regional"
     if not has_several_ranks():
         return FIRST
-    return INSTEAD if has_distributed_tensors(model) and not is_sharded(model) else "regional"
+    return INSTEAD if has_distributed_tensors(model) else "regional"
 
 
 class AutoRuntime:

@@ -266,7 +266,8 @@ class _Inductor(StartsCalls):
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
 
     def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        check_can_compile(model, options)
+        if of_model(model).type != "meta":  # where it will be is known at its first call
+            check_can_compile(model, options)
         return super().start(model, options, **settings)
 
 

@@ -14,13 +14,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from planner.capture.blocks.regions import Block, Step, forwards, placeholders_given
 from planner.capture.blocks.sharding import ROOT, Parameter
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
-from planner.capture.fsdp_internals import keeps_whole_gradients, unplanned_sharding
+from planner.capture.fsdp_internals import (
+    computes_in_other_types,
+    keeps_whole_gradients,
+    types_of_shares,
+    unplanned_sharding,
+    unsharded,
+)
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
@@ -60,7 +67,7 @@ class RegionalRuntime(CallsInSituations):
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the blocks."""
-        plan = self._planned_before(inputs) if is_sharded(self.model) else self._planned(inputs)
+        plan = self._planned_sharded(inputs) if is_sharded(self.model) else self._planned(inputs)
         return plan, partial(_installed, self.model, _Planned(self.model, plan).forwards)
 
     def _planned(self, inputs: Inputs) -> Plan:
@@ -73,30 +80,27 @@ class RegionalRuntime(CallsInSituations):
         self.put_in_force(plan)
         return plan
 
-    def _planned_before(self, inputs: Inputs) -> Plan:
-        """Return the plan that was made before the model was sharded: afterwards there is no whole model to plan.
+    def _planned_sharded(self, inputs: Inputs) -> Plan:
+        """Plan as if the model were whole, unless the plan at hand will do.
 
-        Smaller inputs, say a last batch, take over its decisions: in every block less is alive whatever runs.
+        Smaller inputs, say a last batch, take over its decisions: in every block less is alive whatever runs. One that
+        was made before the model was sharded knows nothing of a policy for other types.
         """
-        if self.plan is None:
-            raise UsageError(
-                "the model was sharded before it was planned: give example inputs to planner.auto_wrap, and call "
-                "fully_shard after it"
-            )
-        shapes, planned = described(inputs.tensors()), str(self.plan.fingerprint["inputs"])
-        if not are_no_larger(shapes, planned):
-            raise PlanMismatchError(
-                f"the sharded model was planned for inputs {planned}, and is called with {shapes}: a sharded model "
-                "cannot be planned anew, so wrap it with the largest batch as example inputs"
-            )
-        blocks, ranks = str(self.plan.fingerprint["blocks"]).split(), int(self.plan.fingerprint[SHARDS])
+        plan = self.plan
+        knows_types = self.is_confirmed or self.must_match or not computes_in_other_types(self.model)
+        if plan is not None and knows_types and are_no_larger(described(inputs.tensors()), planned_for(plan)):
+            self.is_confirmed = True
+        else:
+            with unsharded(self.model):
+                plan = self._planned(inputs)
+        blocks, ranks = str(plan.fingerprint["blocks"]).split(), int(plan.fingerprint.get(SHARDS, 1))
         if found := unplanned_sharding(self.model, blocks, ranks):
             warnings.warn(
                 f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, with "
                 "default settings: gradients are right, and the peak may be above the predicted one",
                 stacklevel=8,
             )
-        return self.plan
+        return plan
 
     def situation(self, inputs: Inputs) -> Any:
         """Say also whether gradients are sent in this call's backward."""
@@ -174,6 +178,11 @@ class _PlannedBlock:
         return extract_fwd_bwd(lowered, schedule)
 
 
+def planned_for(plan: Plan) -> str:
+    """Return the inputs of a plan, as :func:`described`."""
+    return str(plan.fingerprint["inputs"])
+
+
 def decisions_on(plan: Plan, path: str) -> frozenset[tuple[str, ...]]:
     """Return what a plan asks of a block, in names that are the same in every block."""
     return frozenset(
@@ -223,7 +232,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     around = static_memory_of(model, everything, spec, options)
     units = None
     if around.gradient_shards > 1:
-        units = _units(model, blocks)
+        units = _units(model, blocks, types_of_shares(model))
         around = _sharded(around, units, spec.alignment_bytes)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
@@ -243,20 +252,33 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     return LoweredStep(lowered, spec, around, facts, notes), blocks
 
 
-def _units(model: nn.Module, blocks: Iterable[str]) -> dict[str, Sequence[Parameter]]:
-    """Return the parameters of each block, and of the rest, as ``fully_shard`` on each would group them."""
+def _units(
+    model: nn.Module, blocks: Iterable[str], types: Mapping[str, tuple[torch.dtype, torch.dtype]]
+) -> dict[str, Sequence[Parameter]]:
+    """Return the parameters of each block, and of the rest, as ``fully_shard`` on each would group them.
+
+    ``types`` are those of shares, and of gradients on their way, where they differ from those of parameters.
+    """
     units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
     for name, parameter in model.named_parameters():
         path = next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
-        shape, item_bytes = tuple(parameter.shape), parameter.element_size()
-        units[path].append(Parameter(shape=shape, item_bytes=item_bytes, trainable=parameter.requires_grad))
+        share, spread = types.get(name, (parameter.dtype, parameter.dtype))
+        units[path].append(
+            Parameter(
+                shape=tuple(parameter.shape),
+                item_bytes=parameter.element_size(),
+                share_item_bytes=share.itemsize,
+                spread_item_bytes=spread.itemsize,
+                trainable=parameter.requires_grad,
+            )
+        )
     return dict(units)
 
 
 def _sharded(around: StaticMemory, units: dict[str, Sequence[Parameter]], alignment_bytes: int) -> StaticMemory:
     """Count padded shards, and no buffers for communication: those come and go within the step."""
     ranks = around.gradient_shards
-    shards = [p.padded_bytes(ranks) // ranks for parameters in units.values() for p in parameters]
+    shards = [p.padded(ranks) // ranks * p.share_item_bytes for parameters in units.values() for p in parameters]
     static = dict(around.static_bytes)
     static.pop("communication buffers", None)
     static["parameters"] = sum(round_up(size_bytes, alignment_bytes) for size_bytes in shards)

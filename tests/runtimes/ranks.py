@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -196,17 +197,58 @@ def mixed_precision(rank: int) -> dict[str, Any]:
     """Hold a sharded model of 16 bits against the same without recompute."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found, peaks = [], []
-    for budget in ("100%", "68%"):
+    for budget in ("100%", "48%"):
         others = live()
         x = data(rank)
         model = wrap(make(), rank, "fsdp2", activation_budget=budget)
-        plan = planner.plan_of(model)
         peak, running = peak_of(lambda model=model: distributed(model, "fsdp2", policy), x, others)
+        plan = planner.plan_of(model)
         found.append(gradients(running))
         peaks.append(peak)
     equal = all(torch.equal(found[0][n], found[1][n]) for n in found[0])
     recomputed = len(plan.recomputations)
     return {"equal": equal, "peaks": peaks, "predicted_bytes": plan.peak_bytes, "recomputed": recomputed}
+
+
+def sharded_first(rank: int) -> dict[str, Any]:
+    """Wrap a model that is sharded already, made on the meta device, in its own types and in 16 bits."""
+    policies = {
+        "own": MixedPrecisionPolicy(),
+        "16 bits": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "all 16 bits": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
+    return {name: _sharded_first(rank, policy) for name, policy in policies.items()}
+
+
+def _sharded_first(rank: int, policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    def sharded() -> nn.Module:
+        with torch.device("meta"):
+            empty = Model()
+        model = distributed(empty, "fsdp2", policy).to_empty(device="cpu")
+        model.load_state_dict({n: distribute_tensor(v, init_device_mesh("cpu", (RANKS,))) for n, v in state.items()})
+        return model
+
+    def wrapped() -> nn.Module:
+        return planner.auto_wrap(sharded(), activation_budget="68%", time_limit_seconds=1.0, deterministic=True)
+
+    state, others, x = make().state_dict(), live(), data(rank)
+    others |= {p.untyped_storage().data_ptr(): 0 for p in state.values()}
+    peak, model = peak_of(wrapped, x, others)
+    plan, plain = planner.plan_of(model), sharded()
+    step(plain, x)
+    expected, found = gradients(plain), gradients(model)
+    result = {
+        "equal": all(torch.equal(found[n], expected[n]) for n in expected),
+        "recomputed": len(plan.recomputations),
+        "peak_bytes": peak,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "runtime": plan.runtime,
+    }
+    larger = torch.cat([x, x])
+    step(model, larger), step(plain, larger)
+    expected, found = gradients(plain), gradients(model)
+    return result | {"larger_equal": all(torch.equal(found[n], expected[n]) for n in expected)}
 
 
 def refused(function: Callable[[], Any]) -> dict[str, Any]:
@@ -242,30 +284,29 @@ def differs(rank: int) -> dict[str, Any]:
 
 
 def wrong_order(rank: int) -> dict[str, Any]:
-    ddp, sharded, late = distributed(make(), "ddp"), distributed(make(), "fsdp2"), make()
-    planner.auto_wrap(late, activation_budget="75%", runtime="regional", data_parallel="fsdp2", ranks=RANKS)
-    distributed(late, "fsdp2")
+    ddp, sharded = distributed(make(), "ddp"), distributed(make(), "fsdp2")
     return {
         "ddp": refused(lambda: planner.auto_wrap(ddp, data(rank), budget="90%")),
-        "sharded": refused(lambda: planner.auto_wrap(sharded, data(rank), budget="90%")),
-        "late": refused(lambda: late(data(rank))),
+        "sharded": refused(lambda: planner.plan(sharded, data(rank), budget="90%")),
+        "other_runtime": refused(lambda: planner.auto_wrap(sharded, data(rank), budget="90%", runtime="graph")),
     }
 
 
 def last_batch(rank: int) -> dict[str, Any]:
-    """Give a sharded model a smaller batch, and one that is larger than what it was planned for."""
+    """Give a sharded model a smaller batch than it was planned for, and a larger one."""
     model, x = make(), data(rank)
     wrap(model, rank, "fsdp2", activation_budget="68%")
     plan, running = planner.plan_of(model), distributed(model, "fsdp2")
     step(running, x)
     step(running, x[:100])
     found, expected = gradients(running), mean_of_single_processes(100)
-    return {
+    result = {
         "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
         "recomputed": len(plan.recomputations),
         "same_plan": planner.plan_of(model) == plan,
-        "larger": refused(lambda: step(running, torch.cat([x, x]))),
     }
+    step(running, torch.cat([x, x]))
+    return result | {"larger_rows": 2 * ROWS, "planned_for": planner.plan_of(model).fingerprint["inputs"]}
 
 
 def shardings(rank: int) -> dict[str, Any]:
@@ -467,6 +508,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "ddp": lambda rank: train(rank, "ddp"),
     "fsdp2": lambda rank: train(rank, "fsdp2"),
     "mixed_precision": mixed_precision,
+    "sharded_first": sharded_first,
     "last_batch": last_batch,
     "shardings": shardings,
     "tensor_parallel": tensor_parallel,

@@ -26,12 +26,17 @@ class Parameter:
 
     shape: tuple[int, ...]
     item_bytes: int
+    """Of what is gathered, and computed with."""
+    share_item_bytes: int
+    """Of the rank's share, and of its gradient."""
+    spread_item_bytes: int
+    """Of the gradient as it is spread."""
     trainable: bool
 
-    def padded_bytes(self, ranks: int) -> int:
-        """Return its bytes over all ranks."""
+    def padded(self, ranks: int) -> int:
+        """Return its elements over all ranks."""
         first = self.shape[0] if self.shape else 1
-        return -(-first // ranks) * ranks * math.prod(self.shape[1:]) * self.item_bytes
+        return -(-first // ranks) * ranks * math.prod(self.shape[1:])
 
 
 class Sharding:
@@ -106,11 +111,11 @@ class Sharding:
     def _all_gather(self, path: str) -> None:
         if path in self.buffers or path in self.gathered:
             return
-        size_bytes = sum(p.padded_bytes(self.ranks) for p in self.units[path])
+        size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in self.units[path])
         self.buffers[path] = self._make("all-gather", path, size_bytes, "gathered parameters")
 
     def _copy_out(self, path: str, reads: Sequence[int]) -> None:
-        aligned = [self.builder.aligned(p.padded_bytes(self.ranks)) for p in self.units[path]]
+        aligned = [self.builder.aligned(p.padded(self.ranks) * p.item_bytes) for p in self.units[path]]
         made = self._make("parameters", path, sum(aligned), "gathered parameters", reads=[*reads, self.buffers[path]])
         self.gathered[path] = made
 
@@ -118,9 +123,10 @@ class Sharding:
         self._add("reshard", path, [self.gathered.pop(path)])
         trainable = [p for p in self.units[path] if p.trainable]
         self._add("free the reduce-scatter before", path, self.last_reduced)
-        size_bytes = sum(p.padded_bytes(self.ranks) for p in trainable)
+        size_bytes = sum(p.padded(self.ranks) * p.spread_item_bytes for p in trainable)
+        share_bytes = sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in trainable)
         buffer = self._make("gradients to be spread", path, size_bytes, "gradients", reads=self.gradients[path])
-        share = self.builder.add_value(f"{path} share", size_bytes // self.ranks, kind="gradient", retained=True)
+        share = self.builder.add_value(f"{path} share", share_bytes, kind="gradient", retained=True)
         self._add("reduce-scatter", path, [buffer], [share])
         self.last_reduced = [buffer]
 

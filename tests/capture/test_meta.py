@@ -1,0 +1,57 @@
+"""Models on the meta device are planned as they will be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture.inputs import Inputs
+from planner.capture.meta import placed
+from planner.plans.plan import Plan
+from tests.models import SEQUENCES, Transformer
+
+OPTIONS: dict[str, Any] = {"budget": "80%", "deterministic": True, "time_limit_seconds": 1.0, "cost_model": "roofline"}
+
+
+def decided(plan: Plan) -> tuple[Any, ...]:
+    return plan.peak_bytes, plan.budget_bytes, plan.recomputations, plan.fingerprint
+
+
+@pytest.mark.parametrize("runtime", ["graph", "regional", "modules"])
+def test_its_plan_is_that_of_the_model_with_data(runtime: str) -> None:
+    expected = planner.plan(Transformer(), SEQUENCES, runtime=runtime, **OPTIONS)
+    model = Transformer().to("meta")
+    before = dict(model.named_parameters())
+    for inputs in (SEQUENCES, SEQUENCES.to("meta")):
+        assert decided(planner.plan(model, inputs, runtime=runtime, **OPTIONS)) == decided(expected)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("runtime", ["auto", "regional"])
+def test_wrapped_there_and_allocated_later_it_trains_as_it_would(runtime: str) -> None:
+    plain, model = Transformer(), Transformer().to("meta")
+    planner.auto_wrap(model, SEQUENCES, runtime=runtime, **OPTIONS)
+    plan = planner.plan_of(model)
+    model.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    for either in (model, plain):
+        torch.manual_seed(0)
+        either(SEQUENCES).backward()
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad), name
+    assert planner.plan_of(model).recomputations == plan.recomputations != {}
+
+
+def test_shared_parameters_stay_shared_and_what_has_data_keeps_it() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    model.register_buffer("kept", torch.ones(1))
+    x = torch.ones(2, 4)
+    with placed(model, Inputs.of(x)) as inputs:
+        assert model[0].weight is model[1].weight and model[0].weight.device.type == "cpu"
+        assert model.kept.item() == 1 and inputs.tensors() == [x]
+    assert model[0].weight.is_meta and model[0].weight is model[1].weight
