@@ -25,6 +25,8 @@ class SolveLimits:
     within a factor of a few."""
     seed: int = 0
     """Of whatever draws random numbers."""
+    enough: float = 0.0
+    """How near to a proven bound a plan need come, as a share of the step: then no better one is looked for."""
     told: Callable[[float], None] | None = field(default=None, compare=False, repr=False)
     """Told of all work in seconds, by whoever asks for one solve after the other."""
 

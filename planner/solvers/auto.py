@@ -83,7 +83,7 @@ class _Race:
         self.clock = effort.clock()
         self.spent = incumbent.clock = effort.clock()
         """All that the solvers take; the clock beside it is for sharing out time where none has passed."""
-        self.gap_seconds = _ENOUGH * incumbent.problem.baseline.seconds
+        self.gap_seconds = max(_ENOUGH, effort.enough) * incumbent.problem.baseline.seconds
 
     def run(self) -> None:
         """Better the incumbent until time is up; an InfeasibleBudgetError says that there is provably no plan."""

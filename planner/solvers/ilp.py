@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.common.limits import Clock, SolveLimits
+from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
@@ -66,16 +66,17 @@ class IlpSolver:
 
     def prove(self, incumbent: Incumbent, *, effort: SolveLimits, progress: Progress | None = None) -> None:
         """Better a shared incumbent; an InfeasibleBudgetError says that there is no plan, and if that is proven."""
-        _StepCutSearch(incumbent, effort.clock(), progress or (lambda line: None)).run()
+        _StepCutSearch(incumbent, effort, progress or (lambda line: None)).run()
 
 
 class _StepCutSearch:
     """One solve: how it stands, and how much time is left."""
 
-    def __init__(self, incumbent: Incumbent, clock: Clock, progress: Progress) -> None:
+    def __init__(self, incumbent: Incumbent, effort: SolveLimits, progress: Progress) -> None:
         self.incumbent = incumbent
         self.problem = incumbent.problem
-        self.clock = clock
+        self.clock = effort.clock()
+        self.enough = effort.enough
         self.tell = progress
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
         self.fits = False  # whether the last programme's own solution kept the budget; what is left is its gap
@@ -98,12 +99,15 @@ class _StepCutSearch:
         cuts = self.add_cuts(cuts, gap_seconds=_LEVELS[0][0] * step, share=_RELAXED_SHARE, relax=True)
         self.fits = False
         for gap, share in _LEVELS:
+            if gap < self.enough and self.incumbent.is_closed(self.enough * step):
+                break
             cuts = self.add_cuts(cuts, gap_seconds=gap * step, share=share)
             if not self.incumbent.is_closed(gap * step):
                 break
-        if not self.incumbent.is_closed(_ENOUGH * step) and not self.fits:
-            self.leave_spare(first, _ENOUGH * step)
-            self.add_cuts(cuts, gap_seconds=_ENOUGH * step, share=1.0)
+        enough_seconds = max(_ENOUGH, self.enough) * step
+        if not self.incumbent.is_closed(enough_seconds) and not self.fits:
+            self.leave_spare(first, enough_seconds)
+            self.add_cuts(cuts, gap_seconds=enough_seconds, share=1.0)
 
     def add_cuts(self, cuts: list[Cut], *, gap_seconds: float, share: float, relax: bool = False) -> list[Cut]:
         """Solve, carry out, and cut where the budget breaks, until bound and schedule meet."""

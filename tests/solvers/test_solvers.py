@@ -10,11 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from planner import solvers
+from planner.common.limits import SolveLimits
 from planner.errors import InfeasibleBudgetError, SolverUnavailableError, UsageError
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
+from planner.solving.milp import Library
 from planner.solving.peak_bounds import minimum_peak, proven_floor
 from tests import oracle
 from tests.tiers import tiered
@@ -184,6 +186,23 @@ def test_auto_is_no_worse_than_the_others() -> None:
     for name in ("sqrt", "ilp"):
         other = solvers.solve(problem, name, time_limit_seconds=0.25, deterministic=True)
         assert auto.recompute_seconds <= other.recompute_seconds + 3e-4 * problem.baseline.seconds
+
+
+def test_no_better_plan_is_looked_for_than_one_that_is_near_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    programmes: list[float] = []
+    minimise = Library.minimise
+    monkeypatch.setattr(
+        Library, "minimise", lambda self, model, **how: programmes.append(how["gap"]) or minimise(self, model, **how)
+    )
+    problem, tried = at(GPT, 0.7), []
+    for enough in (0.0, 5e-3):
+        programmes.clear()
+        effort = SolveLimits(time_limit_seconds=5.0, deterministic=True, enough=enough)
+        found = solvers.get("ilp").solve(problem, effort=effort)
+        gap = (found.added_seconds - found.lower_bound_seconds) / problem.baseline.seconds
+        assert gap <= max(enough, 1e-3)
+        tried.append(len(programmes))
+    assert tried[1] < tried[0]
 
 
 def test_without_highs_cbc_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from planner.analysis.study import Study
+from planner.analysis.trade_off.outcome import ENOUGH
 from planner.analysis.trade_off.ranges import parse_budgets, spread
 from planner.analysis.trade_off.types import TradeOffCurve, TradeOffPoint
 from planner.common.limits import Clock
@@ -153,9 +154,9 @@ class CurveSweep:
             if (best := self._best(budget_bytes)) is not None:
                 incumbent.update(best.schedule, best.name)
             incumbent.raise_bound(self.bound_seconds(budget_bytes))
-            effort = replace(self.search, time_limit_seconds=share_seconds, told=clock.work)
+            effort = replace(self.search, time_limit_seconds=share_seconds, enough=ENOUGH, told=clock.work)
             try:
-                if not incumbent.is_closed(0.0):
+                if not incumbent.is_closed(ENOUGH * self.baseline.seconds):
                     self.study.improve(incumbent, solver=effort.solver, effort=effort, progress=effort.progress)
             except InfeasibleBudgetError as error:
                 if error.is_proven and incumbent.schedule is not None:

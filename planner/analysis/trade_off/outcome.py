@@ -9,6 +9,9 @@ from planner.common.options import Budget, Offload, Search
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.plans.planning import smallest_budget
 
+ENOUGH = 5e-4
+"""How near to its bound a plan need come, as a share of the step: half of what the last digit in a table stands for."""
+
 _ROW_SHARE = 0.2
 """What each size and each device may take of the time limit for the curve."""
 
@@ -35,7 +38,7 @@ class Outcome:
 
 def for_one_row(search: Search) -> Search:
     """Return how a plan for one size or device is looked for, beside a curve that is looked for in this way."""
-    return replace(search, time_limit_seconds=_ROW_SHARE * search.time_limit_seconds)
+    return replace(search, time_limit_seconds=_ROW_SHARE * search.time_limit_seconds, enough=ENOUGH)
 
 
 def ask(study: Study, budget_bytes: int, search: Search, offload: Offload) -> Outcome:
