@@ -212,7 +212,7 @@ def _result(model: torch.nn.Module, inputs: Sequence[Any], outputs: Any) -> Step
     )
 
 
-def smaller(outcome: Outcome) -> Outcome:
+def smaller(outcome: Outcome, check: Callable[..., Outcome] = check) -> Outcome:
     """Leave out blocks of a failing model for as long as it fails in the same way."""
     kinds = {failure.kind for failure in outcome.failures}
     for block in outcome.blocks:
