@@ -411,7 +411,8 @@ def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:
 def loss_outputs(graph_module: fx.GraphModule, loss: LossMemory | None = None) -> list[int]:
     """Return the positions of the outputs that a backward starts from; see ``capture.inputs.expected_losses``."""
     values, differentiable = _output_values(graph_module), differentiable_outputs(graph_module)
-    return [differentiable[i] for i in expected_losses([values[i].shape for i in differentiable], loss)]
+    shapes = [tuple(map(hint_of, values[i].shape)) for i in differentiable]  # to compare symbols would pin them
+    return [differentiable[i] for i in expected_losses(shapes, loss)]
 
 
 def _output_values(graph_module: fx.GraphModule) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.nn import functional
 
 from planner.capture.elsewhere import is_elsewhere
-from planner.capture.torch_internals import has_onednn, outside_tracing
+from planner.capture.torch_internals import has_onednn, hint_of, outside_tracing
 
 _STACKS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _LSTM_MODE = 2
@@ -119,7 +119,8 @@ def _(
     x: Tensor, w0: Tensor, w1: Tensor, b0: Tensor, b1: Tensor, hidden: Tensor, cell: Tensor, reverse: bool, train: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     output = x.new_empty((*x.shape[:2], hidden.shape[-1]))
-    kept, dtype = _kept(tuple(x.shape), hidden.shape[-1], x.dtype)  # whatever "train" says
+    length, batch, features, size = map(hint_of, (*x.shape, hidden.shape[-1]))
+    kept, dtype = _kept((length, batch, features), size, x.dtype)  # whatever "train" says
     return output, torch.empty_like(hidden), torch.empty_like(cell), x.new_empty(kept, dtype=dtype)
 
 

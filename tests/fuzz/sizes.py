@@ -12,7 +12,7 @@ import torch
 
 import planner
 from planner.analysis.study import Study
-from planner.capture.inputs import Inputs
+from planner.capture.inputs import Inputs, run_backward
 from planner.capture.joint import JointGraph
 from planner.capture.symbolic import Sizes
 from planner.errors import PlannerError
@@ -48,8 +48,8 @@ def _failures(make: Callable[[], Any], outcome: Outcome) -> Iterator[Failure]:
     inputs = Inputs.of(example)
     try:
         for batch in BATCHES:
-            model(*inputs.with_batch(batch).args)
-    except Exception as error:  # a size is written down in the model
+            run_backward(model(*inputs.with_batch(batch).args), loss_fn)
+    except Exception as error:  # a size is written down in the model, or autograd refuses some in-place changes
         outcome.invalid = f"{type(error).__name__}: {error}"
         return
     model, _, _ = make()

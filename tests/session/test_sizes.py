@@ -68,6 +68,30 @@ def test_one_capture_serves_all_sizes_that_are_expected(first: int, captures: li
         assert said_by(study) == said_by(planner.study(model, each.args, cost_model="roofline"))
 
 
+class Recurrent(nn.Module):
+    """How much oneDNN keeps of it is known only when it runs, at sizes that are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(64, 32, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("model", [nn.Linear(64, 8), Recurrent()], ids=["loss outside", "recurrent"])
+def test_a_loss_outside_and_a_recurrent_layer_pin_no_batch(model: nn.Module, captures: list[int]) -> None:
+    inputs = Inputs.of(torch.randn(4, 6, 64))
+    studies = studies_by_size(model, cost_model="roofline")
+    asked = [inputs.with_batch(batch) for batch in (3, 5, 8, 2)]
+    studies.expect([inputs])
+    made = [studies.at(each, mean_square) for each in asked]
+    assert len(captures) == 1
+    for each, study in zip(asked, made, strict=True):
+        alone = planner.study(model, each.args, loss_fn=mean_square, cost_model="roofline")
+        assert said_by(study) == said_by(alone)
+
+
 class Summed(nn.Module):
     """The program itself depends on the length."""
 
