@@ -82,7 +82,7 @@ def plan(
     compare: bool = True,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plan one training step of a model under a memory budget; the model is left alone.
+    """Plan one training step of a model under a memory budget. The model does not change.
 
     Parameters
     ----------
@@ -92,21 +92,21 @@ def plan(
         What one step passes to the model: one tensor, a tuple of arguments, a dict of keywords, or one object that
         holds tensors.
     budget : int, float or str, optional
-        What the device may hold at any moment, everything included: bytes, ``"8GiB"``, ``"8GB"``, or
-        ``"60%"`` of the peak of the model's own eager step.
+        What the device may hold at any moment, everything included. Bytes, ``"8GiB"``, ``"8GB"``, or ``"60%"``, which
+        is a share of the peak of the model's own eager step.
     activation_budget : int, float or str, optional
         Instead of ``budget``: what the step may allocate on top of what is resident before it.
     strategy : str, optional
-        What an established system does (``"every-2"``); without a budget the plan is for the peak that this has.
+        What an established system does (``"every-2"``). Without a budget, the budget is the peak of this strategy.
     example_kwargs : mapping, optional
         Keyword arguments beside positional example inputs.
     loss_fn : callable, optional
         From the model's output to a scalar, if the model does not return its loss.
     runtime : str
-        Name of what is to run the plan, which decides what can be planned; ``"auto"`` picks.
+        Name of the runtime of the plan. Each runtime can carry out other plans; ``"auto"`` picks.
     chunk : int or str
-        In how many chunks to compute what makes the peak (``"auto"`` tries several, where that makes a plan feasible
-        or cheaper), or ``"off"``. The last digits of loss and gradients are then others; needs whole graphs.
+        In how many chunks to compute what makes the peak, or ``"off"``. ``"auto"`` tries several, if that makes a plan
+        feasible or cheaper. Chunks change the last digits of loss and gradients, and need whole graphs.
     solver : str
         Name of a solver of whole graphs; ``"auto"`` picks, and is the only one for the runtime ``"modules"``.
     time_limit_seconds : float
@@ -118,8 +118,8 @@ def plan(
     device : str, optional
         Accelerator to plan for; by default the one that the model is on.
     cost_model : str
-        Name of a cost model: ``"roofline"`` of the device, ``"measured"`` by running each different operation here,
-        or ``"auto"``: for a moment measured where the model is real and its device here, else the roofline.
+        Name of a cost model. ``"roofline"`` is that of the device. ``"measured"`` runs each different operation here.
+        ``"auto"`` measures for a moment if the model is real and its device is here. Otherwise it is the roofline.
     profile : Profile, optional
         Costs recorded before, by :func:`profile` or read from a file.
     optimizer : str
@@ -296,12 +296,12 @@ def auto_wrap(
     ----------
     model : torch.nn.Module
     example_inputs : tensor, tuple or dict, optional
-        Plan at once for these; otherwise the first training call is planned from what it is given.
+        Plan at once for these inputs. Without them, the first training call is planned for its own inputs.
     budget, activation_budget : int, float or str, optional
         See :func:`plan`. With ``plan`` the budget is the plan's unless another is given.
     plan : Plan, optional
-        A plan made before. One that belongs to another model or other shapes is refused at the first
-        call, or replaced if ``replan``.
+        A plan made before. If it belongs to another model or other shapes, the first call refuses it, or replaces it
+        if ``replan``.
     replan : bool
         Whether a plan that does not match may be replaced.
     example_kwargs, loss_fn, runtime, chunk, solver, time_limit_seconds, deterministic, seed
@@ -400,8 +400,8 @@ def wrap_pipeline(
     """Make the stages of this rank keep a memory budget in a schedule of ``torch.distributed.pipelining``.
 
     Every rank of the pipeline calls it, after it has made its schedule and before the first step. A rank's stages are
-    planned together, for as many micro-batches as the schedule has in flight there, and their modules wrapped. Then
-    ``schedule.step`` is called as ever.
+    planned together, for as many micro-batches as the schedule has in flight there, and their modules are wrapped.
+    Calls of ``schedule.step`` do not change.
 
     Parameters
     ----------
@@ -531,17 +531,17 @@ def backend(
 ) -> Backend:
     """Return a backend for ``torch.compile`` that keeps a memory budget while what it compiles trains.
 
-    All graphs that one backend compiles share its budget, whatever Dynamo cuts a program into. Each runs once under
-    the lowest plan that is known for it, by eager kernels. When all are known, at the next step, every one is planned
-    for its share and compiled. What is computed eagerly between them is not counted.
+    All graphs that one backend compiles share its budget, however Dynamo cuts the program. In the first step each
+    runs eager kernels, under the plan with the lowest known peak. At the next step all graphs are known: each is
+    planned for its share and compiled. What Python computes between graphs is not counted.
 
     Parameters
     ----------
     budget : int or str
         What the whole device may hold at any moment: bytes or ``"8GiB"``.
     runtime : str
-        ``"inductor"``: Inductor writes the code; ``torch.compile``'s ``mode`` and ``options`` are its own, and what
-        needs no gradients is compiled as without a plan. ``"graph"``: eager kernels, with eager's bits.
+        ``"inductor"``: Inductor writes the code and gets ``mode`` and ``options`` of ``torch.compile``. Code without
+        gradients is compiled as if there were no plan. ``"graph"``: eager kernels, with eager's bits.
     solver, time_limit_seconds, deterministic, seed, cost_model, optimizer, master_weights, gradient_accumulation
         See :func:`plan`; the time limit is for each graph.
     reserve, progress
@@ -559,8 +559,8 @@ def backend(
     UsageError
         If an argument is wrong.
     UsageError, CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError
-        By the compiled program, when it is called: ``mode`` or ``options`` that no plan goes with, programs that cannot
-        be planned, a budget that nothing keeps.
+        When the compiled program is called: if ``mode`` or ``options`` exclude a plan, if the program cannot be
+        planned, or if no plan keeps the budget.
 
     Examples
     --------

@@ -111,8 +111,8 @@ _TOLD: dict[str, dict[str, Any]] = {
     },
     "cost_model": {
         "metavar": "NAME",
-        "help": "roofline (from the device's data sheet), measured (each different operation is run here), or "
-        "auto, the default (measured for a moment where model and device are here)",
+        "help": "roofline (from the device's data sheet), measured (runs each different operation here), or "
+        "auto (the default: measures for a moment if model and device are here)",
     },
     "profile": {"metavar": "FILE", "help": "costs that 'profile' recorded, here or on another machine"},
     "offload": {"help": "let values wait in the host's memory too"},
