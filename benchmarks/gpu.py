@@ -244,7 +244,7 @@ _HEADINGS = ["", *_COUNTED, "ms", "of eager", "bits"]
 def _markdown(result: Result) -> str:
     rows = result["rows"]
     facts: Result = next((row for row in rows if "gpu" in row), {})
-    eager = {row.get("model", row["case"]): row["seconds"] for row in rows if row.get("what") == "eager"}
+    eager = {(row["case"], row.get("model")): row["seconds"] for row in rows if row.get("what") == "eager"}
     steps = [_step_cells(row, eager) for row in rows if "what" in row and ("seconds" in row or "status" in row)]
     others = [row for row in rows if not ("what" in row and ("seconds" in row or "status" in row)) and row is not facts]
     rehearsed = "**A rehearsal: kernels or sizes are not real, and no figure here is one of a GPU.**"
@@ -265,7 +265,7 @@ def _in_words(row: Result) -> str:
     return "; ".join(f"{name.replace('_', ' ')} {_short(value)}" for name, value in row.items())
 
 
-def _step_cells(row: Result, eager: dict[str, float]) -> list[object]:
+def _step_cells(row: Result, eager: dict[tuple[str, str | None], float]) -> list[object]:
     start: list[object] = [f"{row.get('model', row['case'])}, {row['what']}"]
     if row.get("status") == "error" and "seconds" not in row:
         return [*start, row["error"].replace("|", "/")[:100], *["-"] * 8]
@@ -276,7 +276,8 @@ def _step_cells(row: Result, eager: dict[str, float]) -> list[object]:
         known = f"predicted_{kind}_bytes" in row
         cells += [mebibytes(row.get(f"predicted_{kind}_bytes")), mebibytes(row[f"measured_{kind}_bytes"])]
         cells.append(percent(_off(row, kind), 2) if known else "-")
-    before = eager.get(row.get("model", row["case"]))
+    name = row.get("model")
+    before = eager.get((row["case"], name), eager.get(("model", name)))
     cells += [f"{1e3 * row['seconds']:.1f}", percent(row["seconds"] / before if before else None)]
     bits = {True: "equal", False: "within control" if row.get("within_control") else "FURTHER OFF"}
     return [*start, *cells, bits[row["bits"]] if "bits" in row else "-"]

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -37,6 +38,7 @@ from planner.plans.plan import NoPlanFitsError
 READY = "ready"
 _WARM_UPS, _STEPS = 2, 6
 _MOST_BATCH = 96
+_ATTEMPTS = 4
 
 Rows = Iterator[Result]
 
@@ -160,12 +162,8 @@ def _model(case: Result) -> Rows:
         row: Result = {**start, "what": f"planned for {budget}", "measured_operations": len(profile.measurements)}
         try:
             options = {"time_limit_seconds": case["solve_seconds"], "profile": profile, "compare": False}
-            try:
-                plan = api.plan(loaded.model, **arguments, **options, activation_budget=budget)
-            except NoPlanFitsError as error:
-                least_bytes = error.minimum_feasible_peak_bytes
-                row["what"] = f"planned for the least ({budget} cannot be kept)"
-                plan = api.plan(loaded.model, **arguments, **options, budget=least_bytes)
+            plan, is_kept = _or_the_least(partial(api.plan, loaded.model, **arguments, **options), budget)
+            row["what"] += "" if is_kept else ", which cannot be kept: for the least"
             row |= _predicted(plan)
             model = api.auto_wrap(loaded.model, plan=plan)
             try:
@@ -291,7 +289,7 @@ def _snapshot(case: Result) -> Rows:
     loaded = _built(case)
     _wrap(loaded.model, (), loaded.example_kwargs, {"activation_budget": case["budgets"][0], "time_limit_seconds": 1})
     _step(loaded.model, loaded)
-    torch.cuda.memory._record_memory_history(max_entries=100_000)
+    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")  # those of C++ take minutes
     _step(loaded.model, loaded)
     path = Path(case["folder"]) / "snapshot.pickle"
     torch.cuda.memory._dump_snapshot(str(path))
@@ -307,11 +305,19 @@ def _built(case: Result) -> zoo.ZooModel:
 
 def _wrap(model: nn.Module, args: tuple[Any, ...], kwargs: Result, options: Result) -> None:
     """Plan a model for a budget, or for the least that is known to be feasible."""
-    try:
-        api.auto_wrap(model, args or None, example_kwargs=kwargs or None, **options)
-    except InfeasibleBudgetError as refusal:
-        least = {**options, "budget": refusal.minimum_feasible_peak_bytes, "activation_budget": None}
-        api.auto_wrap(model, args or None, example_kwargs=kwargs or None, **least)
+    budget = options.pop("activation_budget")
+    _or_the_least(partial(api.auto_wrap, model, args or None, example_kwargs=kwargs or None, **options), budget)
+
+
+def _or_the_least(planned: Callable[..., Any], budget: str) -> tuple[Any, bool]:
+    """Plan for a budget, or for the least that is known to be feasible, which blocks of the allocator may move."""
+    asked: Result = {"activation_budget": budget}
+    for _ in range(_ATTEMPTS):
+        try:
+            return planned(**asked), "budget" not in asked
+        except InfeasibleBudgetError as refusal:
+            asked = {"budget": refusal.minimum_feasible_peak_bytes}
+    return planned(**asked), False
 
 
 def _step(model: Any, loaded: zoo.ZooModel) -> None:
@@ -320,15 +326,15 @@ def _step(model: Any, loaded: zoo.ZooModel) -> None:
 
 
 def _left_behind(model: nn.Module, call: Callable[[], torch.Tensor]) -> StepResult:
-    """Return loss and gradients of a step from the same random state; the first captures."""
+    """Return loss and gradients of a step from the same random state, on the host; the first captures."""
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         loss = call()
         loss.backward()
-    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return StepResult((loss.detach().clone(),), gradients, {}, RandomStates())
+    return StepResult((loss.detach().cpu(),), gradients, {}, RandomStates())
 
 
 def _measured(step: Callable[[], None], model: nn.Module) -> Result:

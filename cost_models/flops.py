@@ -217,6 +217,14 @@ def _backward_of_lstm_layer(x: torch.Tensor, w0: torch.Tensor, w1: torch.Tensor,
     return 2 * _lstm_layer(x, w0, w1)
 
 
+def _cudnn_rnn(x: torch.Tensor, parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    return 2 * x.shape[0] * x.shape[1] * sum(p.numel() for p in parameters if p.dim() > 1)
+
+
+def _backward_of_cudnn_rnn(x: torch.Tensor, parameters: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    return 2 * _cudnn_rnn(x, parameters)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     import torch
     from torch.utils._pytree import tree_leaves
@@ -274,6 +282,8 @@ def _strided() -> Any:
 
 
 _OUTSIDE_TORCH: dict[str, Callable[..., int]] = {
+    "checkpoint_planner.cudnn_rnn": _cudnn_rnn,
+    "checkpoint_planner.cudnn_rnn_backward": _backward_of_cudnn_rnn,
     "checkpoint_planner.lstm_layer": _lstm_layer,
     "checkpoint_planner.lstm_layer_backward": _backward_of_lstm_layer,
     "transformers.grouped_mm_fallback": _rows_by_columns,

@@ -212,7 +212,7 @@ def _run_flash(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None
 def _added(mask: Tensor, query: Tensor, key: Tensor, *, pad: bool) -> Tensor:
     """Return the mask as the kernels take it: added to the scores, spread over batch and heads, rows aligned."""
     if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=query.dtype, device=mask.device))
+        mask = torch.where(mask, 0.0, aten.scalar_tensor(-math.inf, dtype=query.dtype, device=mask.device))
     aligned = mask.stride(-1) == 1 and all(stride % _MASK_ALIGNMENT == 0 for stride in mask.stride()[:-1])
     if pad and not aligned:
         length = mask.shape[-1]

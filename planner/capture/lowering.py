@@ -21,6 +21,7 @@ from planner.capture.autograd_accumulation import is_copied
 from planner.capture.joint import (
     JointGraph,
     ancestors,
+    draws_once,
     drop_unused_statistics,
     is_batch_norm,
     is_collective,
@@ -161,7 +162,8 @@ class _Lowering(GraphBuilder[fx.Node]):
             module=place.module,
             node=node,
             source=place.source,
-            recomputable=not (mutates(node) or is_collective(node)) and (is_batch_norm(node) or not reads_overwritten),
+            recomputable=not (mutates(node) or is_collective(node) or draws_once(node))
+            and (is_batch_norm(node) or not reads_overwritten),
             state_bytes=self.random_state_bytes if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
+from planner.capture.cudnn_stack import run_stack, takes_cudnn
 from planner.capture.elsewhere import is_elsewhere
 from planner.capture.torch_internals import has_onednn, hint_of, outside_tracing
 
@@ -41,6 +42,11 @@ def _run_stack(stack: Callable[..., tuple[Tensor, ...]], x: Tensor, *arguments: 
     sizes, rest = ((), arguments) if isinstance(arguments[2], bool) else (arguments[:1], arguments[1:])
     state, parameters, has_biases, layers, dropout, train, bidirectional, *batch_first = rest
     last = [False] * len(batch_first)
+
+    if not sizes and takes_cudnn(x, parameters):
+        x = x.transpose(0, 1) if any(batch_first) else x
+        x, *final = run_stack(stack.__name__, x, state, parameters, layers, dropout, train, bidirectional)
+        return (x.transpose(0, 1) if any(batch_first) else x, *final)
 
     def run(layer_state: Any, of_layer: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if not sizes and stack is torch.lstm and _is_for_onednn(x, layer_state, of_layer, has_biases):

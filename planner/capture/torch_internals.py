@@ -25,6 +25,7 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._C import DispatchKey, _DisableAutocast
+from torch._C._autograd import _get_current_graph_task_keep_graph as _get_current_graph_task_keep_graph
 from torch._C._dynamo.eval_frame import reset_code, set_eval_frame
 from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
@@ -407,6 +408,11 @@ def _arguments(operator: OpOverload) -> Iterator[tuple[str, str]]:
     return ((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
 
 
+def run_composite(operator: OpOverload, *arguments: Any) -> Any:
+    """Run what an operator is made of in C++, which Python may make of others."""
+    return operator._op_dk(DispatchKey.CompositeImplicitAutograd, *arguments)
+
+
 def has_onednn(dtype: torch.dtype = torch.float32) -> bool:
     """Whether CPU operators may use oneDNN for an element type: for bfloat16 not every processor can."""
     able = dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -499,13 +505,7 @@ def has_full_backward_hooks(module: torch.nn.Module) -> bool:
 
 
 # Their kernels for training are torch's own only in forms that tracing makes of them.
-_DECOMPOSED = {
-    "aten::native_batch_norm",
-    "aten::lstm",
-    "aten::gru",
-    "aten::rnn_tanh",
-    "aten::rnn_relu",
-}
+_DECOMPOSED = {f"aten::{name}" for name in ("native_batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu")}
 _COMPOSITE = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 

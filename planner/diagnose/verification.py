@@ -237,7 +237,9 @@ def _apart(expected: torch.Tensor, actual: torch.Tensor, shortest: float, *, in_
     roundings = torch.finfo(expected.dtype).eps / torch.finfo(torch.float32).eps if in_roundings else 1.0
     length = max(expected.double().norm().item(), shortest)
     apart = (expected.double() - actual.double()).norm().item()
-    return apart / (roundings * length) if apart else 0.0
+    if not apart:
+        return 0.0
+    return apart / (roundings * length) if length else math.inf
 
 
 def _close(

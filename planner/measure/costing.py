@@ -73,6 +73,10 @@ def cost_step(
     if here is not None:
         tried = workspace.measure(lowered, costs, here, workspace.effort_for(model))
         seen = {index: None if one is None else one.workspace_bytes for index, one in tried.items()}
+        if spec.kind == "cuda":  # some do not run alone, but what they take is known
+            alone = {i: node for i, node in enumerate(lowered.operation_nodes) if node and i not in seen}
+            allowed = {i: cuda_workspace.allowance_bytes(node, spec) for i, node in alone.items()}
+            seen |= {index: size_bytes for index, size_bytes in allowed.items() if size_bytes}
         costs = _with_workspace(costs, seen)
         notes = tuple(_unseen(graph, seen))
     elif spec.kind == "cuda":

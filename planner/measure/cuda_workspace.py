@@ -35,6 +35,8 @@ def allowance_bytes(node: fx.Node, spec: DeviceSpec) -> int:
     """
     if node.target in _CONVOLUTIONS:
         return max(_convolution(node), _bias_gradient(node, spec))
+    if str(node.target).startswith("checkpoint_planner.cudnn_rnn"):
+        return _recurrent(node)
     if node.target in _SUMS:
         x, dimensions = values_of(node.args[:2])
         return _sum(x, dimensions, spec)
@@ -66,6 +68,33 @@ def _bias_gradient(node: fx.Node, spec: DeviceSpec) -> int:
         return 0
     gradient = _arguments(node)[0]
     return _sum(gradient, [d for d in range(gradient.dim()) if d != 1], spec)
+
+
+def _recurrent(node: fx.Node) -> int:
+    """Return what a stack of recurrent layers copies: an input that is not contiguous, and weights that lie apart.
+
+    ``nn.LSTM`` and its kin leave weights in bfloat16 as they are, and lay out all others as cuDNN has them. What cuDNN
+    itself takes is not told.
+    """
+    x, parameters, hidden, cell, *rest = values_of(node.args)
+    given_bytes = 0 if x.is_contiguous() else x.nbytes
+    weight_bytes = sum(p.nbytes for p in parameters)
+    packed_bytes = weight_bytes if x.dtype == torch.bfloat16 else 0
+    while_it_runs = given_bytes
+    if len(rest) > _SETTINGS_OF_STACK:
+        _output, _kept, of_output, of_hidden, of_cell, *_ = rest
+        missing = ((hidden, of_hidden), (cell, of_cell))
+        zeros_bytes = sum(state.nbytes for state, given in missing if state is not None and given is None)
+        # Gradients of input and states come first, then those of weights: without biases torch copies these.
+        first_bytes = 0 if of_output is None or of_output.is_contiguous() else of_output.nbytes
+        own_bytes = tensors_of(node)[3].nbytes
+        then_bytes = own_bytes + (weight_bytes if all(p.dim() > 1 for p in parameters) else 0)
+        while_it_runs += zeros_bytes + max(first_bytes, then_bytes) - own_bytes
+    return round_up(packed_bytes + max(packed_bytes, while_it_runs), MIN_BLOCK_BYTES)
+
+
+_SETTINGS_OF_STACK = 5
+"""What the forward is called with beside tensors."""
 
 
 # Sums: aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and ReduceConfig.global_memory_size.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cost_models.devices import DeviceSpec
+from planner.capture.cudnn_stack import dropout_state_bytes
 from planner.capture.inputs import static_bytes
 from planner.capture.torch_internals import in_memory
 from planner.common.options import Training
@@ -54,7 +55,7 @@ def static_memory(
         "optimizer": _share(memory.state_bytes, shards),
         "master weights": _share(memory.master_bytes, shards),
         "communication buffers": _communication_bytes(model, training, trainable_bytes, alignment_bytes, blocks),
-        "library workspace": spec.library_bytes,
+        "library workspace": spec.library_bytes + (dropout_state_bytes(model) if spec.kind == "cuda" else 0),
         "reserve": parse_size(training.reserve, whole_bytes=spec.memory_bytes) if training.reserve else 0,
     }
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}

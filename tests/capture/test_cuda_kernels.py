@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -327,10 +328,13 @@ def test_running_statistics_are_updated_once_where_cudnn_runs_batch_norm_again()
     assert all(node.args[3:6] == (None, None, True) for node in again)
 
 
-def test_recurrent_layers_for_a_gpu_are_no_operators_of_a_cpu() -> None:
-    model, x = nn.LSTM(8, 8), torch.randn(2, 4, 8)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_for_a_gpu_are_one_operator_of_cudnn(kind: str) -> None:
+    model, x = getattr(nn, kind)(8, 8, num_layers=3, dropout=0.5, bidirectional=True), torch.randn(5, 4, 8)
     for elsewhere in (None, Elsewhere(cost_models.device("h100"))):
-        nodes = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.find_nodes(
-            op="call_function", target=torch.ops.checkpoint_planner.lstm_layer.default
-        )
-        assert bool(nodes) is (elsewhere is None)
+        nodes = capture(model, Inputs.of(x), elsewhere=elsewhere).graph.nodes
+        targets = Counter(str(node.target) for node in nodes if node.op == "call_function")
+        count = 0 if elsewhere is None else 1
+        assert targets["checkpoint_planner.cudnn_rnn.default"] == count
+        assert targets["checkpoint_planner.cudnn_rnn_backward.default"] == count
+        assert not count or not targets["checkpoint_planner.lstm_layer.default"]

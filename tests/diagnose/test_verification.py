@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import planner
+from planner.capture.random_states import RandomStates
 from planner.diagnose import verification
 
 _run = itertools.count()
+
+
+def test_a_loss_of_zero_is_infinitely_far_from_any_other() -> None:
+    zero, one = (verification.StepResult((torch.tensor(x),), {}, {}, RandomStates()) for x in (0.0, 1.0))
+    assert verification.distance(zero, one) == math.inf
+    assert verification.distance(zero, zero) == 0.0
 
 
 @torch.library.custom_op("tests::noisy", mutates_args=())

@@ -43,10 +43,7 @@ MAKES(cudnnCreateConvolutionDescriptor)
 MAKES(cudnnCreateDropoutDescriptor)
 MAKES(cudnnCreateFilterDescriptor)
 MAKES(cudnnCreatePoolingDescriptor)
-MAKES(cudnnCreateRNNDataDescriptor)
-MAKES(cudnnCreateRNNDescriptor)
 MAKES(cudnnCreateSpatialTransformerDescriptor)
-MAKES(cudnnCreateTensorDescriptor)
 int cudnnBackendCreateDescriptor(int type, void **made) { *made = handle(); return 0; }
 int cudnnBackendGetAttribute(void *descriptor, int attribute, int type, int64_t wanted, int64_t *found, void *values) {
     enum { INT64 = 3, NUMERICAL_NOTE = 11, BEHAVIOR_NOTE = 19, PLAN_WORKSPACE_SIZE = 402 }; /* of cudnn_graph.h */
@@ -56,7 +53,7 @@ int cudnnBackendGetAttribute(void *descriptor, int attribute, int type, int64_t 
         *(int64_t *)values = attribute == PLAN_WORKSPACE_SIZE && workspace ? atoll(workspace) : 0;
     return 0;
 }
-GIVES(cudnnDropoutGetStatesSize, size_t, 1 << 20)
+GIVES(cudnnDropoutGetStatesSize, size_t, 2 << 20)
 int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void *h, int mode, int operations, void *activation, void *x,
                                                          size_t *bytes) { *bytes = 0; return 0; }
 int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int mode, int operations, void *x, void *z, void *y,
@@ -67,5 +64,85 @@ int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void *h, int mode, 
 int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void *h, int mode, int operations, void *x, void *y, void *dy, void *dz,
                                                       void *dx, void *dbn, void *activation, size_t *bytes) {
     *bytes = 0;
+    return 0;
+}
+
+/* Recurrent layers. Where weights lie is what torch asserts: gate after gate, the rest as cuDNN's guide has it, all
+   matrices before all biases. What is kept for the backward is not known: gates, a state and an output for each step
+   of each layer, or FAKE_CUDNN_RESERVE bytes. */
+struct rnn { int mode, directions, type, input, hidden, projected, layers; };
+struct data { int steps, batch; };
+struct tensor { int sizes[3]; };
+#define MAKES_A(name, kind) \
+    int cudnnCreate##name(struct kind **made) { *made = calloc(1, sizeof **made); return 0; } \
+    int cudnnDestroy##name(struct kind *made) { free(made); return 0; }
+MAKES_A(RNNDescriptor, rnn)
+MAKES_A(RNNDataDescriptor, data)
+MAKES_A(TensorDescriptor, tensor)
+
+int cudnnSetRNNDescriptor_v8(struct rnn *of, int algorithm, int mode, int biases, int bidirectional, int input_mode, int type,
+                             int precision, int math, int input, int hidden, int projected, int layers, void *dropout,
+                             unsigned flags) {
+    *of = (struct rnn){mode, 1 + (bidirectional != 0), type, input, hidden, projected == hidden ? 0 : projected, layers};
+    return 0;
+}
+int cudnnSetRNNDataDescriptor(struct data *of, int type, int layout, int steps, int batch, int size, const int *lengths,
+                              void *fill) {
+    *of = (struct data){steps, batch};
+    return 0;
+}
+
+static size_t item_bytes(int type) {
+    enum { DOUBLE = 1, HALF = 2, BFLOAT16 = 9 }; /* cudnnDataType_t */
+    return type == DOUBLE ? 8 : type == HALF || type == BFLOAT16 ? 2 : 4;
+}
+static int gates(const struct rnn *of) {
+    enum { LSTM = 2, GRU = 3 }; /* cudnnRNNMode_t */
+    return of->mode == LSTM ? 4 : of->mode == GRU ? 3 : 1;
+}
+static int width(const struct rnn *of) { return of->projected ? of->projected : of->hidden; }
+static int inputs(const struct rnn *of, int layer) {
+    return layer < of->directions ? of->input : of->directions * width(of);
+}
+static size_t matrices(const struct rnn *of, int layer) {
+    return (size_t)of->hidden * (gates(of) * (inputs(of, layer) + width(of)) + of->projected);
+}
+
+int cudnnGetRNNWeightSpaceSize(void *h, const struct rnn *of, size_t *bytes) {
+    size_t count = 2 * gates(of) * (size_t)of->hidden * of->layers * of->directions;
+    for (int layer = 0; layer < of->layers * of->directions; layer++) count += matrices(of, layer);
+    *bytes = count * item_bytes(of->type);
+    return 0;
+}
+int cudnnGetRNNWeightParams(void *h, const struct rnn *of, int layer, size_t bytes, char *weights, int gate,
+                            struct tensor *matrix, char **matrix_at, struct tensor *bias, char **bias_at) {
+    int all = gates(of), hidden = of->hidden, in = inputs(of, layer);
+    if (matrix) {
+        size_t at = 0;
+        for (int before = 0; before < layer; before++) at += matrices(of, before);
+        if (gate < all) at += (size_t)gate * hidden * in;
+        else at += (size_t)all * hidden * in + (size_t)(gate - all) * hidden * width(of);
+        *matrix = (struct tensor){{1, gate < 2 * all ? hidden : of->projected, gate < all ? in : gate < 2 * all ? width(of) : hidden}};
+        *matrix_at = weights + at * item_bytes(of->type);
+    }
+    if (bias) {
+        size_t at = (size_t)(2 * all * layer + gate) * hidden;
+        for (int each = 0; each < of->layers * of->directions; each++) at += matrices(of, each);
+        *bias = (struct tensor){{1, hidden, 1}};
+        *bias_at = weights + at * item_bytes(of->type);
+    }
+    return 0;
+}
+int cudnnGetTensorNdDescriptor(const struct tensor *of, int wanted, int *type, int *count, int *sizes, int *strides) {
+    *count = 3;
+    memcpy(sizes, of->sizes, sizeof of->sizes);
+    return 0;
+}
+int cudnnGetRNNTempSpaceSizes(void *h, const struct rnn *of, int training, const struct data *x, size_t *workspace,
+                              size_t *reserve) {
+    const char *given = getenv("FAKE_CUDNN_RESERVE"), *space = getenv("FAKE_CUDNN_WORKSPACE");
+    size_t each = (size_t)x->steps * x->batch * of->layers * of->directions * (gates(of) + 2) * of->hidden;
+    if (workspace) *workspace = space ? atoll(space) : 0;
+    if (reserve) *reserve = given ? atoll(given) : each * item_bytes(of->type);
     return 0;
 }
