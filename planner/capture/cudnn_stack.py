@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.capture.elsewhere import is_elsewhere
 from planner.capture.torch_internals import _get_current_graph_task_keep_graph as keeps_graph
-from planner.capture.torch_internals import outside_tracing, run_composite
+from planner.capture.torch_internals import hint_of, outside_tracing, run_composite
 
 aten = torch.ops.aten
 
@@ -123,7 +123,7 @@ def _kept_bytes(
     if x.device.type != "cuda" or not torch.cuda.is_available():
         size = (hidden if cell is None else cell).shape[2]
         return math.prod(x.shape[:2]) * hidden.shape[0] * (_GATES[kind] + _KEPT_BESIDE_GATES) * size * x.itemsize
-    shapes = tuple(None if t is None else tuple(t.shape) for t in (x, hidden, cell, *parameters))
+    shapes = tuple(None if t is None else tuple(map(hint_of, t.shape)) for t in (x, hidden, cell, *parameters))
     return _asked(shapes, x.dtype, x.device, kind, layers, dropout, both)
 
 
