@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import time
 import traceback
@@ -133,7 +134,11 @@ def _tiny(case: Result) -> Rows:
             _wrap(model, (x,), {}, {"activation_budget": "60%", **options})
             apart = distance(steps[0], _left_behind(model, lambda model=model: model(x)))
             row |= _predicted(planner.plan_of(model)) | _measured(lambda model=model: model(x).backward(), model)
-            row |= {"apart": apart, "bits": apart == 0.0, "within_control": apart <= NOISE * control}
+            row |= {
+                "apart": apart if math.isfinite(apart) else str(apart),
+                "bits": apart == 0.0,
+                "within_control": apart <= NOISE * control,
+            }
         except Exception as error:  # the next runtime is to run all the same
             row |= _failed(error)
         yield row
