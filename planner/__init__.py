@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +71,12 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "report":  # a package that can be called
-        return import_module("planner.report")
-    if name not in _MODULE_OF:
+    if name != "report" and name not in _MODULE_OF:
         raise AttributeError(f"module 'planner' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name.removesuffix("_profile"))
+    drawn = random.getstate()
+    try:
+        if name == "report":  # a package that can be called
+            return import_module("planner.report")
+        return getattr(import_module(_MODULE_OF[name]), name.removesuffix("_profile"))
+    finally:
+        random.setstate(drawn)  # rich draws from it when it is imported

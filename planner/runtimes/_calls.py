@@ -20,6 +20,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
+from planner.runtimes._open_calls import OpenCalls
 from planner.session.step import Options
 from planner.session.telling import working
 
@@ -57,6 +58,7 @@ class PlannedCalls(ABC):
         self.is_confirmed = False
         """Whether the model was seen to be what the first plan is for."""
         self._must_match = plan is not None and not replan
+        self._open = OpenCalls(model)
 
     @property
     def must_match(self) -> bool:
@@ -67,8 +69,11 @@ class PlannedCalls(ABC):
         """Run the model, planned if gradients are on."""
         if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
+        self._open.check()
         with entered(of_model(self.model, args, kwargs)):
-            return self.run(args, kwargs)
+            result = self.run(args, kwargs)
+        self._open.begun(result)
+        return result
 
     @abstractmethod
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.hooks import RemovableHandle
 
 from planner.capture.joint import JointGraph, is_random, is_tangent, mutates
 from planner.capture.torch_internals import TangentAOTInput
@@ -68,7 +69,7 @@ def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None
         return
     node.register_prehook(_refuse_double_backward)
     if reach is not None:
-        node.register_prehook(partial(_see_what_arrives, reach, weakref.ref(node)))
+        node.register_prehook(partial(_see_what_arrives, reach, weakref.ref(node), []))
 
 
 def _refuse_double_backward(_gradients: Any) -> None:
@@ -79,13 +80,20 @@ def _refuse_double_backward(_gradients: Any) -> None:
         )
 
 
-def _see_what_arrives(reach: Reach, node: Callable[[], Any], arrived: tuple[Any, ...]) -> None:
-    """Watch the end of a backward that not all gradients come to: a hook there makes autograd hold those that do."""
+def _see_what_arrives(
+    reach: Reach, node: Callable[[], Any], earlier: list[RemovableHandle], arrived: tuple[Any, ...]
+) -> None:
+    """Watch the end of a backward that not all gradients come to: a hook there makes autograd hold those that do.
+
+    Several backwards may go through one node (``retain_graph``), so what watched an ``earlier`` one is removed.
+    """
+    while earlier:
+        earlier.pop().remove()
     raw_outputs, _ = reach
     present = frozenset(tangent for tangent, raw in enumerate(raw_outputs) if arrived[raw] is not None)
     watched = node()
     if watched is not None and len(present) < len(raw_outputs):
-        watched.register_hook(partial(_without_unreached, reach, present))
+        earlier.append(watched.register_hook(partial(_without_unreached, reach, present)))
 
 
 def _without_unreached(

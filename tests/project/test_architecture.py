@@ -108,6 +108,17 @@ def test_importing_the_core_imports_no_torch():
     assert done.returncode == 0, done.stderr
 
 
+def test_importing_draws_nothing_from_the_random_state():
+    lines = [
+        "import planner, random",
+        "before = random.getstate()",
+        "planner.report",
+        "assert random.getstate() == before",
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_libraries_stay_where_they_belong():
     def wrong(name: str) -> set[str]:
         elsewhere = {library for library, homes in ONLY_IN.items() if not _within(name, *homes)}

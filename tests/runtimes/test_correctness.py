@@ -296,7 +296,8 @@ def test_two_forwards_then_one_backward(case: str) -> None:
         loss.backward()
         return [loss]
 
-    assert_exact(CASES[case], step)
+    with pytest.warns(UserWarning, match="called again before the backward of its last call"):
+        assert_exact(CASES[case], step)
 
 
 @pytest.mark.parametrize("case", tiered(["native dropout", "batch norm"], slow=["batch norm"]))
@@ -384,6 +385,17 @@ def test_parameters_of_an_unused_output_stay_without_gradient() -> None:
         return losses
 
     assert_exact(TwoHeads, step)
+
+
+def test_each_output_of_a_kept_graph_has_a_backward_of_its_own() -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        outputs = model(data())
+        outputs["left"].square().mean().backward(retain_graph=True)
+        assert model.right.weight.grad is None
+        outputs["right"].square().mean().backward()
+        return list(outputs.values())
+
+    assert_exact(lambda: TwoHeads(scalar=False), step)
 
 
 class Alike(nn.Module):
