@@ -18,14 +18,15 @@ from planner.capture.torch_internals import other_state
 
 @contextmanager
 def placed(model: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """Let what is on the meta device be where the other inputs are, else on an accelerator, else on the CPU.
+    """Let a model on the meta device be where its other inputs are, else on an accelerator, else on the CPU.
 
     Gives the inputs, those on the meta device placed too. The model has its own tensors back when the context ends.
+    Inputs on the meta device for a model that is not there are left alone: they are a mistake, and checked elsewhere.
     """
-    on_meta = {id(t): t for t in (*state_of(model).values(), *inputs.tensors()) if t.is_meta}
-    if not on_meta:
+    if not any(tensor.is_meta for tensor in state_of(model).values()):
         yield inputs
         return
+    on_meta = {id(t): t for t in (*state_of(model).values(), *inputs.tensors()) if t.is_meta}
     device = next((t.device for t in inputs.tensors() if not t.is_meta), None) or _accelerator()
     with fake_mode():
         there = {key: _like(tensor, device) for key, tensor in on_meta.items()}
