@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -147,11 +148,15 @@ def check_model(model: Any, *, may_be_sharded: bool = False) -> None:
 
 
 def check_module(model: Any) -> None:
-    """Raise a UsageError for what is no module, or is scripted."""
+    """Raise a UsageError for what is no module, is scripted, or has parameters without a size (lazy modules)."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     if isinstance(model, torch.jit.ScriptModule):
         raise UsageError("a scripted model cannot be captured: pass the module that it was made from")
+    state = chain(model.named_parameters(), model.named_buffers())
+    unsized = next((name for name, tensor in state if nn.parameter.is_lazy(tensor)), None)
+    if unsized is not None:
+        raise UsageError(f"{unsized!r} has no size yet, since its module is lazy: call the model once, then plan it")
 
 
 def check_is_called(model: nn.Module) -> None:

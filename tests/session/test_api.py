@@ -243,6 +243,15 @@ def test_bad_example_inputs(inputs: object) -> None:
         planner.plan(Model(), inputs, budget="60%")
 
 
+def test_a_lazy_module_is_called_once_before_it_is_planned() -> None:
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.ReLU())
+    for refused in (lambda: planner.plan(model, data(), budget="60%"), lambda: planner.auto_wrap(model, budget="60%")):
+        with pytest.raises(UsageError, match=r"'0\.weight' has no size yet.*call the model once"):
+            refused()
+    model(data())
+    assert planner.plan(model, data(), budget="100%").peak_bytes > 0
+
+
 def test_inputs_on_another_device() -> None:
     with pytest.raises(UsageError, match="meta"):
         planner.plan(Model(), data().to("meta"), budget="60%")
