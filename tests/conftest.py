@@ -18,6 +18,11 @@ os.environ["CHECKPOINT_PLANNER_CACHE"] = "off"
 # On a busy machine anything may be slow; what tests read of standard error must not depend on that.
 progress.QUICK_SECONDS = 3600.0
 
+# Where Python is told to keep no bytecode, each of the many processes of the tests would compile torch anew, for ten
+# seconds: here they keep it. Workers and what they start inherit this.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Torch reads this when it is first imported, and so do processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
