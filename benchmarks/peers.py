@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 )
 
 from planner.capture.blocks.regions import Step
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.inputs import Inputs
-from planner.capture.joint import eliminate_common_subexpressions
 from planner.capture.torch_internals import aot_backend, call_implementation
 from planner.zoo import ZooModel
 

@@ -16,9 +16,7 @@ from planner.capture.torch_internals import (
     InputMutationAOTOutput,
     OpOverload,
     TangentAOTInput,
-    fx_graph_cse,
     is_mutable,
-    storage_id,
 )
 
 aten = torch.ops.aten
@@ -98,27 +96,6 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     val = node.meta.get("val")
     leaves = val if isinstance(val, (list, tuple)) else [val]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
-    """Merge equal pure operations, as torch's own partitioner does before it partitions; outputs stay apart.
-
-    Torch keeps an operation whose result is an output, but not one that has several results.
-    """
-    of_outputs = {storage_id(t) for node in graph.output_node().all_input_nodes for t in _strided_of(node)}
-    several = {n.name: n.meta["val"] for n in graph.nodes if isinstance(n.meta.get("val"), (tuple, list))}
-    for node in graph.nodes:
-        if node.name in several:
-            node.meta["val"] = next((t for t in _strided_of(node) if storage_id(t) in of_outputs), several[node.name])
-    merged = fx_graph_cse(graph)
-    for node in (*graph.nodes, *merged.nodes):
-        if node.name in several:
-            node.meta["val"] = several[node.name]
-    return merged
-
-
-def _strided_of(node: fx.Node) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(node) if tensor.layout is torch.strided]
 
 
 def is_backward(node: fx.Node) -> bool:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.elsewhere import Elsewhere, meant
 from planner.capture.failures import explain_forward, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
-from planner.capture.joint import JointGraph, eliminate_common_subexpressions, tensors_of
+from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.planned_call import as_its_class

@@ -16,7 +16,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
-from planner.capture.joint import JointGraph, eliminate_common_subexpressions, fake_mode_of, is_tangent
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
+from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.layouts import as_eager_runs
 from planner.capture.torch_internals import (
     Numbers,

@@ -43,9 +43,9 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput
-from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
 from torch._inductor import config as inductor_config
 from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.inputs import Inputs
-from planner.capture.joint import JointGraph, eliminate_common_subexpressions
+from planner.capture.joint import JointGraph
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import min_cut_partition
 from planner.errors import PlannerError

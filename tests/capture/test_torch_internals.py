@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils import checkpoint as checkpointing
 
 from planner.capture import torch_internals as internals
-from planner.capture.joint import eliminate_common_subexpressions
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
 
 
 def differences() -> list[str]:

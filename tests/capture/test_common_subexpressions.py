@@ -1,0 +1,107 @@
+"""Equal pure operations are merged; draws of random numbers, reads around a write, and outputs are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+import planner
+from planner.capture.common_subexpressions import eliminate_common_subexpressions
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Twice(nn.Module):
+    """The same function of the same tensor, twice: in eager each call draws numbers of its own."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(16, 16), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return (2 * self.function(h) + self.function(h)).square().mean()
+
+
+DRAWS: dict[str, Function] = {
+    "alpha dropout": lambda h: functional.alpha_dropout(h, 0.3, training=True),
+    "attention": lambda h: functional.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=0.3)[0],
+    "bernoulli": lambda h: h * torch.empty_like(h).bernoulli_(0.3),
+    "cauchy": lambda h: h * torch.empty_like(h).cauchy_().clamp(-1, 1),
+    "dropout": lambda h: functional.dropout(h, 0.3),
+    "exponential": lambda h: h * torch.empty_like(h).exponential_(),
+    "geometric": lambda h: h * torch.empty_like(h).geometric_(0.3),
+    "gumbel": lambda h: h * functional.gumbel_softmax(h),
+    "log-normal": lambda h: h * torch.empty_like(h).log_normal_(0.0, 0.1),
+    "multinomial": lambda h: h[torch.multinomial(h.detach().abs().sum(1), 8)].mean() * h,
+    "normal": lambda h: h * torch.empty_like(h).normal_(),
+    "poisson": lambda h: h * torch.poisson(h.detach().abs()),
+    "rand_like": lambda h: h * torch.rand_like(h),
+    "randint_like": lambda h: h * torch.randint_like(h, 5),
+    "randn": lambda h: h * torch.randn(h.shape),
+    "randn_like": lambda h: h * torch.randn_like(h),
+    "randperm": lambda h: h * h[torch.randperm(len(h))],
+    "rrelu": lambda h: functional.rrelu(h, training=True),
+    "uniform": lambda h: h * torch.empty_like(h).uniform_(),
+}
+
+
+@pytest.mark.parametrize("function", DRAWS.values(), ids=DRAWS)
+def test_two_draws_stay_two(function: Function) -> None:
+    model, x = Twice(function), torch.randn(32, 16)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        loss = model(x)
+        loss.backward()
+        return [loss.detach(), model.linear.weight.grad.clone(), torch.get_rng_state()]
+
+    expected = step()
+    planner.auto_wrap(model, budget="1GiB", runtime="graph")
+    for actual, wanted in zip(step(), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def merged(function: Callable[..., object], *inputs: torch.Tensor) -> list[str]:
+    """Return what is left of the operations of a function, and check that its results stay."""
+    traced = make_fx(function, tracing_mode="fake")(*inputs)
+    graph = eliminate_common_subexpressions(traced.graph)
+    graph.lint()
+    expected = traced(*(x.clone() for x in inputs))
+    actual = fx.GraphModule(traced, graph)(*(x.clone() for x in inputs))
+    assert all(map(torch.equal, actual, expected))
+    return [node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function"]
+
+
+def test_equal_operations_are_one_and_so_is_what_follows_from_them() -> None:
+    x = torch.randn(4)
+    assert merged(lambda x: [x.exp().sin() + x.exp().sin()], x) == ["exp", "sin", "add"]
+
+
+def test_arguments_that_are_equal_in_python_alone_are_told_apart() -> None:
+    def numbers(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.stack([x / 0.0, x / -0.0]), torch.stack([x * 2, x * 2.0])]
+
+    assert merged(numbers, torch.ones(3)).count("div") == 2
+    assert merged(numbers, torch.ones(3)).count("mul") == 2
+
+
+def test_outputs_that_are_equal_stay_two_tensors() -> None:
+    assert merged(lambda x: [x.exp(), x.exp()], torch.randn(4)) == ["exp", "exp"]
+    assert merged(lambda x: [x.exp().view(2, 2), x.exp().sin()], torch.randn(4)) == ["exp", "view", "exp", "sin"]
+
+
+def test_reads_on_both_sides_of_a_write_stay_two() -> None:
+    def writes(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x * 3
+        before = y.exp()
+        y.add_(1)
+        return [before + y.exp(), y * 1]
+
+    assert merged(writes, torch.randn(4)).count("exp") == 2
