@@ -16,7 +16,7 @@ from planner.capture.device import check_one_device
 from planner.capture.parallel import check_not_distributed, has_distributed_tensors
 from planner.capture.torch_internals import has_full_backward_hooks, in_memory, storage_id, strided_parts
 from planner.common.units import round_up
-from planner.errors import RuntimeUnsupportedError, UsageError
+from planner.errors import RuntimeUnsupportedError, UnsupportedModelError, UsageError
 from planner.ir.static_memory import LossMemory
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -208,9 +208,13 @@ def check_own_checkpointing(model: nn.Module) -> None:
 
 
 def check_device(model: nn.Module, inputs: Inputs) -> None:
-    """Raise a UsageError for inputs that are not on the model's device."""
+    """Raise a UsageError for inputs that are not on the model's device; refuse nested ones, of unknown bytes."""
     devices = {tensor.device for tensor in state_of(model).values()}
     for tensor in inputs.tensors():
+        if tensor.is_nested:
+            raise UnsupportedModelError(
+                "an input is a nested tensor, whose bytes no plan knows: pass its values and offsets, or pad it"
+            )
         if len(devices) == 1 and tensor.device not in devices:
             raise UsageError(
                 f"an example input is on {tensor.device} and the model on {next(iter(devices))}: move one of them"

@@ -51,6 +51,8 @@ class JointGraph:
     """Gradients that autograd handles outside: of outputs that are views of each other, or of inputs."""
     elsewhere: Elsewhere | None = None
     """The device that it was captured for, where that is not here."""
+    varies: bool = False
+    """Whether sizes or numbers of a call vary in it, so that each has a plan of its own."""
 
     @classmethod
     def without_graph(cls, inputs: list[torch.Tensor]) -> JointGraph:

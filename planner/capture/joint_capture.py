@@ -346,7 +346,15 @@ class Backend:
             assumes = assumption.names if assumption else ()
             outside_bytes = gradients_outside(narrowed, differentiable)
             captured = JointGraph(
-                joint, graph, num_fwd_outputs, list(tensors), assumes, functional, outside_bytes, backend.elsewhere
+                joint,
+                graph,
+                num_fwd_outputs,
+                list(tensors),
+                assumes,
+                functional,
+                outside_bytes,
+                backend.elsewhere,
+                varies=programs is not None,
             )
             joints.append(captured)
             _check_strided(captured)

@@ -19,7 +19,7 @@ from torch import fx
 from planner.capture.joint import JointGraph
 from planner.capture.symbolic import at_sizes, is_number, is_symbolic, symbols_of_sizes
 from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbol_of, symbolic_kernels
-from planner.errors import RuntimeUnsupportedError
+from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
 _KEPT = 4096
 """How many programs are kept, those that differ in nothing but a number among them."""
@@ -63,6 +63,7 @@ class ProgramsBySize:
     def __init__(self, make: MakeProgram) -> None:
         self._make = make
         self._joint: JointGraph | None = None
+        self._given = 0
         self._tensors: list[int] = []
         """Positions of the program's inputs that are no numbers."""
         self._changing: list[int] = []
@@ -78,6 +79,7 @@ class ProgramsBySize:
 
     def compiled(self, partition: PartitionFunction, program: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Return what runs a program, as Dynamo captured it, at any sizes that its guards allow."""
+        self._given = len(inputs)
         with symbolic_kernels():
             run = aot_backend(partition, self.forward, self.backward)(program, inputs)
 
@@ -91,6 +93,10 @@ class ProgramsBySize:
         """Remember the joint graph, and return what stands for a partition of it."""
         self._joint = joint
         placeholders = list(enumerate(joint.placeholders))
+        if len(placeholders) != self._given:
+            raise UnsupportedModelError(
+                "it is given tensors that are made of several (nested tensors, or another subclass), and whose sizes vary"
+            )
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)
         self._changing = [at for at, n in placeholders if is_number(n) and symbol_of(n.meta["val"]) not in deciding]
@@ -155,10 +161,14 @@ class ProgramsBySize:
 def _stand_in(joint: JointGraph) -> Halves:
     """Return two graph modules with the outputs of a forward and of a backward, and one saved number."""
     forward_outputs, backward_outputs = joint.outputs
-    numbers = [node for node in joint.placeholders if is_number(node)]
-    number = next((node for node in numbers if is_symbolic(node.meta["val"])), numbers[0])
+    number = next(node for held in (is_symbolic, _is_passed) for node in joint.placeholders if held(node.meta["val"]))
     forward = _outline(joint, joint.placeholders, [*forward_outputs, number])
     return forward, _outline(joint, [number, *joint.tangents], backward_outputs)
+
+
+def _is_passed(held: Any) -> bool:
+    """Whether this may be a number that changes, for which Dynamo passes a tensor: tracing may have pinned it."""
+    return isinstance(held, torch.Tensor) and not held.dim() and held.dtype == torch.float64
 
 
 def _outline(joint: JointGraph, taken: Sequence[fx.Node], given: Sequence[Any]) -> fx.GraphModule:

@@ -92,11 +92,6 @@ def symbols_of_sizes(graph: fx.Graph) -> set[Any]:
     return {symbol for expression in expressions for symbol in expression.free_symbols}
 
 
-def is_given_numbers(graph: fx.Graph) -> bool:
-    """Whether a graph is given sizes, or numbers that change."""
-    return any(map(is_number, graph.find_nodes(op="placeholder")))
-
-
 @timings.stage("capture")
 def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
     """Return the joint graph for what the program is given, sizes and what changes as numbers among it; O(nodes).
@@ -117,6 +112,7 @@ def at_sizes(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
         graph=graph,
         inputs=[x for x in given if isinstance(x, Tensor)],
         outside_bytes=tuple(number_of(size, numbers) for size in joint.outside_bytes),
+        varies=False,
     )
 
 

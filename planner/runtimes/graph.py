@@ -20,7 +20,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.programs import Program
-from planner.capture.symbolic import OtherProgramError, Sizes, is_given_numbers
+from planner.capture.symbolic import OtherProgramError, Sizes
 from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
@@ -266,7 +266,7 @@ class GraphRuntime(PlannedCalls):
         self._graphs += 1
         if joint is None:
             return run  # nothing of it requires gradients: AOTAutograd made no joint graph
-        plan = None if is_given_numbers(joint.graph) else self.plan  # each of its sizes has its own
+        plan = None if joint.varies else self.plan
         late = None
         reach = reach_of(joint)
         if others:

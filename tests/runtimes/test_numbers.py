@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import planner
 from planner.capture import programs
-from tests.models import Stack, mean_square, rows
+from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 
 
@@ -94,3 +95,19 @@ def test_old_numbers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, model = wrapped()
     for share in (0.1, 0.2, 0.3, 0.4, 0.2, 0.1):
         assert_same(train(plain, (rows(), share)), train(model, (rows(), share)))
+
+
+def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest.WarningsRecorder) -> None:
+    """A dropout's probability is one: annealed, or switched off for the last epochs."""
+    model = Stack(3, block=partial(perceptron, dropout=0.1))
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, activation_budget="70%", time_limit_seconds=0.5)
+    for probability in (0.1, 0.3, 0.5, 0.3, 0.0, 0.5):
+        for trained in (plain, model):
+            for part in trained.modules():
+                if isinstance(part, nn.Dropout):
+                    part.p = probability
+        assert_same(train(plain, rows(2048)), train(model, rows(2048)))
+        hold_peak(model, rows(2048))
+        assert planner.plan_of(model).runtime == "graph"
+    assert not [str(warning.message) for warning in recwarn if "'modules'" in str(warning.message)]

@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from planner.capture import joint_capture
+from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
 from planner.session import recorded
@@ -204,3 +205,11 @@ def test_a_larger_size_needs_no_recording_of_eagers_step(name: str, monkeypatch:
     assert plan.eager is not None and expected.eager is not None
     assert plan.eager.peak_bytes == expected.eager.peak_bytes
     assert plan.budget_bytes == expected.budget_bytes
+
+
+@pytest.mark.parametrize("runtime", ["auto", "modules"])
+def test_nested_inputs_are_refused_by_name(runtime: str) -> None:
+    model = planner.auto_wrap(Stack(2), activation_budget="75%", runtime=runtime)
+    rows_of_lengths = [torch.randn(length, WIDTH) for length in (30, 50)]
+    with pytest.raises(UnsupportedModelError, match="nested tensor, .* pass its values and offsets"):
+        model(torch.nested.nested_tensor(rows_of_lengths, layout=torch.jagged))
