@@ -39,7 +39,7 @@ from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
-from planner.session.telling import working
+from planner.session.telling import one_at_a_time, working
 
 _log = logging.getLogger("planner")
 
@@ -82,7 +82,10 @@ class GraphRuntime(PlannedCalls):
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)
-            return self._captured(self._inputs) if result is NOT_CAPTURED else result
+            if result is NOT_CAPTURED:
+                with one_at_a_time:
+                    result = self._captured(self._inputs)
+            return result
         finally:
             self._inputs = None
 
@@ -193,7 +196,8 @@ class GraphRuntime(PlannedCalls):
             self._sized[joint.graph] = SizedPrograms(
                 self.model, self._at_new_sizes, self._followed, self._recorded, self._enter
             )
-        return self._sized[joint.graph].program(joint, given)
+        with one_at_a_time:
+            return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:
         if self._inputs is not None:

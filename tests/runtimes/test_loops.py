@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -246,3 +247,27 @@ def test_objects_are_inputs(runtime: str) -> None:
     model, batch = TakesBatch(3), Batch(rows())
     assert planner.plan(model, batch, activation_budget="80%", runtime=runtime).overhead > 0
     wrap_and_hold(model, (batch,), activation_budget="80%", runtime=runtime)
+
+
+def test_models_may_train_in_threads_of_their_own() -> None:
+    """Each is captured and planned at its first step, all at once."""
+    models = [Stack(3) for _ in range(3)]
+    plain = copy.deepcopy(models)
+    for model in models:
+        wrapped(model)
+    with ThreadPoolExecutor(len(models)) as pool:
+        losses = list(pool.map(_trained_steps, models))
+    assert losses == [_trained_steps(model) for model in plain]
+    assert all(planner.plan_of(model) for model in models)
+
+
+def _trained_steps(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for rows_at_once in (128, 128, 96, 64, 64):
+        optimizer.zero_grad()
+        loss = model(torch.linspace(-1, 1, rows_at_once * WIDTH).reshape(rows_at_once, WIDTH))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
