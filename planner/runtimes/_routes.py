@@ -2,8 +2,8 @@
 
 What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, several
 steps are recorded, and what is chosen in any of them is chosen. Each call is watched: one that calls modules more
-often than any of the recorded ones, or gives them more, may break the budget, which is said, and the next call is
-planned for it too.
+often than any of the recorded ones, gives them more, or has switched something on in them (a dropout whose probability
+was 0), may break the budget, which is said, and the next call is planned for it too.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ class _Course:
 
     calls: Counter[str] = field(default_factory=Counter)
     elements: Counter[str] = field(default_factory=Counter)
+    settings: set[str] = field(default_factory=set)
+    """Broken numbers among the attributes of these modules that are not 0, which leaves out what they are for."""
 
     def covers(self, other: _Course) -> bool:
         """Whether another step ran no more."""
-        return other.calls <= self.calls and other.elements <= self.elements
+        return other.calls <= self.calls and other.elements <= self.elements and other.settings <= self.settings
+
+    def note_settings(self, name: str, module: nn.Module) -> None:
+        """Note the settings of a module that runs."""
+        at = f"{name}." if name else ""
+        self.settings.update(f"{at}{key}" for key, value in vars(module).items() if type(value) is float and value)
 
 
 class Routes:
@@ -80,11 +87,13 @@ class Routes:
     def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
             self._course = _Course()
+            self._course.note_settings("", module)
             self._begun = HostStates()
         elif module in self._names:
             name = self._names[module]
             self._course.calls[name] += 1
             self._course.elements[name] += sum(x.numel() for x in given if isinstance(x, torch.Tensor))
+            self._course.note_settings(name, module)
 
     def _ends(self, module: nn.Module, _given: object, _result: object) -> None:
         if module is self._model:
@@ -170,6 +179,8 @@ class Routes:
         much = Counter({name: max(course.elements[name] for course in self._covered) for name in now.elements})
         if more := [*(now.elements - much)]:
             return "gives modules more", more
+        if more := sorted(now.settings.difference(*(course.settings for course in self._covered))):
+            return "has other settings", more
         return "runs other modules", [*now.calls]
 
 

@@ -130,7 +130,11 @@ class AutoRuntime:
             self._instead = self._start(INSTEAD, None, self._options.after(self._running.plan))
         try:
             result = self._instead(*args, **kwargs)
-        except (NoPlanFitsError, CaptureError, RuntimeUnsupportedError):
+        except NoPlanFitsError as error:
+            if isinstance(refusal, NoPlanFitsError):
+                raise refusal from None
+            raise error from refusal  # the budget is what stands in the way
+        except (CaptureError, RuntimeUnsupportedError):
             raise refusal from None  # it is the call that fails, not its capture
         if first_time:
             warnings.warn(f"{refusal}. Such calls run under the runtime {INSTEAD!r}, within the budget", stacklevel=3)

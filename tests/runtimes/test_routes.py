@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -135,3 +137,29 @@ def test_what_two_steps_need_checkpointed_is_never_one_inside_the_other() -> Non
     """A module that runs again is not checkpointed inside: what it saves then would not be what it saved before."""
     chosen = {"layers.1.mlp": {}, "layers.1": {"mm": (0,)}, "layers.10": {}, "layers.2.mlp": {}, "layers.2.norm": {}}
     assert list(outermost(chosen)) == ["layers.1", "layers.10", "layers.2.mlp", "layers.2.norm"]
+
+
+def test_a_dropout_that_is_switched_on_is_said_and_planned() -> None:
+    plain = Stack(6, block=partial(perceptron, dropout=0.3))
+    budget_bytes = int(0.85 * unplanned_bytes(plain))
+    model = wrap(copy.deepcopy(plain), budget_bytes)
+    for trained in (plain, model):
+        let_dropout(trained, 0.0)
+    assert_same(train(plain, rows(512)), train(model, rows(512)))
+    for trained in (plain, model):
+        let_dropout(trained, 0.3)
+    with pytest.warns(UserWarning, match=r"has other settings .*\.p.*it may break the budget"):
+        assert_same(train(plain, rows(512)), train(model, rows(512)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert peak_bytes(model) <= budget_bytes
+        let_dropout(model, 0.0)
+        assert peak_bytes(model) <= budget_bytes
+        let_dropout(model, 0.1)
+        assert peak_bytes(model) <= budget_bytes
+
+
+def let_dropout(model: nn.Module, probability: float) -> None:
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = probability

@@ -14,8 +14,8 @@ from torch import nn
 import planner
 from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
-from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
-from tests.models import Stack, rows
+from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
+from tests.models import Stack, mean_square, rows
 from tests.runtimes.steps import assert_same, train
 
 
@@ -135,6 +135,28 @@ def test_what_cannot_be_captured_in_the_middle_of_training_runs_within_the_budge
     assert step(model, rows(200)).runtime == "graph"
     with pytest.raises(CaptureError):
         model(rows(200, 7))
+
+
+class Looking(Stack):
+    """Looks at its data where it is told to."""
+
+    looks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return mean_square(x) if not self.looks or float(x.detach().sum()) < 1e9 else x.sum()
+
+
+def test_what_cannot_be_captured_in_the_middle_and_does_not_fit_is_told_by_its_budget() -> None:
+    whole = planner.plan(Looking(), rows(256), budget="100%", runtime="graph", time_limit_seconds=0.5)
+    budget_bytes = whole.minimum_feasible_peak_bytes
+    model = planner.auto_wrap(Looking(), budget=budget_bytes, time_limit_seconds=0.5)
+    step(model, rows(256))
+    model.looks = True
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        model(rows(256))
+    assert "depends on data" in str(caught.value.__cause__)
 
 
 def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
