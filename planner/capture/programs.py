@@ -95,7 +95,7 @@ class ProgramsBySize:
         placeholders = list(enumerate(joint.placeholders))
         if len(placeholders) != self._given:
             raise UnsupportedModelError(
-                "it is given tensors that are made of several (nested tensors, or another subclass), and whose sizes vary"
+                "it is given tensors that are made of several (of a subclass), and whose sizes vary"
             )
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)
