@@ -239,11 +239,34 @@ def _resized(plain: Any, symbolic: Any, known: Sizes, sizes: Sizes) -> Any:
         return plain
     if not isinstance(symbolic, Tensor):
         raise UnknownSizeError("a kernel lays its result out in its own way")
-    layout = [*symbolic.shape, *symbolic.stride()]
-    before = [known.of(expression_of(n)) for n in layout]
-    if before != [*plain.shape, *plain.stride()]:
-        raise UnknownSizeError("a kernel lays its result out in its own way")
-    now = [sizes.of(expression_of(n)) for n in layout]
-    if now == before:
+    shape = [sizes.of(expression_of(size)) for size in symbolic.shape]
+    strides = _strides(plain, symbolic, shape, known, sizes)
+    if shape == [*plain.shape] and strides == [*plain.stride()]:
         return plain
-    return torch.empty_strided(now[: plain.dim()], now[plain.dim() :], dtype=plain.dtype, device=plain.device)
+    return torch.empty_strided(shape, strides, dtype=plain.dtype, device=plain.device)
+
+
+def _strides(plain: Tensor, symbolic: Tensor, shape: Sequence[int], known: Sizes, sizes: Sizes) -> list[int]:
+    """Return the strides at some sizes of a tensor that has these at those which are known.
+
+    Along a dimension of one element, kernels may choose another stride than tracing with symbols does: the one from
+    which the next dimension goes on. Elsewhere a stride that differs means that nothing is known.
+    """
+    if [known.of(expression_of(size)) for size in symbolic.shape] != [*plain.shape]:
+        raise UnknownSizeError("a kernel gives a result of a size of its own")
+    strides = [0] * len(shape)
+    for d in reversed(range(len(shape))):
+        expression = expression_of(symbolic.stride(d))
+        inner = d + 1
+        if known.of(expression) == plain.stride(d):
+            strides[d] = sizes.of(expression)
+        elif plain.shape[d] == shape[d] == 1 and plain.stride(d) == _whole(plain.shape, plain.stride(), inner):
+            strides[d] = _whole(shape, strides, inner)
+        else:
+            raise UnknownSizeError("a kernel lays its result out in its own way")
+    return strides
+
+
+def _whole(shape: Sequence[int], strides: Sequence[int], dimension: int) -> int:
+    """Return over how much memory a dimension goes; 1 beyond the last."""
+    return shape[dimension] * strides[dimension] if dimension < len(shape) else 1

@@ -67,6 +67,27 @@ class EncoderDecoder(nn.Module):
         return F.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
 
 
+class Packed(nn.Module):
+    """Samples end to end in one row: a mask keeps each to itself, and the batch is one whatever comes."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.blocks = Stack(3, perceptron, has_loss=False)
+        self.q, self.kv, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.blocks(x)
+        rows, length, _ = x.shape
+        sample = (positions == 0).cumsum(-1)
+        mask = (sample[:, :, None] == sample[:, None, :]).tril()[:, None]
+        q = self.q(x).view(rows, length, -1, WIDTH // self.heads).transpose(1, 2)
+        kv = self.kv(x).view(rows, length, 2, -1, WIDTH // self.heads).permute(2, 0, 3, 1, 4)
+        k, v = (part.repeat_interleave(2, dim=1) for part in kv)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return mean_square(self.out(y.transpose(1, 2).reshape(rows, length, -1)))
+
+
 class Means(nn.Module):
     """Numbers that sizes decide: scales, reshapes, padding to a multiple, and a mean over what is left."""
 
@@ -126,6 +147,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Sequence[tuple[torch.Tensor, ...
     "encoder and decoder": (
         EncoderDecoder,
         [(ids(3, a), ids(3, b)) for a, b in ((16, 12), (13, 13), (30, 9), (8, 17), (11, 21))],
+    ),
+    "packed": (
+        Packed,
+        [
+            (floats(1, a + b, WIDTH), torch.cat([torch.arange(a), torch.arange(b)])[None])
+            for a, b in ((64, 36), (80, 15), (28, 48), (36, 84), (52, 56))
+        ],
     ),
     "means": (Means, [(floats(batch, length, WIDTH),) for batch, length in ((4, 16), (3, 15), (6, 22), (5, 27))]),
 }
