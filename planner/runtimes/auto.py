@@ -91,25 +91,29 @@ class AutoRuntime:
                     raise
                 if self._running.plan is not None:
                     return self._run_instead(refusal, args, kwargs)
-                if does_not_fit:
-                    return self._run_as_eager(refusal, args, kwargs)
-                self._note = _said(refusal, self._options)
-            self._running = self._current = self._start(INSTEAD, None)
-            self._may_change = False
+                return self._run_other(refusal, args, kwargs)
         return self._running(*args, **kwargs)
 
-    def _run_as_eager(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the eager step from now on, if a plan of that fits where none of the captured one does."""
+    def _run_other(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model itself from now on, if that can: a call that fails there too says nothing of the model."""
+        does_not_fit = isinstance(refusal, NoPlanFitsError)
         instead = self._start(INSTEAD, None)
         try:
             result = instead(*args, **kwargs)
-        except (NoPlanFitsError, CaptureError, RuntimeUnsupportedError):
+        except BaseException as error:
             instead.stop()
-            raise refusal from None
+            if isinstance(error, NoPlanFitsError) and not does_not_fit:
+                _said(refusal, self._options)
+            elif isinstance(error, (NoPlanFitsError, CaptureError, RuntimeUnsupportedError)):
+                raise refusal from None
+            raise
         self._running = self._current = instead
         self._may_change = False
-        assert instead.plan is not None
-        self._note = _takes_eager(instead.plan, _DOES_NOT_FIT)
+        if does_not_fit:
+            assert instead.plan is not None
+            self._note = _takes_eager(instead.plan, _DOES_NOT_FIT)
+        else:
+            self._note = _said(refusal, self._options)
         return result
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -157,6 +158,16 @@ def test_what_cannot_be_captured_in_the_middle_and_does_not_fit_is_told_by_its_b
     with pytest.raises(InfeasibleBudgetError) as caught:
         model(rows(256))
     assert "depends on data" in str(caught.value.__cause__)
+
+
+def test_a_first_call_that_fails_says_nothing_of_the_model() -> None:
+    model = wrap()
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(CaptureError, match="forward of Stack fails"):
+                model(rows(200, 7))
+    assert step(model, rows(200)).runtime == "graph"
 
 
 def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
