@@ -42,7 +42,7 @@ from planner.solvers.auto import AutoSolver
 from planner.solvers.checkpoints import lowest_choice
 from planner.solving import lowest_known, solution_cache
 from planner.solving.incumbent import Incumbent
-from planner.solving.peak_bounds import lowest_peak
+from planner.solving.peak_bounds import lowest_peak, proven_lowest
 
 _SHORTER = 4
 """By what the time for a search is divided that comes after another."""
@@ -317,7 +317,7 @@ def _no_plan_fits(
 ) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
-    proven_bytes = min(lowest_peak(one).proven_peak_bytes for one in in_orders_tried(problem))
+    proven_bytes = min(map(proven_lowest, in_orders_tried(problem)))
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))

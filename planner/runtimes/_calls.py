@@ -20,6 +20,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
+from planner.runtimes._held_gradients import HeldGradients
 from planner.runtimes._open_calls import OpenCalls
 from planner.session.step import Options
 from planner.session.telling import working
@@ -59,6 +60,7 @@ class PlannedCalls(ABC):
         """Whether the model was seen to be what the first plan is for."""
         self._must_match = plan is not None and not replan
         self._open = OpenCalls(model)
+        self._held = HeldGradients(model, options)
 
     @property
     def must_match(self) -> bool:
@@ -70,9 +72,11 @@ class PlannedCalls(ABC):
         if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
         self._open.check()
+        held_bytes = self._held.bytes_of(self.model)
         with entered(of_model(self.model, args, kwargs)):
             result = self.run(args, kwargs)
         self._open.begun(result)
+        self._held.check(held_bytes, self.plan)
         return result
 
     @abstractmethod

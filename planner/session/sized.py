@@ -6,6 +6,7 @@ hand. A formula is a guess until another size, made plain too, was found to be w
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -177,8 +178,9 @@ class SizedStep:
         """Measure the workspace of what has some."""
         signatures, calls = self._with_workspace
         operations = self.step.lowered.graph.operations
+        resized = _Resized(self.sizes, sizes)
         with fake_mode_of(self.step.lowered.joint.graph), torch.no_grad():
-            made = [_at(node, self.sizes, sizes) for node in calls.values()]
+            made = [resized.call(node) for node in calls.values()]
         found = dict(zip(calls, of_calls(made, of_model(self.model), TO_RUN), strict=True))
         return {index: found[text] + operations[index].state_bytes for index, text in signatures.items()}
 
@@ -211,39 +213,56 @@ def _sizes_of(node: fx.Node) -> Iterator[Any]:
             yield expression_of(tensor.numel() * tensor.element_size())
 
 
-def _at(node: fx.Node, known: Sizes, sizes: Sizes) -> fx.Node:
-    """Return a call like a node's, of tensors of other sizes; UnknownSizeError if their strides are not known."""
-    graph = fx.Graph()
+class _Resized:
+    """Calls like those of a step, with tensors of other sizes.
 
-    def copied(source: fx.Node) -> fx.Node:
-        plain, symbolic = source.meta["val"], source.meta.get(SYMBOLIC_VALUE)
-        placeholder = graph.placeholder(source.name)
-        placeholder.meta["val"] = _resized(plain, symbolic, known, sizes)
-        return placeholder
+    Making a tensor without data takes most of the time, so calls share them; no two of one call are the same, since
+    kernels may be asked whether their arguments share memory.
+    """
 
-    def replaced(argument: Any) -> Any:
-        if isinstance(argument, fx.Node):
-            return copied(argument)
-        return sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
+    def __init__(self, known: Sizes, sizes: Sizes) -> None:
+        self._known, self._sizes = known, sizes
+        self._made: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        self._used: Counter[Any] = Counter()
+        """By the call at hand."""
 
-    args, kwargs = map_aggregate((node.args, node.kwargs), replaced)
-    call = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    call.meta["val"] = _resized(node.meta["val"], node.meta.get(SYMBOLIC_VALUE), known, sizes)
-    return call
+    def call(self, node: fx.Node) -> fx.Node:
+        """Return a call like a node's; UnknownSizeError if the strides of its tensors are not known."""
+        self._used.clear()
+        graph = fx.Graph()
 
+        def copied(source: fx.Node) -> fx.Node:
+            placeholder = graph.placeholder(source.name)
+            placeholder.meta["val"] = self._value(source.meta["val"], source.meta.get(SYMBOLIC_VALUE))
+            return placeholder
 
-def _resized(plain: Any, symbolic: Any, known: Sizes, sizes: Sizes) -> Any:
-    if isinstance(plain, (list, tuple)):
-        return type(plain)(_resized(a, b, known, sizes) for a, b in zip(plain, symbolic, strict=True))
-    if not isinstance(plain, Tensor):
-        return plain
-    if not isinstance(symbolic, Tensor):
-        raise UnknownSizeError("a kernel lays its result out in its own way")
-    shape = [sizes.of(expression_of(size)) for size in symbolic.shape]
-    strides = _strides(plain, symbolic, shape, known, sizes)
-    if shape == [*plain.shape] and strides == [*plain.stride()]:
-        return plain
-    return torch.empty_strided(shape, strides, dtype=plain.dtype, device=plain.device)
+        def replaced(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                return copied(argument)
+            return self._sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
+
+        args, kwargs = map_aggregate((node.args, node.kwargs), replaced)
+        call = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        call.meta["val"] = self._value(node.meta["val"], node.meta.get(SYMBOLIC_VALUE))
+        return call
+
+    def _value(self, plain: Any, symbolic: Any) -> Any:
+        if isinstance(plain, (list, tuple)):
+            return type(plain)(self._value(a, b) for a, b in zip(plain, symbolic, strict=True))
+        if not isinstance(plain, Tensor):
+            return plain
+        if not isinstance(symbolic, Tensor):
+            raise UnknownSizeError("a kernel lays its result out in its own way")
+        shape = [self._sizes.of(expression_of(size)) for size in symbolic.shape]
+        strides = _strides(plain, symbolic, shape, self._known, self._sizes)
+        if shape == [*plain.shape] and strides == [*plain.stride()]:
+            return plain
+        like = tuple(shape), tuple(strides), plain.dtype, plain.device
+        made, used = self._made[like], self._used[like]
+        self._used[like] += 1
+        if used == len(made):
+            made.append(torch.empty_strided(shape, strides, dtype=plain.dtype, device=plain.device))
+        return made[used]
 
 
 def _strides(plain: Tensor, symbolic: Tensor, shape: Sequence[int], known: Sizes, sizes: Sizes) -> list[int]:
