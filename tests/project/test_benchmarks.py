@@ -35,6 +35,7 @@ from benchmarks import (
     libraries,
     partitioner,
     runtimes,
+    sizes,
     trial,
 )
 from benchmarks.libraries import architectures
@@ -308,6 +309,37 @@ def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
 
     assert worse(1.2, 0.03) and not worse(1.2, 0.04) and not worse(1.05, 0.0)
     assert comparison.error_of([1.0, 1.1, 1.2, 1.3, 1.4]) == pytest.approx(1.2533 * 0.3 / 1.349 / 5**0.5)
+
+
+def test_sizes_trains_beside_plain_and_says_what_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = sizes.Case(
+        "layers in a row", lambda: _Rows(), lambda: [{"x": torch.randn(n, 32)} for n in (64, 48, 56, 40, 64)], share=0.9
+    )
+    monkeypatch.setattr(sizes, "CASES", {"rows": small})
+    file = tmp_path / "sizes.json"
+    sizes.main(["--json", str(file)])
+    (row,) = _results(file)["rows"]
+    assert (row["steps"], row["sizes"], len(row["captures"]), row["over_budget"]) == (5, 4, 2, 0)
+    assert row["losses_equal"] == 5 and row["captured_alone_equal"] == 2 and len(row["peaks"]) == 4
+    assert "| rows | 5 | 4 | 2 |" in file.with_suffix(".md").read_text()
+    slow = {**row, "captures": ["captured"] * 3, "over_budget": 1, "captured_alone_equal": 1}
+    assert [*sizes.missed({**slow, "begun": {"reused": {"sizes": 1, "median_seconds": 0.06}}})] == [
+        "3 captures",
+        "1 sizes over the budget",
+        "other bits than captured alone",
+        "a new size took 0.06 s (plan reused)",
+    ]
+
+
+class _Rows(nn.Module):
+    """Layers whose sizes follow from one number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "123"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
 
 
 class Dropping(nn.Module):

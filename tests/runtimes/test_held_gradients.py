@@ -1,4 +1,4 @@
-"""A step is planned to begin without gradients: where it does not, and the budget has no room for them, that is said."""
+"""A step is planned to begin without gradients: where it does not, and there is no room for them, that is said."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import planner
 from tests.models import Stack, rows
+
 
 def wrap(**options: object) -> nn.Module:
     torch.manual_seed(0)
