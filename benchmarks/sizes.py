@@ -332,7 +332,8 @@ def _llama_with_lora() -> nn.Module:
 
     targets = ["q_proj", "v_proj", "down_proj"]
     adapter = peft.LoraConfig(r=8, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
-    return peft.get_peft_model(_llama(3), adapter).train()
+    model: nn.Module = peft.get_peft_model(_llama(3), adapter).train()
+    return model
 
 
 def _causal(length: int) -> Call:
@@ -398,7 +399,8 @@ def _pairs(count: int) -> list[Call]:
 
 def _padded(count: int) -> list[Call]:
     """Return batches of four samples of different lengths, padded to the longest of each."""
-    draw, calls = random.Random(2), []
+    draw = random.Random(2)
+    calls: list[Call] = []
     for _ in range(count):
         lengths = draw.sample(range(16, 120), 4)
         mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
@@ -409,7 +411,8 @@ def _padded(count: int) -> list[Call]:
 
 def _packed(count: int) -> list[Call]:
     """Return rows into which samples are packed end to end, each with positions from zero."""
-    draw, calls = random.Random(4), []
+    draw = random.Random(4)
+    calls: list[Call] = []
     for _ in range(count):
         lengths = [draw.randint(20, 90) for _ in range(draw.randint(2, 4))]
         ids = _tokens(1, sum(lengths))
