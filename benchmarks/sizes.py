@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -361,11 +361,10 @@ class _Classifier(nn.Module):
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.stem(images)
-        for at, stage in enumerate(self.stages):
-            for block in stage:
+        for stage, down in zip(self.stages, [*self.down, nn.Identity()], strict=True):
+            for block in cast(nn.ModuleList, stage):
                 x = x + block(x)
-            if at < len(self.down):
-                x = self.down[at](x)
+            x = down(x)
         return functional.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
