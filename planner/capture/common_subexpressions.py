@@ -49,7 +49,7 @@ def _strided_of(node: fx.Node) -> list[torch.Tensor]:
 
 def _has_effects(node: fx.Node) -> bool:
     if isinstance(node.target, HigherOrderOperator):
-        return "mutation" in node.target.name() or "effects" in node.target.name()
+        return "mutation" in str(node.target) or "effects" in str(node.target)
     return mutates(node)
 
 
