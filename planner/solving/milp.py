@@ -1,15 +1,14 @@
-"""Mixed-integer programmes through PuLP, with HiGHS or, where that is missing, CBC.
+"""Mixed-integer programmes: HiGHS by its own interface or, where that is missing, CBC through PuLP.
 
-The only module that knows PuLP.
+The only module that knows either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 from planner.errors import SolverUnavailableError
@@ -18,9 +17,6 @@ from planner.solving.step_cut import Model
 
 _TOLERANCE = 1e-6
 """By so much, relatively, the objective of a relaxation may be wrong."""
-
-_FEASIBLE = 2
-"""``kSolutionStatusFeasible`` of HiGHS: PuLP also calls a search that was stopped empty-handed feasible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +29,16 @@ class Answer:
     turns: int = 0
 
 
-def _load() -> Any:
-    """Import PuLP in a thread of its own.
+def _highs() -> Any:
+    """Return HiGHS; None if it is not installed."""
+    try:
+        return import_module("highspy")  # it has no types
+    except ImportError:
+        return None
+
+
+def _pulp() -> Any:
+    """Import PuLP, in a thread of its own; None if it is not installed.
 
     It keeps what importing an absent solver raised, and that keeps every frame that waits for the
     import, with all that is in them: a model, its inputs. A new thread has no such frames.
@@ -46,23 +50,28 @@ def _load() -> Any:
         return pulp
 
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(load).result()
+        try:
+            return thread.submit(load).result()
+        except ImportError:
+            return None
 
 
 class Library:
-    """PuLP with HiGHS or CBC."""
+    """HiGHS or CBC."""
 
     def __init__(self, tell: Progress) -> None:
-        try:
-            pulp = _load()
-        except ImportError as error:
-            raise SolverUnavailableError("solver 'ilp' needs PuLP: pip install pulp highspy") from error
-        self.pulp: Any = pulp
-        self.has_highs = bool(pulp.HiGHS().available())
-        if not self.has_highs:
-            if not pulp.PULP_CBC_CMD().available():
+        self.highspy = _highs()
+        self.pulp: Any = None
+        if self.highspy is None:
+            self.pulp = _pulp()
+            if self.pulp is None or not self.pulp.PULP_CBC_CMD().available():
                 raise SolverUnavailableError("solver 'ilp' needs HiGHS or CBC: pip install highspy")
             tell("ilp: highspy is not installed, falling back on CBC, which is slower")
+
+    @property
+    def has_highs(self) -> bool:
+        """Whether it is HiGHS."""
+        return self.highspy is not None
 
     def minimise(
         self,
@@ -78,46 +87,86 @@ class Library:
         A search stops after so many seconds, or, the same every time, after HiGHS has asked so often whether to (CBC:
         after so many nodes), or where objective and bound are no further apart than the gap. Turns limit no relaxation.
         """
-        pulp = self.pulp
         if not model.rows:
             return Answer([0.0] * len(model.cost), 0.0)
-        programme = pulp.LpProblem("stepcut", pulp.LpMinimize)
-        columns = [
-            pulp.LpVariable(f"x{c}", 0, 1, pulp.LpInteger if whole else pulp.LpContinuous)
-            for c, whole in enumerate(model.integer)
-        ]
-        programme += pulp.LpAffineExpression([(columns[c], cost) for c, cost in enumerate(model.cost) if cost])
-        for terms, least in model.rows:
-            programme += pulp.LpAffineExpression([(columns[c], weight) for c, weight in terms]) >= least
-        counter = _Counter(turns)
+        relax = relax or not any(model.integer)
         if self.has_highs:
-            solver = pulp.HiGHS(mip=not relax)
-            asked = None if turns is None or relax else counter.asked
-            solver.createAndConfigureSolver = partial(_configure, gap=max(gap, 1e-9), seconds=seconds, asked=asked)
-        else:
-            solver = pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=turns)
-        programme.solve(solver)
-        if programme.status == pulp.LpStatusInfeasible:
-            return Answer(None, 0.0, infeasible=True)
-        optimal = programme.sol_status == pulp.LpSolutionOptimal
-        found = optimal or (programme.sol_status == pulp.LpSolutionIntegerFeasible and not relax)
-        found = found and bool(programme.variables())
-        values = [column.varValue or 0.0 for column in columns]
-        exact = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
-        bound = 0.0
-        if relax:  # what a relaxation that was stopped has come to bounds nothing
-            bound = (pulp.value(programme.objective) or 0.0) * (1 - _TOLERANCE) if optimal else 0.0
-        elif self.has_highs:
-            info = programme.solverModel.getInfo()
-            bound = info.mip_dual_bound
-            found = found and info.primal_solution_status == _FEASIBLE
-        elif optimal:
-            bound = exact
-        else:  # CBC keeps its dual bound to itself
-            bound = self.minimise(model, seconds=seconds, relax=True).bound
-        if optimal and not relax and abs(exact - bound) <= 1e-6 * max(1.0, exact):
-            bound = exact
-        return Answer(values if found else None, max(bound, 0.0), turns=counter.turns)
+            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap, relax=relax)
+        return _by_cbc(self.pulp, model, seconds=seconds, turns=turns, relax=relax)
+
+
+def _by_highs(
+    highspy: Any, model: Model, *, seconds: float | None, turns: int | None, gap: float, relax: bool
+) -> Answer:
+    counter = _Counter(turns)
+    options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
+    highs = _silent(highspy)
+    for name, value in options.items():
+        if value is not None:
+            highs.setOptionValue(name, value)
+    if turns is not None and not relax:
+        highs.setCallback(counter.asked, None)
+        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+    highs.passModel(_matrix(highspy, model, relax=relax))
+    highs.run()
+    status, info = highs.getModelStatus(), highs.getInfo()
+    # No column goes beyond 0..1, so nothing is unbounded.
+    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+        return Answer(None, 0.0, infeasible=True, turns=counter.turns)
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    if relax:  # what a relaxation that was stopped has come to bounds nothing
+        if not optimal:
+            return Answer(None, 0.0)
+        return Answer(_columns(highs), max(info.objective_function_value * (1 - _TOLERANCE), 0.0))
+    found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    columns, bound = _columns(highs) if found else None, info.mip_dual_bound
+    if optimal and columns is not None:
+        bound = _met(model, columns, bound)
+    return Answer(columns, max(bound, 0.0), turns=counter.turns)
+
+
+def _columns(highs: Any) -> list[float]:
+    return [float(value) for value in highs.getSolution().col_value]
+
+
+def _met(model: Model, columns: list[float], bound: float) -> float:
+    """Return what an optimum costs in whole columns, if that is its bound but for rounding."""
+    exact = sum(cost for cost, value in zip(model.cost, columns, strict=True) if value > 0.5)
+    return exact if abs(exact - bound) <= 1e-6 * max(1.0, exact) else bound
+
+
+def _silent(highspy: Any) -> Any:
+    """Return a HiGHS that says nothing: from 1.16 on it prints its name on stdout as soon as it is made."""
+
+    class Silent(highspy.Highs):  # type: ignore[misc]
+        def enableCallbacks(self) -> None:  # called by its constructor; this prints
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    highs = Silent()
+    highs.setOptionValue("output_flag", False)
+    return highs
+
+
+def _matrix(highspy: Any, model: Model, *, relax: bool) -> Any:
+    """Lay a model out row by row, as HiGHS takes it."""
+    np: Any = import_module("numpy")  # comes with highspy
+    terms = [term for row, _ in model.rows for term in row]
+    programme = highspy.HighsLp()
+    programme.num_col_, programme.num_row_ = len(model.cost), len(model.rows)
+    programme.col_cost_ = np.array(model.cost, np.double)
+    programme.col_lower_, programme.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
+    programme.row_lower_ = np.array([least for _, least in model.rows], np.double)
+    programme.row_upper_ = np.full(len(model.rows), highspy.kHighsInf)
+    matrix = programme.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.start_ = np.array([0, *accumulate(len(row) for row, _ in model.rows)], np.int32)
+    matrix.index_ = np.array([column for column, _ in terms], np.int32)
+    matrix.value_ = np.array([weight for _, weight in terms], np.double)
+    if not relax:
+        kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        programme.integrality_ = [kinds[whole] for whole in model.integer]
+    return programme
 
 
 class _Counter:
@@ -134,23 +183,26 @@ class _Counter:
             answer.user_interrupt = True
 
 
-def _configure(programme: Any, *, gap: float, seconds: float | None, asked: Callable[..., None] | None) -> None:
-    """Give a programme of PuLP's a HiGHS that says nothing.
-
-    From 1.16 on, PuLP's own prints its name on stdout as soon as it is made, before PuLP can tell it not to.
-    """
-    highspy: Any = import_module("highspy")
-
-    class Silent(highspy.Highs):  # type: ignore[misc]
-        def enableCallbacks(self) -> None:  # called by its constructor; this prints
-            self.setOptionValue("output_flag", False)
-            super().enableCallbacks()
-
-    highs = programme.solverModel = Silent()
-    options = {"output_flag": False, "mip_rel_gap": 0.0, "mip_abs_gap": gap, "threads": 1, "time_limit": seconds}
-    for name, value in options.items():
-        if value is not None:
-            highs.setOptionValue(name, value)
-    if asked is not None:
-        highs.setCallback(asked, None)
-        highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
+def _by_cbc(pulp: Any, model: Model, *, seconds: float | None, turns: int | None, relax: bool) -> Answer:
+    programme = pulp.LpProblem("stepcut", pulp.LpMinimize)
+    columns = [
+        pulp.LpVariable(f"x{c}", 0, 1, pulp.LpInteger if whole else pulp.LpContinuous)
+        for c, whole in enumerate(model.integer)
+    ]
+    programme += pulp.LpAffineExpression([(columns[c], cost) for c, cost in enumerate(model.cost) if cost])
+    for terms, least in model.rows:
+        programme += pulp.LpAffineExpression([(columns[c], weight) for c, weight in terms]) >= least
+    programme.solve(pulp.PULP_CBC_CMD(mip=not relax, msg=False, timeLimit=seconds, maxNodes=turns))
+    if programme.status == pulp.LpStatusInfeasible:
+        return Answer(None, 0.0, infeasible=True)
+    optimal = programme.sol_status == pulp.LpSolutionOptimal
+    found = optimal or (programme.sol_status == pulp.LpSolutionIntegerFeasible and not relax)
+    values = [column.varValue or 0.0 for column in columns] if found and programme.variables() else None
+    bound = 0.0
+    if relax:  # what a relaxation that was stopped has come to bounds nothing
+        bound = (pulp.value(programme.objective) or 0.0) * (1 - _TOLERANCE) if optimal else 0.0
+    elif optimal and values is not None:
+        bound = sum(cost for cost, value in zip(model.cost, values, strict=True) if value > 0.5)
+    else:  # CBC keeps its dual bound to itself
+        bound = _by_cbc(pulp, model, seconds=seconds, turns=None, relax=True).bound
+    return Answer(values, max(bound, 0.0))

@@ -168,7 +168,7 @@ def test_what_is_installed_is_what_is_imported():
     for extra, package in (("plot", "matplotlib"), ("completion", "shtab")):
         assert config["options.extras_require"][extra].split(">=")[0].strip() == package
         imported -= {package}
-    assert declared == imported | {"highspy"}  # which PuLP loads by itself
+    assert declared == imported | {"highspy"}  # imported by name, as it has no types
     assert config["options.extras_require"]["zoo"].split(">=")[0].strip() == "transformers"
 
 

@@ -16,6 +16,7 @@ from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
+from planner.solving import milp
 from planner.solving.milp import Library
 from planner.solving.peak_bounds import minimum_peak, proven_floor
 from tests import oracle
@@ -209,7 +210,7 @@ def test_without_highs_cbc_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatc
     pulp = pytest.importorskip("pulp")
     if not pulp.PULP_CBC_CMD().available():
         pytest.skip("CBC is not installed")
-    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    monkeypatch.setattr(milp, "_highs", lambda: None)
     told: list[str] = []
     problem = at(GPT, 0.8)
     solution = solvers.solve(problem, "ilp", time_limit_seconds=5, progress=told.append)
@@ -219,8 +220,8 @@ def test_without_highs_cbc_takes_over_and_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_without_any_library_the_ilp_is_unavailable_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     pulp = pytest.importorskip("pulp")
-    for library in (pulp.HiGHS, pulp.PULP_CBC_CMD):
-        monkeypatch.setattr(library, "available", lambda self: False)
+    monkeypatch.setattr(milp, "_highs", lambda: None)
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
     with pytest.raises(SolverUnavailableError, match="highspy"):
         solvers.solve(at(GPT, 0.6), "ilp")
     found = solvers.solve(at(GPT, 0.6), time_limit_seconds=0.5, deterministic=True)
