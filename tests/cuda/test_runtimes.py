@@ -18,8 +18,6 @@ gpu.required()
 
 
 def wrapped(runtime: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
-    gc.collect()
-    torch.cuda.empty_cache()
     model, x = Tower(256, 4).to("cuda"), torch.randn(8192, 256, device="cuda")
     options = {"runtime": runtime, "time_limit_seconds": 1, "deterministic": True, **options}
     try:
@@ -27,6 +25,14 @@ def wrapped(runtime: str, **options: Any) -> tuple[nn.Module, torch.Tensor]:
     except InfeasibleBudgetError as refusal:
         planner.auto_wrap(model, x, budget=refusal.minimum_feasible_peak_bytes, **options)
     return model, x
+
+
+def others() -> int:
+    """Return what is held on behalf of no model: cuDNN keeps the states that dropout of recurrent layers draws from."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # a plan counts these
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
 
 
 def allocated(model: nn.Module, x: torch.Tensor) -> int:
@@ -42,9 +48,10 @@ def allocated(model: nn.Module, x: torch.Tensor) -> int:
     [("graph", False), ("graph", True), ("modules", False), ("modules", True), ("regional", False)],
 )
 def test_what_is_allocated_is_what_is_said(runtime: str, offload: bool) -> None:
+    before_bytes = others()
     model, x = wrapped(runtime, offload=offload)
     plan = planner.plan_of(model)
-    seen = allocated(model, x)
+    seen = allocated(model, x) - before_bytes
     assert plan.reserved is not None
     assert seen <= plan.budget_bytes
     assert seen == pytest.approx(plan.reserved.allocated_bytes, rel=1e-3)
@@ -55,8 +62,9 @@ def test_what_is_allocated_is_what_is_said(runtime: str, offload: bool) -> None:
 
 def test_compiled_code_keeps_its_budget() -> None:
     pytest.importorskip("triton")
+    before_bytes = others()
     model, x = wrapped("inductor")
-    assert allocated(model, x) <= planner.plan_of(model).budget_bytes
+    assert allocated(model, x) - before_bytes <= planner.plan_of(model).budget_bytes
 
 
 @gpu.only_fake
