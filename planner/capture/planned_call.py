@@ -8,6 +8,7 @@ the call. The attribute is there between calls, and away during them: in a call 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
+from planner.capture.turns import turn_of
 from planner.errors import UsageError
 
 _OWN_GRAPHS = (
@@ -30,13 +32,14 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let ``module(...)`` run ``call``, out of whatever is being compiled: nothing in it is traced.
 
     A compiled function that calls the module has a graph break there, and is refused under ``fullgraph=True``. Without
-    gradients it takes the module in as it is.
+    gradients it takes the module in as it is. Threads that call the module take turns.
     """
     remove_planned_call(module)
+    lock = threading.RLock()
 
     @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
     def untraced(*args: Any, **kwargs: Any) -> Any:
-        with as_its_class(module):
+        with turn_of(lock), as_its_class(module):
             return call(*args, **kwargs)
 
     def planned(*args: Any, **kwargs: Any) -> Any:

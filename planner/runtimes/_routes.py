@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 
 import torch
 from torch import nn
@@ -77,8 +78,14 @@ class Routes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note what runs since the model's own call began."""
-        hook = register_module_forward_pre_hook(self._begins)
+        """Note what runs since the model's own call began; a backward in another thread may run parts of it again."""
+        here = get_ident()
+
+        def begins(module: nn.Module, given: tuple[object, ...]) -> None:
+            if get_ident() == here:
+                self._begins(module, given)
+
+        hook = register_module_forward_pre_hook(begins)
         try:
             yield
         finally:

@@ -29,6 +29,7 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
+from planner.capture.turns import one_at_a_time
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
@@ -39,7 +40,7 @@ from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep, UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
-from planner.session.telling import one_at_a_time, working
+from planner.session.telling import working
 
 _log = logging.getLogger("planner")
 
@@ -83,7 +84,7 @@ class GraphRuntime(PlannedCalls):
         try:
             result = self._known(args, kwargs)
             if result is NOT_CAPTURED:
-                with one_at_a_time:
+                with one_at_a_time():
                     result = self._captured(self._inputs)
             return result
         finally:
@@ -196,7 +197,7 @@ class GraphRuntime(PlannedCalls):
             self._sized[joint.graph] = SizedPrograms(
                 self.model, self._at_new_sizes, self._followed, self._recorded, self._enter
             )
-        with one_at_a_time:
+        with one_at_a_time():
             return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:

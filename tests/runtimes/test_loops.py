@@ -29,8 +29,8 @@ def data(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return rows(128).to(dtype)
 
 
-def wrapped(model: nn.Module | None = None) -> nn.Module:
-    return planner.auto_wrap(model or build(), activation_budget="75%", time_limit_seconds=1.0)
+def wrapped(model: nn.Module | None = None, **options: Any) -> nn.Module:
+    return planner.auto_wrap(model or build(), activation_budget="75%", time_limit_seconds=1.0, **options)
 
 
 @pytest.fixture
@@ -259,6 +259,26 @@ def test_models_may_train_in_threads_of_their_own() -> None:
         losses = list(pool.map(_trained_steps, models))
     assert losses == [_trained_steps(model) for model in plain]
     assert all(planner.plan_of(model) for model in models)
+
+
+@pytest.mark.filterwarnings("error:.*in this step than in those", "ignore:.*is called again before the backward")
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_threads_that_share_a_model_take_turns(runtime: str) -> None:
+    """What one of them captures or replaces must not be seen by the others."""
+    model = Stack(3)
+    plain = copy.deepcopy(model)
+    wrapped(model, runtime=runtime)
+    batches = [rows() for _ in range(3)]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        gradients = list(pool.map(partial(_gradients, model), batches))
+    for batch, found in zip(batches, gradients, strict=True):
+        assert all(map(torch.equal, found, _gradients(plain, batch)))
+
+
+def _gradients(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    for _ in range(5):
+        gradients = torch.autograd.grad(model(batch).sum(), [*model.parameters()])
+    return gradients
 
 
 def _trained_steps(model: nn.Module) -> list[float]:
