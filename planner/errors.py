@@ -87,6 +87,10 @@ class CaptureError(PlannerError):
     exit_code = 4
 
 
+class ForwardError(CaptureError):
+    """The model's own forward fails while it is captured or recorded; the cause says how."""
+
+
 class UnsupportedModelError(CaptureError):
     """The model was captured, but holds something that cannot be planned without risk."""
 

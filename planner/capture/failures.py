@@ -10,8 +10,13 @@ from contextlib import contextmanager
 from torch import nn
 
 from planner.capture.provenance import is_library, short_path
-from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
-from planner.errors import CaptureError, PlannerError
+from planner.capture.torch_internals import (
+    TorchDynamoException,
+    Unsupported,
+    depends_on_data,
+    without_meta_logs,
+)
+from planner.errors import CaptureError, ForwardError, PlannerError
 
 _RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")
 
@@ -20,6 +25,7 @@ _CULPRIT = re.compile(
 )
 """What Dynamo could not follow, where it names that by one word."""
 
+_FAILS = "the forward of {} fails: {}{}"
 _NOT_ONE_GRAPH = "{} cannot be captured as one graph: {}{}"
 _ON_DATA = "what it runs depends on data"
 
@@ -28,14 +34,15 @@ _ON_DATA = "what it runs depends on data"
 def explain_failures(model: nn.Module) -> Iterator[None]:
     """Turn what Dynamo and AOTAutograd raise into a :class:`CaptureError` of one line."""
     try:
-        yield
+        with without_meta_logs():
+            yield
     except TorchDynamoException as error:
         inner = getattr(error, "inner_exception", None)
         cause = error.__cause__ or inner
         if isinstance(cause, PlannerError):
             raise cause from error
         reason = first_line(error) if inner is None else in_one_line(inner)
-        problem = "the forward of {} fails: {}{}"
+        problem = _FAILS
         if depends_on_data(error):
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
         elif raised := _RAISED.search(f"{error} {cause}"):
@@ -44,7 +51,7 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             problem = _NOT_ONE_GRAPH
             if culprit := _CULPRIT.search(str(error)):
                 reason += f": {culprit['name']}"
-        raise CaptureError(problem.format(type(model).__name__, reason, raised_at(error))) from error
+        raise _explained(problem, model, reason, error) from error
 
 
 @contextmanager
@@ -56,10 +63,15 @@ def explain_forward(model: nn.Module) -> Iterator[None]:
     except PlannerError:
         raise
     except Exception as error:
-        problem, reason = "the forward of {} fails: {}{}", in_one_line(error)
+        problem, reason = _FAILS, in_one_line(error)
         if depends_on_data(error):
             problem, reason = _NOT_ONE_GRAPH, _ON_DATA
-        raise CaptureError(problem.format(type(model).__name__, reason, raised_at(error))) from error
+        raise _explained(problem, model, reason, error) from error
+
+
+def _explained(problem: str, model: nn.Module, reason: str, error: BaseException) -> CaptureError:
+    kind = ForwardError if problem is _FAILS else CaptureError
+    return kind(problem.format(type(model).__name__, reason, raised_at(error)))
 
 
 def raised_at(error: BaseException) -> str:

@@ -18,9 +18,11 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from planner.capture.parallel import has_several_ranks
+from planner.capture.put_back import put_back
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
 from planner.capture.turns import turn_of
-from planner.errors import UsageError
+from planner.errors import ForwardError, UsageError
 
 _OWN_GRAPHS = (
     "a model wrapped by planner.auto_wrap runs its own graphs, and a compiled function cannot take it in: leave out "
@@ -40,7 +42,11 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
     @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
     def untraced(*args: Any, **kwargs: Any) -> Any:
         with turn_of(lock), as_its_class(module):
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except ForwardError as failure:
+                _raise_own_error(module, args, kwargs, failure)
+                raise
 
     def planned(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
@@ -50,6 +56,28 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
     planned.call = call  # type: ignore[attr-defined]
     install_call(module, not_compiled_alone(planned))
     _mark(module)
+
+
+def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:
+    """Raise what the module's own call raises, if it does: whoever trains it may catch that, and go on.
+
+    It is called without gradients first, which takes little memory, and is undone if nothing is raised. With several
+    ranks it is not called: it might wait for others that are elsewhere.
+    """
+    if has_several_ranks():
+        return
+    own_call = functools.partial(call_implementation(module), *args, **kwargs)
+    try:
+        with put_back(module), torch.no_grad():
+            own_call()
+        return
+    except Exception:
+        pass
+    try:
+        own_call()  # which leaves what it did before it failed, as without a plan
+    except Exception as error:
+        error.add_note(f"planner: {failure}")
+        raise error from None
 
 
 def planned_call(module: nn.Module) -> Any:

@@ -639,6 +639,21 @@ def is_marked_dynamic(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
+def without_meta_logs() -> Iterator[None]:
+    """Leave out of the log what an operator on fake tensors raises: whoever asked for the operator gets it raised."""
+    logger = logging.getLogger(fake_tensor.__name__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+@contextmanager
 def without_dynamic_marks(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Take the marks off tensors for as long as the context lasts."""
     taken = []

@@ -14,7 +14,7 @@ from planner.errors import PlannerError
 
 ROOT = Path(__file__).parent.parent.parent
 SITE = runpy.run_path(str(ROOT / "docs" / "build_site.py"))
-EXPLAINED = ("CaptureError", "UnsupportedModelError", "RuntimeUnsupportedError", "PlanMismatchError",
+EXPLAINED = ("CaptureError", "ForwardError", "UnsupportedModelError", "RuntimeUnsupportedError", "PlanMismatchError",
              "ProfileMismatchError", "InfeasibleBudgetError", "HostBudgetError", "NoPlanFitsError",
              "NoPipelineFitsError", "CannotExpressError", "SolverUnavailableError", "ClaimMismatchError",
              "PlannerError")  # fmt: skip

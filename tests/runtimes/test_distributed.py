@@ -206,8 +206,8 @@ def test_a_failure_on_rank_0_is_told_to_the_others(folder: Path) -> None:
 
 def test_a_failure_on_another_rank_is_told_to_all(folder: Path) -> None:
     told, own = results(folder, "fails_on_rank_1")
-    assert own["error"] == "CaptureError" and "normalized_shape=[3]" in own["message"]
-    assert told["message"].startswith("rank 1 failed while it captured the step: CaptureError: ")
+    assert own["error"] == "ForwardError" and "normalized_shape=[3]" in own["message"]
+    assert told["message"].startswith("rank 1 failed while it captured the step: ForwardError: ")
 
 
 def test_ranks_whose_steps_differ_are_told_in_what(folder: Path) -> None:

@@ -7,6 +7,7 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch import nn
 import planner
 from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
-from planner.errors import CaptureError, InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
-from tests.models import Stack, mean_square, rows
+from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
+from tests.models import WIDTH, Stack, mean_square, rows
 from tests.runtimes.steps import assert_same, train
 
 
@@ -134,7 +135,7 @@ def test_what_cannot_be_captured_in_the_middle_of_training_runs_within_the_budge
             assert plan.runtime == "modules" and plan.peak_bytes <= plan.budget_bytes == budget_bytes
     assert sum("was captured" in str(warning.message) for warning in caught) == 1, {str(w.message)[:80] for w in caught}
     assert step(model, rows(200)).runtime == "graph"
-    with pytest.raises(CaptureError):
+    with pytest.raises(RuntimeError, match="expected input with shape"):
         model(rows(200, 7))
 
 
@@ -165,9 +166,49 @@ def test_a_first_call_that_fails_says_nothing_of_the_model() -> None:
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with pytest.raises(CaptureError, match="forward of Stack fails"):
+            with pytest.raises(RuntimeError, match="expected input with shape"):
                 model(rows(200, 7))
     assert step(model, rows(200)).runtime == "graph"
+
+
+class TooShortError(Exception):
+    """Of a user's own."""
+
+
+class Picky(Stack):
+    """Draws, counts and then looks at what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = nn.functional.dropout(x, 0.1)
+        if len(x) < 10:
+            raise TooShortError(f"{len(x)} rows")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("runtime", ["auto", "graph", "modules"])
+def test_a_forward_raises_its_own_error(runtime: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """At the first step and later, and what it did before is as without a plan."""
+    plain = Picky()
+    model = wrap(Picky(), runtime=runtime)
+    model.load_state_dict(plain.state_dict())
+    seen: dict[nn.Module, list[Any]] = {}
+    for one in (plain, model):
+        torch.manual_seed(0)
+        seen[one] = []
+        for size in ((3, WIDTH), (256, WIDTH), (3, WIDTH), (200, WIDTH + 1), (256, WIDTH)):
+            try:
+                seen[one].append(one(rows(*size)).item())
+            except (TooShortError, RuntimeError) as error:
+                seen[one].append((type(error), str(error)))
+                assert one is plain or "fails" in error.__notes__[0]
+            seen[one] += [one.calls.item(), torch.get_rng_state().tolist()]
+    assert seen[model] == seen[plain]
+    assert not capfd.readouterr().err
 
 
 def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:

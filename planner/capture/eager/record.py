@@ -27,8 +27,9 @@ from planner.capture.torch_internals import (
     calling,
     installed_call,
     other_state,
+    without_meta_logs,
 )
-from planner.errors import CaptureError, PlannerError
+from planner.errors import CaptureError, ForwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 
 
@@ -65,7 +66,7 @@ def record(
         depends_on_data = True
         if is_fake(model) or not may_run:
             hint = "; if it depends on data, build the model for real" if is_fake(model) else ""
-            raise _failed(model, error, hint) from error
+            raise CaptureError(_failed(model, error) + hint) from error
     if not may_run:
         raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
     try:
@@ -75,15 +76,15 @@ def record(
     except PlannerError:
         raise
     except Exception as error:
-        raise _failed(model, error) from error
+        raise ForwardError(_failed(model, error)) from error
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
-def _failed(model: nn.Module, error: Exception, hint: str = "") -> CaptureError:
-    return CaptureError(f"a step of {type(model).__name__} fails: {in_one_line(error)}{raised_at(error)}{hint}")
+def _failed(model: nn.Module, error: Exception) -> str:
+    return f"a step of {type(model).__name__} fails: {in_one_line(error)}{raised_at(error)}"
 
 
 def _record(
@@ -109,7 +110,7 @@ def _recorded(
     with nullcontext() if real else mode:
         recorder = Recorder(mode, EngineSums(known[0].device))
     masking = masking_of(model, inputs)
-    with put_back(model), ExitStack() as following:
+    with put_back(model), without_meta_logs(), ExitStack() as following:
         for name, module in model.named_modules():
             if name and installed_call(module) is None:  # one that is compiled already stays whole
                 following.enter_context(calling(module, partial(recorder.call, name, module)))
