@@ -65,6 +65,8 @@ class Study:
     """Gives the same eager step with another ``least_bytes``."""
     varies: bool = False
     """Whether what the step runs depends on its data, so that it need not be the same twice."""
+    draws: bool = False
+    """Whether it depends on single numbers that the step draws from torch's random state."""
 
     @property
     def whole_bytes(self) -> int:

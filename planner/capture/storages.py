@@ -282,9 +282,13 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
 
     def watch(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run a call and write it down."""
-        result = as_kernel_gives(function, args, kwargs, called(function, args, kwargs))
+        result = as_kernel_gives(function, args, kwargs, self.run(function, args, kwargs))
         self.note(function, args, kwargs, result)
         return result
+
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call."""
+        return called(function, args, kwargs)
 
     def number(self, tensor: torch.Tensor) -> int | None:
         """Return the number of a tensor's storage; one that was never made here is resident, and stays so."""

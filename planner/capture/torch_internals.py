@@ -55,6 +55,7 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
@@ -636,6 +637,14 @@ def _logging_functions() -> _Functions:
 def is_marked_dynamic(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries what ``torch._dynamo.mark_dynamic`` and its kin leave on it."""
     return not _DYNAMIC_MARKS.isdisjoint(vars(tensor))
+
+
+def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -> FakeTensor:
+    """Return a fake tensor of one number with the number that a call without tensors gives, so that it can be read."""
+    mode = tensor.fake_mode
+    with unset_fake_temporarily():
+        real = function(*args, **kwargs)
+    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
 
 
 @contextmanager

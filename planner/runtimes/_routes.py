@@ -1,9 +1,10 @@
 """Steps that differ from the one before though their inputs do not: layers dropped at random, experts, routing.
 
-What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, several
-steps are recorded, and what is chosen in any of them is chosen. Each call is watched: one that calls modules more
-often than any of the recorded ones, gives them more, or has switched something on in them (a dropout whose probability
-was 0), may break the budget, which is said, and the next call is planned for it too.
+What a plan is for is seen in a recorded step. Where a forward draws from Python's or numpy's random states, or looks at
+a number that it draws from torch's, several steps are recorded, and what is chosen in any of them is chosen. Each call
+is watched: one that calls modules more often than any of the recorded ones, gives them more, or has switched something
+on in them (a dropout whose probability was 0), may break the budget, which is said, and the next call is planned for it
+too.
 """
 
 from __future__ import annotations
@@ -154,13 +155,14 @@ class Routes:
                     continue  # a step that trains nothing, say, because it drops every layer
                 finally:
                     random.seed(number)
+                    torch.default_generator.manual_seed(number)
                     if numpy := sys.modules.get("numpy"):
                         numpy.random.seed(number)
                 if not any(course.covers(self._course) for course in seen):
                     seen.append(self._course)
                     yield seen[-1], study
-                # What data decides is not tried: each of those steps runs for real.
-                if not self._draws or study.varies or self._missed is not None:
+                # What data decides is not tried: other random numbers would not show it.
+                if self._missed is not None or not (study.draws or (self._draws and not study.varies)):
                     return
 
     def are_left(self) -> bool:

@@ -144,6 +144,7 @@ class _Recorded:
             least_bytes=least_bytes,
             seen_for=self.study,
             varies=self.trace.is_real,
+            draws=self.trace.draws,
         )
 
     def _cost(self, lowered: LoweredGraph) -> PlanOrigin:

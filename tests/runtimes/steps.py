@@ -19,19 +19,19 @@ Left = dict[str, torch.Tensor | None]
 """What a step leaves behind."""
 
 
-def step(model: nn.Module, x: Any, loss_fn: LossFunction | None = None) -> torch.Tensor:
+def step(model: nn.Module, x: Any, loss_fn: LossFunction | None = None, seed: int = 7) -> torch.Tensor:
     """Train one step, with the same random numbers every time, and give its loss."""
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     output = model(*x) if isinstance(x, tuple) else model(x)
     loss: torch.Tensor = loss_fn(output) if loss_fn else output
     loss.backward()
     return loss.detach()
 
 
-def train(model: nn.Module, x: Any, loss_fn: LossFunction | None = None) -> Left:
+def train(model: nn.Module, x: Any, loss_fn: LossFunction | None = None, seed: int = 7) -> Left:
     """Train one step from no gradients, and give all that it leaves behind."""
     model.zero_grad()
-    left: Left = {"loss": step(model, x, loss_fn), "random state": torch.get_rng_state()}
+    left: Left = {"loss": step(model, x, loss_fn, seed), "random state": torch.get_rng_state()}
     gradients = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     left |= {name: None if g is None else g.to_dense() if g.is_sparse else g.clone() for name, g in gradients.items()}
     return left | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.eager.drawn_numbers import DrawnNumbers
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
@@ -86,6 +87,7 @@ class Trace:
     ``runs`` from ``backward`` on, -1 until it begins, are of the backward; before ``tangents`` those that stand for a
     loss outside have given the outputs their gradients. ``is_real`` says that the step was run with data,
     ``depends_on_data`` that only data tell what runs.
+    ``draws`` that numbers do which it drew.
     ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
     it gives a cache of keys and values back, ``repeats`` that an operator gave one tensor
     for two of its results.
@@ -99,6 +101,7 @@ class Trace:
     tangents: int = -1
     is_real: bool = False
     depends_on_data: bool = False
+    draws: bool = False
     outside_bytes: int = 0
     returned_cache: bool = False
     repeats: bool = False
@@ -136,6 +139,7 @@ class Recorder(StepRecorder[Run]):
         super().__init__(fakes, sums)
         self.trace = Trace(self.events, self.storages)
         self._called: Counter[Any] = Counter()
+        self._drawn = DrawnNumbers()
         self._stack: list[tuple[str, Call]] = []
 
     # Operators.
@@ -152,9 +156,15 @@ class Recorder(StepRecorder[Run]):
             run.workspace_bytes = max(0, peak_bytes - sum(self.storages[value].size_bytes for value in run.makes))
         return result
 
+    def run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call; a number that it draws is there without data too."""
+        return self._drawn.drawn(function, args, kwargs, super().run(function, args, kwargs))
+
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
         """Write a call down, how often there was one before, and the numbers that autograd keeps of it."""
         run = super().note(function, args, kwargs, result)
+        reads = run.reads if run is not None else self.numbers(tensors_in((args, kwargs)))
+        self._drawn.follow(function, args, kwargs, result, set(reads), set(run.makes if run is not None else ()))
         results = tensors_in(result)
         self.trace.repeats |= len(set(map(id, results))) < len(results)
         if run is not None:
@@ -175,6 +185,7 @@ class Recorder(StepRecorder[Run]):
     def finish(self) -> None:
         """End the step: what is alive now outlives it."""
         super().finish()
+        self.trace.draws = self._drawn.decide
         for storage in self.storages:
             if storage.is_number:
                 storage.died = self.now

@@ -1,0 +1,44 @@
+"""Single numbers that a forward draws from torch's random state, and then looks at: which layers it drops, say.
+
+Without data nobody could look at them. So they are drawn for real, as they would be: a step is then recorded without
+data although they decide what runs, and other steps can be recorded with other numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from planner.capture.inputs import tensors_in
+from planner.capture.joint import draws
+from planner.capture.torch_internals import FakeTensor, with_its_number
+
+
+class DrawnNumbers:
+    """Follows them through a step that is recorded."""
+
+    def __init__(self) -> None:
+        self.decide = False
+        """Whether the program looked at one."""
+        self._storages: set[int] = set()
+
+    def drawn(self, function: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Return the result of a call, with its number if the call draws one on the host."""
+        if isinstance(result, FakeTensor) and _is_number(result) and draws(function, args, kwargs):
+            return result if tensors_in((args, kwargs)) else with_its_number(result, function, args, kwargs)
+        return result
+
+    def follow(self, function: Any, args: Any, kwargs: Any, result: Any, reads: set[int], makes: set[int]) -> None:
+        """Note what a call made of drawn numbers, given the storages that it read and made."""
+        is_drawn = draws(function, args, kwargs) if not reads else reads <= self._storages
+        if not is_drawn:
+            return
+        results = tensors_in(result)
+        self.decide |= not results
+        if all(map(_is_number, results)):
+            self._storages |= makes
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.device.type == "cpu"
