@@ -41,7 +41,9 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
     @functools.partial(torch.compiler.disable, reason=_OWN_GRAPHS)
     def untraced(*args: Any, **kwargs: Any) -> Any:
-        with turn_of(lock), as_its_class(module):
+        if _here.wholes:
+            return call_implementation(module)(*args, **kwargs)
+        with turn_of(lock), as_its_class(module), parts_run_as_they_are():
             try:
                 return call(*args, **kwargs)
             except ForwardError as failure:
@@ -56,6 +58,24 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
     planned.call = call  # type: ignore[attr-defined]
     install_call(module, not_compiled_alone(planned))
     _mark(module)
+
+
+class _Here(threading.local):
+    wholes = 0
+    """How many models are at work, each with all its parts."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def parts_run_as_they_are() -> Iterator[None]:
+    """Let wrapped models that are called meanwhile run without their plans: they belong to the plan of the whole."""
+    _here.wholes += 1
+    try:
+        yield
+    finally:
+        _here.wholes -= 1
 
 
 def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:

@@ -22,6 +22,7 @@ from planner.analysis.study import Study
 from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
 from planner.capture.inputs import Inputs
+from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.random_states import HostStates
 from planner.capture.torch_internals import call_implementation, calling
 from planner.errors import PlanMismatchError, ScheduleError
@@ -207,6 +208,7 @@ class _Again(AbstractContextManager[None]):
         self.drawn_from = HostStates()
 
     def __enter__(self) -> None:
+        self.stack.enter_context(parts_run_as_they_are())  # as in the forward
         self.stack.callback(HostStates().restore)
         self.drawn_from.restore()
         for part in filter(keeps_statistics, self.module.modules()):

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 import planner
 from planner.errors import UsageError
 from tests.models import WIDTH, Stack, perceptron, rows
-from tests.runtimes.steps import assert_same, train, wrap_and_hold
+from tests.runtimes.steps import assert_same, step, train, wrap_and_hold
 
 
 def build() -> Stack:
@@ -247,6 +247,26 @@ def test_objects_are_inputs(runtime: str) -> None:
     model, batch = TakesBatch(3), Batch(rows())
     assert planner.plan(model, batch, activation_budget="80%", runtime=runtime).overhead > 0
     wrap_and_hold(model, (batch,), activation_budget="80%", runtime=runtime)
+
+
+class Pair(nn.Module):
+    """Two stacks beside each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Stack(2), Stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.left(x) + self.right(x)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("runtime", ["graph", "modules"])
+def test_a_part_that_is_wrapped_belongs_to_the_plan_of_the_whole(runtime: str) -> None:
+    model = Pair()
+    wrapped(model.left, runtime=runtime)
+    step(model.left, rows(512))
+    wrap_and_hold(model, rows(512), activation_budget="80%", runtime=runtime)
 
 
 def test_models_may_train_in_threads_of_their_own() -> None:

@@ -20,6 +20,7 @@ from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_back
 from planner.capture.joint_capture import is_fake, mode_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel import has_distributed_tensors
+from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.put_back import forget, put_back
 from planner.capture.torch_internals import (
     FakeTensor,
@@ -110,7 +111,7 @@ def _recorded(
     with nullcontext() if real else mode:
         recorder = Recorder(mode, EngineSums(known[0].device))
     masking = masking_of(model, inputs)
-    with put_back(model), without_meta_logs(), ExitStack() as following:
+    with put_back(model), without_meta_logs(), parts_run_as_they_are(), ExitStack() as following:
         for name, module in model.named_modules():
             if name and installed_call(module) is None:  # one that is compiled already stays whole
                 following.enter_context(calling(module, partial(recorder.call, name, module)))
