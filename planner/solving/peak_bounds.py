@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from planner.common.limits import Clock
+from planner.common.recent import recent
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
@@ -72,6 +73,7 @@ def _bounds(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
     return found
 
 
+@recent
 def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[int, int]:
     """Return a lower bound that also counts what must be there while an operation's inputs are made, and where it is.
 
@@ -80,6 +82,7 @@ def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[i
     return proven_by_births(graph, costs, _bounds(graph, costs))
 
 
+@recent
 def minimum_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> MinimumPeak:
     """Bound the smallest possible peak from both sides; :func:`lowest_schedule` is what was found."""
     proven, binding = proven_peak(graph, costs)

@@ -38,10 +38,13 @@ def proven_by_births(
     for index, size_bytes in enumerate(first_run_bytes):
         proof.before(index)
         promising.append((proof.least_peak(size_bytes, steps=1), -index))
-    for size_bytes, negative in sorted(promising, reverse=True)[:_FOLLOWED]:
+    promising.sort(reverse=True)
+    best = max([best, *promising[:1]])
+    for _, negative in promising[:_FOLLOWED]:
         proof.before(-negative)
-        followed_bytes = proof.least_peak(first_run_bytes[-negative], steps=_STEPS)
-        best = max(best, (max(size_bytes, followed_bytes), negative))
+        # What is lower than the best does not matter: all of that is as good as the highest of it.
+        followed_bytes = proof.least_peak(max(first_run_bytes[-negative], best[0] - 1), steps=_STEPS)
+        best = max(best, (followed_bytes, negative))
     return best[0], -best[1]
 
 
@@ -83,13 +86,16 @@ class _Births:
         self.standing_bytes = [0, *accumulate(self.sizes[u] for u in self.standing)]
 
     def least_peak(self, first_run_bytes: int, steps: int) -> int:
-        """Return the least that is there at most; of choices, the lowest so far are followed first, at most so many."""
+        """Return the least that is there at most, and no less than given; at most so many choices are followed.
+
+        The lowest so far come first; of those that are as low, the ones that are nearest to nothing.
+        """
         start = self.followed[self.index]
-        queue: list[tuple[int, int, Live]] = [(first_run_bytes, 0, start)]
+        queue: list[tuple[int, int, int, Live]] = [(first_run_bytes, len(start), 0, start)]
         seen = {start: first_run_bytes}
         number = 0
         while True:
-            peak, _, live = heapq.heappop(queue)
+            peak, _, _, live = heapq.heappop(queue)
             if peak > seen[live]:
                 continue
             if not live or not steps:
@@ -100,7 +106,7 @@ class _Births:
                 if highest < seen.get(earlier, highest + 1):
                     seen[earlier] = highest
                     number += 1
-                    heapq.heappush(queue, (highest, number, earlier))
+                    heapq.heappush(queue, (highest, len(earlier), number, earlier))
 
     def _births(self, live: Live) -> Iterator[tuple[int, Live]]:
         """Return, for each run that may have been the last to make some of this, what was there in it and before it.

@@ -323,8 +323,9 @@ def shardings(rank: int) -> dict[str, Any]:
         "unsent": {"mesh": mesh},
         "default": {"mesh": mesh},
     }
+    plan = planner.plan_of(wrap(make(), rank, "fsdp2"))
     for name, options in ways.items():
-        model = wrap(make(), rank, "fsdp2")
+        model = planner.auto_wrap(make(), plan=plan, runtime="regional")
         for block in model.blocks if options is not None else ():
             fully_shard(block, **options)
         fully_shard(model, **{"mesh": mesh, **(options or {})})
@@ -532,11 +533,11 @@ def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     torch.set_num_threads(1)
     torch._dynamo.config.run_gc_after_compile = False
-    gc.collect()
-    gc.freeze()  # what is imported: each of the many collections to come would walk it
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=(folder / "store").as_uri(), rank=rank, world_size=RANKS)
     for name in names:
+        gc.collect()
+        gc.freeze()  # what is imported, and what earlier ones left: each of the many collections to come would walk it
         (folder / f"{name}.{rank}.json").write_text(json.dumps(SCENARIOS[name](rank)), encoding="utf-8")
     if dist.is_initialized() and "dies" not in names:
         dist.destroy_process_group()
