@@ -26,6 +26,8 @@ sys.dont_write_bytecode = False
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Torch reads this when it is first imported, and so do processes that tests start.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # For more, Inductor would start processes that import torch each.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -102,7 +102,8 @@ def test_it_is_one_graph_with_eagers_bits(
     kind: type[nn.Module], widths: tuple[int, ...], loss_fn: Callable[[Any], torch.Tensor] | None
 ) -> None:
     inputs = tuple(torch.randn(ROWS, width) for width in widths)
-    plan = wrap_and_hold(kind(), inputs, loss_fn=loss_fn, rounded=True, activation_budget="70%")
+    asked = {"activation_budget": "70%", "time_limit_seconds": 1.0}
+    plan = wrap_and_hold(kind(), inputs, loss_fn=loss_fn, rounded=True, **asked)
     assert plan.runtime == "graph"
     assert plan.overhead > 0
 

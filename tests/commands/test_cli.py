@@ -174,7 +174,7 @@ def test_a_plan_without_a_budget_suggests_three(
     spec = dataclasses.replace(cost_models.device("cpu"), memory_bytes=study.whole_bytes * 9 // 10)
     study = dataclasses.replace(study, device=spec)
     monkeypatch.setattr(planner, "study", lambda *_, **__: study, raising=False)
-    found = run("plan", "minigpt", "--time-limit", "2")
+    found = run("plan", "minigpt", "--time-limit", "0.5")
     found.assert_error(2, "--budget SIZE")
     assert found.out.startswith("NO BUDGET GIVEN · the model's own step takes ")
     rows = re.findall(r"^(fits \S+|the knee|the smallest) +([\d.]+) MiB  +\+([\d.]+)%$", found.out, re.MULTILINE)
@@ -184,7 +184,7 @@ def test_a_plan_without_a_budget_suggests_three(
     )
     for line in found.out.splitlines()[-3:]:
         assert run(*shlex.split(line)[1:]).out.startswith("FITS ")
-    report = json.loads(run("plan", "minigpt", "--time-limit", "2", "--json", "-").out)
+    report = json.loads(run("plan", "minigpt", "--time-limit", "0.5", "--json", "-").out)
     assert len(report["suggested_budgets"]) == 3
 
 

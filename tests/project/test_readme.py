@@ -13,7 +13,7 @@ import torch
 
 import cli
 from planner import zoo
-from planner.measure import calibration
+from planner.measure import calibration, profiling
 from planner.zoo.modules import MiniGPT
 from tests.project.test_docs import headings_of
 
@@ -97,6 +97,7 @@ def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(calibration, "_LEAST_SECONDS", 0.01)
     monkeypatch.setitem(calibration._SIZES, "cpu", 64)
+    monkeypatch.setitem(profiling._CACHE_BYTES, "cpu", 1 << 20)  # written before each of a thousand runs
     (own,) = fenced("python", page("command-line.md"))
     Path("my_model.py").write_text(own, encoding="utf-8")
     (report,) = fenced("text", page("report.md"))

@@ -151,10 +151,10 @@ def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_recomputed_random_operations_draw_what_they_drew():
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(32, 32), nn.Dropout(0.5))))
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Dropout(0.5))))
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
     told = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
-    plan = planner.plan(model, x, activation_budget="60%", **told)
+    plan = planner.plan(model, x, activation_budget="75%", **told)
     assert any("native_dropout" in key for again in plan.recomputations.values() for key in again)
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences
