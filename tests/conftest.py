@@ -34,9 +34,9 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _what_other_files_left_is_not_walked_again() -> None:
-    """Keep what earlier files imported and hold out of collections of garbage: a measured peak asks for one each."""
+@pytest.fixture(autouse=True)
+def _what_other_tests_left_is_not_walked_again() -> None:
+    """Keep what earlier tests imported and hold out of collections of garbage: a measured peak asks for one each."""
     if "torch" in sys.modules:
         gc.collect()
         gc.freeze()
