@@ -58,12 +58,16 @@ def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
         import torch._dynamo.config  # the larger half of them
         import torch._dynamo.guards
+        from torch._functorch._aot_autograd import graph_compile
 
         from planner.measure import costing
 
         # Dynamo would collect garbage after every capture, and flush the caches of the processor to time its guards.
         torch._dynamo.config.run_gc_after_compile = False
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+        # AOTAutograd would write every graph out for a log that nobody reads.
+        graph_compile._log_joint_graph = lambda *_: None
+        graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
         # What a plan decides is to be the same on every machine: tests of measured costs take this back.
         costing._measured_for_a_moment = lambda lowered, costs, *_: costing.Costing(tuple(costs), "roofline")
     gc.collect()

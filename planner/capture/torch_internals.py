@@ -611,16 +611,12 @@ def dynamo_settings() -> Iterator[None]:
         settings,
         warnings.catch_warnings(),
         patch.object(builder, "process_automatic_dynamic", _has_changed),
-        patch.object(guards, "profile_guard_manager", _no_latency),  # it empties the processor's caches to time guards
+        patch.object(guards, "profile_guard_manager", lambda *_: 0.0),  # it would empty the processor's caches
         patch.object(decompositions, "mkldnn_one_layer_lstm", decompositions.one_layer_lstm),
         patch.object(OutputGraph, _RETURNED_LEAVES, _returned_leaves) if _check_returned_leaves else nullcontext(),
     ):
         warnings.filterwarnings("ignore", "Dynamo does not know how to trace")  # a CaptureError says so
         yield
-
-
-def _no_latency(*_: Any) -> float:
-    return 0.0
 
 
 def _returned_leaves(graph: OutputGraph, returned: list[Any], tracer: Any) -> None:
