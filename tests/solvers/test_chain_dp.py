@@ -155,7 +155,7 @@ def test_longer_random_chains_stay_above_the_proven_bound(seed: int, share: floa
     tapes = [rng.choice([0, 1, 4, 9]) for _ in range(steps)]
     problem = at(chain(states, tapes, [float(rng.choice([1, 2, 5, 7])) for _ in range(steps)]), share)
     try:
-        found = [solvers.solve(problem, name, time_limit_seconds=1) for name in ("chain-dp", "ilp")]
+        found = [solvers.solve(problem, name, time_limit_seconds=0.4) for name in ("chain-dp", "ilp")]
     except InfeasibleBudgetError:
         return
     assert found[0].peak_bytes <= problem.budget_bytes
