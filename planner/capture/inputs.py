@@ -28,21 +28,23 @@ Varying = tuple[torch.Tensor, set[int]]
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree; of a sparse one those that hold its indices and values."""
-    return [part for tensor in _leaves_in(tree) for part in strided_parts(tensor)]
+    return [part for tensor in leaves_in(tree) for part in strided_parts(tensor)]
 
 
 def sparse_in(tree: Any) -> list[torch.Tensor]:
     """Return the sparse tensors in a tree."""
-    return [tensor for tensor in _leaves_in(tree) if tensor.layout is not torch.strided]
+    return [tensor for tensor in leaves_in(tree) if tensor.layout is not torch.strided]
 
 
-def _leaves_in(tree: Any) -> list[torch.Tensor]:
+def leaves_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tree, sparse ones as they are."""
+    kind = type(tree)
+    if kind is tuple or kind is list:  # by far the most are: recorders ask at every operator
+        return [tensor for part in tree for tensor in leaves_in(part)]
+    if tree is None or kind in (int, float, bool, str) or (kind is dict and not tree):
+        return []
     if isinstance(tree, torch.Tensor):
         return [tree]
-    if type(tree) in (tuple, list):  # by far the most are: recorders ask at every operator
-        return [tensor for part in tree for tensor in _leaves_in(part)]
-    if tree is None or type(tree) in (int, float, bool, str) or (type(tree) is dict and not tree):
-        return []
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from planner.capture import operands
 from planner.capture.dropout import dropout
 from planner.capture.elsewhere import Elsewhere, is_elsewhere, results_of
-from planner.capture.inputs import sparse_in, tensors_in
+from planner.capture.inputs import leaves_in, tensors_in
 from planner.capture.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -76,10 +76,11 @@ def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -
     """Return the fake result of a call the strides of its kernel: of views, elementwise operators and norms."""
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
-    if sparse_in((arguments, keywords)) or sparse_in(result):
+    read = leaves_in((arguments, keywords))
+    tensors = (*read, *leaves_in(result))
+    if any(tensor.layout is not torch.strided for tensor in tensors):
         return result
-    read = tensors_in((arguments, keywords))
-    if any(is_drawn(size) for tensor in (*read, *tensors_in(result)) for size in tensor.shape):
+    if any(is_drawn(size) for tensor in tensors for size in tensor.shape):
         return result
     if function in _VIEWS:
         return _as_kernels_view(arguments[0], result)
