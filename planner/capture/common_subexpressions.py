@@ -16,6 +16,9 @@ from planner.capture.torch_internals import HigherOrderOperator, storage_id
 
 aten = torch.ops.aten
 
+COMPUTED_AGAIN = "computed again"
+"""In what is kept of a node: eager's backward computes it again, for it is not saved."""
+
 _MADE_ANEW = {aten.empty.memory_format, aten._local_scalar_dense.default}
 """Empty memory is to be filled, and each number that is read from a tensor has a symbol of its own."""
 
@@ -24,9 +27,12 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph in which equal operations on equal inputs are one.
 
     Operations stay apart if they draw random numbers, if a write lies between them, or if their result shares memory
-    with an output: outputs that are equal are two tensors in eager mode. Takes time linear in the size of the graph.
+    with an output: outputs that are equal are two tensors in eager mode. Where a backward that is written by hand
+    computes again what the forward has computed, the one that is left is marked :data:`COMPUTED_AGAIN`. Takes time
+    linear in the size of the graph.
     """
     of_outputs = {storage_id(t) for node in graph.output_node().all_input_nodes for t in _strided_of(node)}
+    saved = _saved(graph)
     copy = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     known: dict[Any, fx.Node] = {}
@@ -40,7 +46,27 @@ def eliminate_common_subexpressions(graph: fx.Graph) -> fx.Graph:
         if key not in known:
             known[key] = copy.node_copy(node, copied.__getitem__)
         copied[node] = known[key]
+        if not (_is_forward(node) or _is_there(known[key], saved)):
+            known[key].meta[COMPUTED_AGAIN] = True
     return copy
+
+
+def _saved(graph: fx.Graph) -> set[int]:
+    """Return the storages of the forward that the backward reads, as it was traced: eager's step saves those."""
+    read = (source for node in graph.nodes if not _is_forward(node) for source in node.all_input_nodes)
+    return {storage_id(tensor) for source in read if _is_forward(source) for tensor in _strided_of(source)}
+
+
+def _is_forward(node: fx.Node) -> bool:
+    """Whether AOTAutograd traced a node for the forward: those of a backward that is written by hand have no mark."""
+    return node.meta.get("partitioner_tag") == "is_forward"
+
+
+def _is_there(left: fx.Node, saved: set[int]) -> bool:
+    """Whether what is left for a node of the backward is there anyhow: made in it, saved, or a view of what it reads."""
+    own = {storage_id(tensor) for tensor in _strided_of(left)}
+    read = {storage_id(tensor) for source in left.all_input_nodes for tensor in _strided_of(source)}
+    return not _is_forward(left) or own <= saved | read
 
 
 def _strided_of(node: fx.Node) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from torch import fx
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands, provenance
 from planner.capture.autograd_accumulation import is_copied
+from planner.capture.common_subexpressions import COMPUTED_AGAIN
 from planner.capture.joint import (
     JointGraph,
     ancestors,
@@ -167,6 +168,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             state_bytes=self.random_state_bytes if is_random(node) and on_cpu(node) else 0,
             flops=count_flops(*called),
             moved_bytes=moved_bytes(*called),
+            again=COMPUTED_AGAIN in node.meta,
             **operands.described(node),
         )
 

@@ -66,6 +66,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from planner.capture.call_internals import recompile_directly
 from planner.capture.device import entered
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
@@ -109,7 +110,7 @@ GUARDS_PARAMETERS = torch.__version__ >= (2, 13)  # type: ignore[operator]
 def boxed(graph_module: fx.GraphModule, _example_inputs: Any = None) -> Callable[[list[Any]], Any]:
     """Make a graph module run with boxed code, on its device: every tensor is freed right after its last use."""
     graph_module.graph.set_codegen(_BoxedCodeGen())
-    graph_module.recompile()
+    recompile_directly(graph_module)
     forward = graph_module.forward
     values = (node.meta.get("val") for node in graph_module.graph.nodes)
     on_cuda = (value.device for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda")

@@ -100,6 +100,8 @@ class Operation:
     """What is one operation with it, and runs right after it: keys, and which of its outputs each writes over."""
     decides: bool = False
     """Whether it makes of numbers what must stay as it is, such as indices: where values are rounded, it runs once."""
+    again: bool = False
+    """Whether the model's own backward computes it again, and saves nothing of it."""
 
     @property
     def modules(self) -> tuple[str, ...]:

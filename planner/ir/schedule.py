@@ -67,6 +67,13 @@ class Schedule:
         return cls(tuple(range(len(graph.operations))))
 
     @classmethod
+    def as_written(cls, graph: TrainingGraph) -> Schedule:
+        """Return the schedule that runs again what the model's own backward computes again."""
+        again = [operation for operation in graph.operations if operation.again and operation.recomputable]
+        dropped = [value for operation in again for value in operation.outputs]
+        return recompute_lazily(graph, {graph.loss_index: dropped}) if dropped else cls.keep_all(graph)
+
+    @classmethod
     def with_recomputations(cls, graph: TrainingGraph, before: Mapping[int, Sequence[int]]) -> Schedule:
         """Run again, right ``before`` operations of the base order, what is named for each, in this order."""
         order: list[int] = []

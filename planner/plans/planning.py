@@ -78,10 +78,15 @@ def make_plan(
 ) -> Plan:
     """Find the cheapest plan for a problem; the optimizer's step, which ``static_memory`` tells of, must fit too.
 
+    What a model's own backward computes again is not held instead, however large the budget: see :func:`as_written`.
     A NoPlanFitsError says that no plan fits, and which is the smallest budget for which there is one.
     """
     search, graph = search or Search(), problem.graph
     origin = origin or PlanOrigin()
+    written = as_written(problem, origin)
+    if written is not None:
+        plan = make_plan(written, search, origin=origin, static_memory=static_memory)
+        return replace(plan, budget_bytes=problem.budget_bytes + graph.total_static_bytes)
     static_memory = static_memory or StaticMemory()
     after_bytes = optimizer_peak_bytes(graph, static_memory)
     try:
@@ -101,6 +106,22 @@ def make_plan(
     return plan_from_solution(
         problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
     )
+
+
+def as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
+    """Return a problem with the budget of the step as its author wrote it, if that is less; None otherwise.
+
+    A backward that is written by hand may compute again what its forward did not save. Equal operations are merged, so
+    the step without recompute holds all of that. A plan may, as far as it then holds no more than eager's step, or than
+    the captured one that computes as much again.
+    """
+    if problem.regions is not None or not any(operation.again for operation in problem.graph.operations):
+        return None
+    written_bytes = problem.evaluate(Schedule.as_written(problem.graph)).peak_bytes
+    eager_bytes = origin.eager.peak_bytes - problem.graph.total_static_bytes if origin.eager is not None else 0
+    most_bytes = max(written_bytes, eager_bytes)
+    too_much = min(problem.budget_bytes, problem.baseline.peak_bytes)
+    return replace(problem, budget_bytes=most_bytes) if most_bytes < too_much else None
 
 
 def _solved(problem: Problem, search: Search) -> Solution:

@@ -52,7 +52,8 @@ class AutoSolver:
         if problem.host is not None:
             mixed.SOLVER.improve(incumbent, effort=effort)
             return
-        incumbent.update(Schedule.keep_all(problem.graph), self.name)
+        for known in (Schedule.keep_all, Schedule.as_written):
+            incumbent.update(known(problem.graph), self.name)
         if incumbent.is_closed(0.0):
             return
         race = _Race(incumbent, effort, progress or (lambda line: None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional
 
 import planner
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
+from planner.capture.memory import measure_peak
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -105,3 +107,66 @@ def test_reads_on_both_sides_of_a_write_stay_two() -> None:
         return [before + y.exp(), y * 1]
 
     assert merged(writes, torch.randn(4)).count("exp") == 2
+
+
+class _Mish(torch.autograd.Function):
+    """A derivative that saves its input alone, and computes the rest of it again: the result takes it too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * functional.softplus(x).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        inner = functional.softplus(x).tanh()
+        return gradient * (inner + x * (1 - inner * inner) * x.sigmoid())
+
+
+class _Plain(nn.Module):
+    """The same of what is saved anyhow: tanh saves its result, and the product its factors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * functional.softplus(x).tanh()
+
+
+class _Stack(nn.Module):
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x.square().sum()
+
+
+_MISH: Any = _Mish.apply
+
+
+@pytest.mark.parametrize("activation", [_MISH, _Plain()], ids=["computes again", "saves"])
+def test_a_captured_step_holds_no_more_than_eagers(activation: Any) -> None:
+    model, x = _Stack(activation), torch.randn(512, 32)
+
+    def step() -> list[torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        loss = model(x)
+        loss.backward()
+        return [loss.detach(), *(layer.weight.grad.clone() for layer in model.layers)]
+
+    def peak_bytes() -> int:
+        step()
+        model.zero_grad(set_to_none=True)
+        return measure_peak(lambda: model(x).backward(), torch.device("cpu"))[0]
+
+    expected, eager_bytes = step(), peak_bytes()
+    planner.auto_wrap(model, budget="1GiB", runtime="graph")
+    assert all(map(torch.equal, step(), expected))
+    plan, captured_bytes = planner.plan_of(model), peak_bytes()
+    resident_bytes = sum(plan.static_bytes.values())
+    assert captured_bytes <= eager_bytes
+    assert captured_bytes == pytest.approx(plan.peak_bytes - resident_bytes, rel=1e-3)
+    assert (plan.recompute_seconds > 0) is (activation is _MISH) and plan.budget_bytes == 2**30
+    assert plan.baseline_peak_bytes > eager_bytes + resident_bytes or activation is not _MISH
