@@ -38,6 +38,8 @@ _WITHOUT_STATISTICS: dict[Any, tuple[Any, tuple[None, ...], int]] = {
 }
 """BatchNorm that leaves running statistics alone: its operator, what that takes in their place, how many results."""
 
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+
 
 @timings.stage("rewriting")
 def extract_fwd_bwd(
@@ -255,12 +257,24 @@ class _Emitter:
             self.current[node] = self.graph.node_copy(node)
         elif self._is_view(node):
             same = _shown_before(node)
-            self.current[node] = self.graph.node_copy(node, self.resolve) if same is None else self.resolve(same)
+            self.current[node] = self._view(node) if same is None else self.resolve(same)
             for value in self.lowered.storage_of[node]:
                 self._views[value].append(node)
         else:
             self.take(node)
         return self.current[node]
+
+    def _view(self, node: fx.Node) -> fx.Node:
+        """View what a joint node looks at; of a reshaped one that nobody has made yet it is reshaped at once."""
+        if node.target not in _RESHAPES:
+            return self.graph.node_copy(node, self.resolve)
+        source = node.all_input_nodes[0]
+        while source.target in _RESHAPES and self._is_view(source) and source not in self.current:
+            further = source.all_input_nodes[0]
+            if not further.meta["val"].is_contiguous():
+                break
+            source = further
+        return self._call(node.meta, aten.view.default, self.resolve(source), node.args[1])
 
     def take(self, node: fx.Node) -> None:
         """Take a joint node in as an input."""

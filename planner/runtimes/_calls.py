@@ -72,7 +72,7 @@ class PlannedCalls(ABC):
         if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
         self._open.check()
-        held_bytes = self._held.bytes_of(self.model)
+        held_bytes = self._held.bytes_of(self.model, self.plan)
         with entered(of_model(self.model, args, kwargs)):
             result = self.run(args, kwargs)
         self._open.begun(result)

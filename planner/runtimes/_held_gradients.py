@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 from torch import Tensor, nn
 
@@ -19,12 +20,17 @@ class HeldGradients:
         # A budget for what a step adds is not for what is there before it.
         self._is_counted = options.training.gradient_accumulation or options.budget.budget is None
         self._is_said = False
+        self._parameters: list[weakref.ref[nn.Parameter]] = []
+        """Those of the last plan: to look for them in every step takes as long as a dozen small operations."""
+        self._plan: Plan | None = None
 
-    def bytes_of(self, model: nn.Module) -> int:
-        """Return what the gradients of earlier backwards take, where nobody counts them."""
+    def bytes_of(self, model: nn.Module, plan: Plan | None) -> int:
+        """Return what the gradients of earlier backwards take, where nobody counts them, under the plan in force."""
         if self._is_counted or self._is_said:
             return 0
-        gradients = (parameter.grad for parameter in model.parameters())
+        if plan is None or plan is not self._plan:
+            self._parameters, self._plan = [*map(weakref.ref, model.parameters())], plan
+        gradients = [p.grad for reference in self._parameters if (p := reference()) is not None]
         return sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
 
     def check(self, held_bytes: int, plan: Plan | None) -> None:
