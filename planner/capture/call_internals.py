@@ -23,11 +23,11 @@ _COMPILED = (type(torch.add), type(torch.Tensor.add))
 """Bindings are of these types; what torch wrote in Python comes to nothing shorter."""
 
 
-class _Stopped(Exception):  # noqa: N818 - it is no error
+class _Stopped(Exception):
     """Carries the operator that a call arrived at, and its arguments."""
 
 
-class _Arrives(TorchDispatchMode):
+class _Arrives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _Stopped(function, args, kwargs or {})
 
@@ -61,7 +61,7 @@ def recompile_directly(graph_module: fx.GraphModule) -> None:
     finally:
         for node, target in targets.items():
             node.target = target
-    names = graph_module.forward.__func__.__globals__
+    names = graph_module.forward.__func__.__globals__  # type: ignore[attr-defined]
     names.update({name: found.function for name, found in names.items() if isinstance(found, _Shortcut)})
 
 
@@ -92,7 +92,7 @@ def _bindings(node: fx.Node) -> Iterator[Callable[..., Any]]:
     # What makes tensors of none is looked at by contexts such as a default device.
     if target.namespace != "aten" or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
         return
-    if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) or leaf is NotImplemented for leaf in leaves):
+    if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in leaves):
         return
     for place in _BINDINGS:
         binding = getattr(place, target._schema.name.removeprefix("aten::"), None)
@@ -105,7 +105,7 @@ def _arrives(binding: Any, node: fx.Node) -> bool:
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     try:
-        with torch.no_grad(), _Arrives():
+        with torch.no_grad(), _Arrives():  # type: ignore[no-untyped-call]
             binding(*args, **kwargs)
     except _Stopped as stopped:
         function, arrived, named = stopped.args

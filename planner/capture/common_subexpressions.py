@@ -63,7 +63,7 @@ def _is_forward(node: fx.Node) -> bool:
 
 
 def _is_there(left: fx.Node, saved: set[int]) -> bool:
-    """Whether what is left for a node of the backward is there anyhow: made in it, saved, or a view of what it reads."""
+    """Whether what is left for a node of the backward is there anyhow: made in it, saved, or a view."""
     own = {storage_id(tensor) for tensor in _strided_of(left)}
     read = {storage_id(tensor) for source in left.all_input_nodes for tensor in _strided_of(source)}
     return not _is_forward(left) or own <= saved | read

@@ -1,8 +1,8 @@
 """Which operations can write over an input, and how they are called for it.
 
 The numbers must be those of a result made anew. They are where each element is computed from the elements at its own
-place, which torch's tag ``pointwise`` says, and in softmax and its backward on a CPU, which go row by row and read a
-row before they write it.
+place, which torch's tag ``pointwise`` says; in softmax and its backward on a CPU, which go row by row and read a row
+before they write it; and in what copies its first input, and then writes into the copy.
 """
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ _BY_ROW = {
     aten._log_softmax.default,
     aten._log_softmax_backward_data.default,
 }
+
+_INTO_A_COPY = {
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_put.default,
+    aten.masked_scatter.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+}
+"""Of their first input. Derivatives of indexing and of ``gather`` do so with zeros, which eager writes into."""
 
 
 def may_overwrite(lowered: LoweredGraph, *, on_cpu: bool) -> dict[int, tuple[int, ...]]:
@@ -49,6 +63,8 @@ def overwritten_argument(lowered: LoweredGraph, node: fx.Node, value: int) -> fx
     shown = [argument for argument in node.all_input_nodes if value in lowered.storage_of.get(argument, ())]
     if len(shown) != 1 or form_in_place(node.target, node.args[:1] == (shown[0],)) is None or shown[0] not in node.args:
         return None
+    if node.target in _INTO_A_COPY and node.args[0] is not shown[0]:
+        return None
     read, (made,) = tensors_of(shown[0]), tensors_of(node)
     return shown[0] if len(read) == 1 and _layout(read[0]) == _layout(made) else None
 
@@ -66,7 +82,7 @@ def _goes_by_place(node: fx.Node, *, on_cpu: bool) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or is_random(node):  # a random one that runs again is called in another way
         return False
-    return torch.Tag.pointwise in target.tags or (on_cpu and target in _BY_ROW)
+    return torch.Tag.pointwise in target.tags or target in _INTO_A_COPY or (on_cpu and target in _BY_ROW)
 
 
 def _is_ours(maker: fx.Node | None) -> bool:

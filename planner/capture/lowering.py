@@ -62,6 +62,8 @@ class LoweredGraph:
     """Nodes that cost nothing: views and ``getitem``."""
     fingerprinted: TrainingGraph | None = None
     """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
+    is_eager: bool = False
+    """Whether operations are those of a recorded step, which runs the model's own calls."""
 
 
 def lower(joint: JointGraph, context: StepContext, given: Sequence[fx.Node] = ()) -> LoweredGraph:

@@ -19,6 +19,7 @@ from torch import fx
 from cost_models.base import OperationCost
 from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.capture import operands
+from planner.capture.dropout import as_planned
 from planner.capture.lowering import LoweredGraph
 from planner.ir.problem import Progress
 from planner.measure import kept
@@ -154,9 +155,10 @@ def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:
 def _time(node: fx.Node, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
     """Run one operation until its median is trustworthy."""
     args, kwargs = operands.arguments(node, device)
+    called = as_planned(node)
 
     def call() -> Any:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return called(*args, **kwargs)
 
     if device.type == "cuda":
         return _time_on_cuda(call, device, trials, elsewhere)

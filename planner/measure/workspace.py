@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
+from planner.capture.dropout import as_planned
 from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
 from planner.capture.inputs import new_bytes, tensors_in
 from planner.capture.joint import values_of
@@ -65,8 +66,8 @@ class Tried:
     """The first run's, with all that a library does once."""
 
 
-_known: dict[tuple[str, int, str], Tried] = {}
-"""By device, threads and signature: a deep model costs what one of its layers costs, planning again nothing."""
+_known: dict[tuple[str, int, str, Any], Tried] = {}
+"""By device, threads, signature and what is called: a deep model costs what one layer costs, planning again nothing."""
 
 
 def measure(
@@ -93,11 +94,12 @@ def measure(
             if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
                 yield index
 
-    return _seen(lowered.operation_nodes, signatures, device, affordable)
+    called = _own if lowered.is_eager else as_planned
+    return _seen(lowered.operation_nodes, signatures, device, affordable, called)
 
 
 def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int]:
-    """See how much workspace single calls need; 0 where a call cannot be tried, or is too large to be."""
+    """See how much workspace calls of planned graphs need; 0 where one cannot be tried, or is too large to be."""
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
 
     def small(calls: list[int]) -> Iterator[int]:
@@ -106,8 +108,13 @@ def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Tria
             if moved_bytes(able[index].target, args, kwargs, able[index].meta["val"]) <= effort.operation_bytes:
                 yield index
 
-    seen = _seen(nodes, {index: operands.signature(node) for index, node in able.items()}, device, small)
+    signatures = {index: operands.signature(node) for index, node in able.items()}
+    seen = _seen(nodes, signatures, device, small, as_planned)
     return [0 if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
+
+
+def _own(node: fx.Node) -> Any:
+    return node.target
 
 
 def _seen(
@@ -115,19 +122,22 @@ def _seen(
     signatures: Mapping[int, str],
     device: torch.device,
     chosen: Callable[[list[int]], Iterable[int]],
+    called: Callable[[fx.Node], Any],
 ) -> dict[int, Tried | None]:
     """Run what is chosen of the calls whose signatures are new; say what is known then of all that have a signature."""
-    known_as = {i: (device.type, torch.get_num_threads(), text) for i, text in signatures.items() if text}
+    functions = {index: called(node) for index, node in enumerate(nodes) if node is not None and signatures.get(index)}
+    known_as = {i: (device.type, torch.get_num_threads(), signatures[i], each) for i, each in functions.items()}
     first = {key: index for index, key in reversed(known_as.items()) if key not in _known}
     to_run = {index: node for index in chosen(sorted(first.values())) if (node := nodes[index])}
     if to_run:
         measured = _on_cuda if device.type == "cuda" else _on_cpu
         with operands.running_alone(device):
-            _known.update((known_as[index], tried) for index, tried in measured(to_run, device))
+            run = {index: (node, functions[index]) for index, node in to_run.items()}
+            _known.update((known_as[index], tried) for index, tried in measured(run, device))
     return {index: _known.get(key) for index, key in known_as.items()}
 
 
-def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
+def _on_cpu(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> Iterator[tuple[int, Tried]]:
     if profiler_is_running():
         warnings.warn(
             "a profiler is running, so hidden kernel workspace cannot be measured: wrap before it", stacklevel=2
@@ -135,11 +145,11 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
         return
     outputs_bytes: dict[int, int] = {}
     with record() as recording:
-        for index, node in nodes.items():
+        for index, (node, function) in nodes.items():
             try:
                 args, kwargs = operands.arguments(node, device)
                 with record_function(f"{_LABEL}{index}"):
-                    result = node.target(*args, **kwargs)  # type: ignore[operator]
+                    result = function(*args, **kwargs)
             except (RuntimeError, IndexError, ValueError):
                 continue  # it does not run on ones and zeros, or does not fit here
             outputs_bytes[index] = _new_bytes(result, (args, kwargs))
@@ -149,16 +159,16 @@ def _on_cpu(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tupl
         yield index, Tried(max(0, recording.peak_bytes(label) - output_bytes), recording.seconds(label))
 
 
-def _on_cuda(nodes: Mapping[int, fx.Node], device: torch.device) -> Iterator[tuple[int, Tried]]:
-    for index, node in nodes.items():
+def _on_cuda(nodes: Mapping[int, tuple[fx.Node, Any]], device: torch.device) -> Iterator[tuple[int, Tried]]:
+    for index, (node, function) in nodes.items():
         try:
             args, kwargs = operands.arguments(node, device)
-            node.target(*args, **kwargs)  # type: ignore[operator]  # what a library allocates once and for all
+            function(*args, **kwargs)  # what a library allocates once and for all
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before_bytes = _asked_for(device)["current"]
             begun = time.perf_counter()
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
+            result = function(*args, **kwargs)
             torch.cuda.synchronize(device)
             seconds = time.perf_counter() - begun
         except (RuntimeError, IndexError, ValueError):

@@ -11,11 +11,13 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from planner.capture.dropout import as_planned
 from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
@@ -318,7 +320,8 @@ class _Emitter:
             new = write_over(self.graph, node, argument, self.resolve)
         else:
             new = self.graph.node_copy(node, self.resolve)
-            new.target = OF_ANY_LAYOUT.get(new.target, new.target)
+            called = self._called(node)
+            new.target = OF_ANY_LAYOUT.get(called, called)
         self._adopt(index, node, new, again)
 
     def _adopt(self, index: int, node: fx.Node, new: fx.Node, again: bool) -> None:
@@ -352,9 +355,22 @@ class _Emitter:
 
     def _call_by(self, function: Any, node: fx.Node, *state: fx.Node) -> fx.Node:
         """Let a function call a node's operator."""
-        called: Any = node.target
+        called = self._called(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.resolve)
-        return self.graph.call_function(function, (*state, called, *args), kwargs)
+        if isinstance(called, OpOverload):
+            return self.graph.call_function(function, (*state, called, *args), kwargs)
+        return self.graph.call_function(_calling(function, called), (*state, *args), kwargs)
+
+    def _called(self, node: fx.Node) -> Any:
+        return node.target if self.lowered.joint.functional else as_planned(node)
+
+
+@cache
+def _calling(function: Any, called: Any) -> Any:
+    """Return what lets a function call another one, which a graph's code cannot write among arguments."""
+    if function is run_and_save_rng_state:
+        return lambda *args, **kwargs: function(called, *args, **kwargs)
+    return lambda state, *args, **kwargs: function(state, called, *args, **kwargs)
 
 
 def _elements(lowered: LoweredGraph) -> set[fx.Node]:

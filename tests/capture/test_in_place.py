@@ -184,3 +184,54 @@ def test_an_operator_writes_in_place_where_it_has_a_kernel_for_that(
     """The others have forms that compute a result first, and copy it."""
     found = form_in_place(operator, True)
     assert (str(found[0]) if found else None) == form
+
+
+class Picks(nn.Module):
+    """Derivatives of what is picked by numbers of places are written into zeros."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.register_buffer("places", torch.arange(96) % 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).sin()
+        rows = self.places[:, None].expand(-1, WIDTH)
+        picked = {
+            "gather": lambda: y.gather(0, rows),
+            "index": lambda: y[self.places],
+            "index_select": lambda: y.index_select(0, self.places),
+            "scatter_add": lambda: torch.zeros_like(y).scatter_add(0, rows, y),
+            "index_put": lambda: y.cos().index_put((self.places,), y[:96], accumulate=True),
+        }
+        return picked[self.how]().square().sum()
+
+
+@pytest.mark.parametrize("how", ["gather", "index", "index_select", "scatter_add", "index_put"])
+def test_places_are_written_into_what_is_there_as_in_eager(how: str) -> None:
+    model, x = Picks(how), torch.randn(256 if how in ("gather", "index", "index_select") else 96, WIDTH)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    step()
+    eager_bytes, _ = measure_peak(step, torch.device("cpu"))
+    assert {each[-1] for each in joins(model, x)} & {"scatter_add", "index_put", "index_add"}
+    plan = assert_carried_out(model, x)
+    assert plan.peak_bytes - plan.total_static_bytes <= eager_bytes + 1024  # sizes are rounded up
+
+
+def test_what_is_written_into_places_is_not_written_over() -> None:
+    class Source(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places = torch.arange(len(x)).flip(0)[:, None].expand(-1, WIDTH)
+            return x.scatter_add(0, places, self.layer(x)).square().sum()
+
+    x = torch.randn(96, WIDTH)
+    assert not any("scatter_add" in each for each in joins(Source(), x))
+    assert_carried_out(Source(), x)

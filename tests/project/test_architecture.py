@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
+    "planner.capture.call_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
     "planner.capture.pipelining_internals",

@@ -94,6 +94,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             graph,
             self.operation_nodes,
             fingerprinted=self._as_written_before(graph),
+            is_eager=True,
         )
         seen = {i: run.workspace_bytes for i, run in zip(self.run_at, self.trace.runs, strict=False)}
         return EagerStep(
