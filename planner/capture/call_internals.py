@@ -103,8 +103,8 @@ def _bindings(node: fx.Node) -> Iterator[Callable[..., Any]]:
 def _arrives(binding: Any, node: fx.Node) -> bool:
     """Whether a binding that is called as a node's operator is runs that operator, with these arguments."""
     target: Any = node.target
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         with torch.no_grad(), _Arrives():  # type: ignore[no-untyped-call]
             binding(*args, **kwargs)
     except _Stopped as stopped:

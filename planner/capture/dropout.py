@@ -55,6 +55,8 @@ class _Dropout(torch.autograd.Function):
         return aten.native_dropout_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
 
 
+_FUSED_BACKWARD = aten.native_dropout_backward.default
+
 _WORTH_IT = 2**14
 """Elements: with fewer, what is called besides takes longer than the kernel."""
 
@@ -67,16 +69,14 @@ def as_planned(node: fx.Node) -> Any:
     """
     function = _WITH_LESS.get(node.target)
     x = node.args[0].meta["val"] if function is not None and isinstance(node.args[0], fx.Node) else None
-    if x is None or x.device.type != "cpu" or x.dtype is not torch.float32 or x.numel() < _WORTH_IT:
-        return node.target
-    return function
+    is_known = x is not None and x.device.type == "cpu" and x.dtype is torch.float32
+    return function if is_known else node.target
 
 
 def _drop(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw integers where the result is to be, and make floats of them in place: that takes no more memory."""
-    if not (train and 0 < p < 1 and x.is_contiguous()):
-        given: tuple[torch.Tensor, torch.Tensor] = aten.native_dropout.default(x, p, train)
-        return given
+    if not (train and 0 < p < 1 and x.numel() >= _WORTH_IT and x.is_contiguous()):
+        return torch.native_dropout(x, p, train)
     dropped = torch.empty_like(x)
     drawn = dropped.view(torch.int32).bernoulli_(1 - p)
     mask = drawn.to(torch.bool)
@@ -84,8 +84,8 @@ def _drop(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, 
 
 
 def _drop_backward(gradient: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    if not (gradient.is_contiguous() and mask.is_contiguous()):
-        given: torch.Tensor = aten.native_dropout_backward.default(gradient, mask, scale)
+    if gradient.numel() < _WORTH_IT or not (gradient.is_contiguous() and mask.is_contiguous()):
+        given: torch.Tensor = _FUSED_BACKWARD(gradient, mask, scale)
         return given
     return mask.view(torch.uint8).to(gradient.dtype).mul_(scale).mul_(gradient)
 

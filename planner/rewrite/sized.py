@@ -38,7 +38,8 @@ class SizedGraph:
                 return number
             if number.made_by not in taken:
                 with graph.inserting_before(after):
-                    taken[number.made_by] = graph.call_function(operator.getitem, (given, len(taken)))
+                    taken[number.made_by] = made = graph.call_function(operator.getitem, (given, len(taken)))
+                    made.meta["val"] = int(number) if isinstance(number, int) else float(number)
             return taken[number.made_by]
 
         for node in list(graph.nodes):
