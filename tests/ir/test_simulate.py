@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from planner.errors import ClaimMismatchError, ScheduleError, UsageError
 from planner.ir import problem as problems
-from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
+from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.problem import Problem, Solution, confirm
 from planner.ir.schedule import Schedule, recompute_lazily
 from planner.ir.simulator import lifetimes, simulate
@@ -178,3 +179,21 @@ def test_what_was_evaluated_last_is_not_simulated_again(monkeypatch: pytest.Monk
     for schedule in (once, Schedule.keep_all(graph), twice, twice, once):
         assert problem.evaluate(schedule) == simulate(graph, UNIT, schedule)
     assert len(simulated) == 3
+
+
+def test_what_a_backward_computes_again_is_not_held() -> None:
+    """x -> tanh -> y; the backward of tanh computes it again from x, and so it holds x alone."""
+    values = tuple(Value(name=name, size_bytes=size) for name, size in (("x", 4), ("tanh", 4), ("y", 4), ("dx", 4)))
+    made = [("x", (), (0,)), ("tanh", (0,), (1,)), ("y", (1,), (2,)), ("loss", (2,), ()), ("dx", (0, 1), (3,))]
+    operations = tuple(
+        Operation(name=name, key=f"|{name}|f0", target=name, inputs=reads, outputs=makes, again=name == "tanh")
+        for name, reads, makes in made
+    )
+    phases = [Phase.FORWARD] * 3 + [Phase.LOSS, Phase.BACKWARD]
+    graph = TrainingGraph(
+        operations=tuple(replace(one, phase=phase) for one, phase in zip(operations, phases, strict=True)),
+        values=values,
+    )
+    assert Schedule.as_written(graph).order == (0, 1, 2, 3, 1, 4)
+    plain = replace(graph, operations=tuple(replace(one, again=False) for one in graph.operations))
+    assert Schedule.as_written(plain) == Schedule.keep_all(plain)
