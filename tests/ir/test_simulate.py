@@ -182,7 +182,7 @@ def test_what_was_evaluated_last_is_not_simulated_again(monkeypatch: pytest.Monk
 
 
 def test_what_a_backward_computes_again_is_not_held() -> None:
-    """x -> tanh -> y; the backward of tanh computes it again from x, and so it holds x alone."""
+    """The backward of tanh computes it again from x, and so the step holds x alone."""
     values = tuple(Value(name=name, size_bytes=size) for name, size in (("x", 4), ("tanh", 4), ("y", 4), ("dx", 4)))
     made = [("x", (), (0,)), ("tanh", (0,), (1,)), ("y", (1,), (2,)), ("loss", (2,), ()), ("dx", (0, 1), (3,))]
     operations = tuple(
