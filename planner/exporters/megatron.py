@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.analysis.splits.stages import has_short_ends
+from planner.analysis.splits.table import ModelTable
+from planner.analysis.splits.types import OPTIMIZER, Estimate, Question
 from planner.exporters._export import Placement
 from planner.exporters._step import ExportStep
 from planner.exporters._text import comment
@@ -58,6 +61,39 @@ def _placements(step: ExportStep) -> Iterator[Placement]:
 def _full(method: str, layers: int, groups: Sequence[tuple[str, ...]]) -> Placement:
     settings = {"--recompute-granularity": "full", "--recompute-method": method, "--recompute-num-layers": layers}
     return Placement(groups=tuple(groups), settings=settings)
+
+
+def split_arguments(estimate: Estimate, table: ModelTable, question: Question) -> str:
+    """Return the arguments of Megatron-LM for a split, beside those that name the model.
+
+    All stages are told one number of layers to run again: what the one needs that needs most.
+    """
+    split = estimate.split
+    told: dict[str, object] = {
+        "--tensor-model-parallel-size": split.tensor,
+        "--pipeline-model-parallel-size": split.pipeline,
+        "--context-parallel-size": split.context,
+        "--micro-batch-size": split.micro_batch,
+        "--global-batch-size": question.global_batch,
+        "--seq-length": table.tokens,
+    }
+    flags = ["--bf16"]
+    if split.expert > 1:
+        told["--expert-model-parallel-size"] = split.expert
+    if split.tensor > 1:
+        flags.append("--sequence-parallel")
+    if split.chunks > 1:
+        told["--num-virtual-stages-per-pipeline-rank"] = split.chunks
+    if split.pipeline > 1 and has_short_ends(len(table.row), split.pipeline * split.chunks):
+        flags += ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
+    if split.shards > 1:
+        flags.append("--overlap-grad-reduce")
+    if split.sharding == OPTIMIZER:
+        flags += ["--use-distributed-optimizer", "--overlap-param-gather"]
+    again = max(-(-stage.count // split.chunks) for stage in estimate.stages)
+    if again:
+        told |= {"--recompute-granularity": "full", "--recompute-method": "block", "--recompute-num-layers": again}
+    return "\n".join([*(f"{option} {value}" for option, value in told.items()), *flags]) + "\n"
 
 
 EXPORTER = _Megatron()

@@ -135,7 +135,7 @@ def _surroundings(
     micro_batches: int,
 ) -> list[StaticMemory]:
     """Count for each device the parameters that its operations read, their optimizer state, and its inputs."""
-    single = _storages_read(step.lowered)
+    single = storages_read(step.lowered)
     reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
     read_by = [
         set[int]().union(*(reads[index] for stage in chunks for index in stage.operations if index < len(reads)))
@@ -153,7 +153,7 @@ def _surroundings(
     return found
 
 
-def _storages_read(lowered: LoweredGraph) -> list[set[int]]:
+def storages_read(lowered: LoweredGraph) -> list[set[int]]:
     """Return for each operation the storages of the step's inputs that it reads, directly or through views."""
     given = zip(lowered.joint.placeholders, lowered.joint.inputs, strict=True)
     looks_at: dict[fx.Node, set[int]] = {node: {storage_id(tensor)} for node, tensor in given}

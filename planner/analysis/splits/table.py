@@ -1,0 +1,149 @@
+"""A model as a table of its layers: what one sample takes on one device that holds all of each layer.
+
+Every figure is for one sample of full length. What a device has of it under a split follows from that: a share of the
+tokens (samples of its micro-batch over the devices that share a sequence), and a share of each weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+
+KEEP, FULL = "keep all", "full"
+"""Names of the choices that every layer has: nothing runs again, or all of its forward does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """An operation, as far as its time depends on it."""
+
+    target: str
+    flops: int
+    moved_bytes: int
+    """Of tokens, read and written."""
+    weight_bytes: int = 0
+    """Of parameters and of their gradients, beside those: they move whatever the number of tokens is."""
+    dtype: str = "float32"
+    is_attention: bool = False
+    of_experts: bool = False
+    times: int = 1
+    """How many operations are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a layer keeps between forward and backward, and what that costs."""
+
+    name: str
+    saved_bytes: int
+    """While a sample waits for its backward."""
+    working_bytes: int
+    """Most that is there beside that, in its forward or in its backward; gradients of parameters are left out."""
+    reruns: tuple[Work, ...] = ()
+    summed_bytes: int = 0
+    """Results that are summed once more where layers are shared by several devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A layer, or what stands before or after all layers."""
+
+    forward: tuple[Work, ...] = ()
+    backward: tuple[Work, ...] = ()
+    choices: tuple[Choice, ...] = (Choice(name=KEEP, saved_bytes=0, working_bytes=0),)
+    """From the one that keeps most to the one that keeps least; those of all layers are alike by name."""
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    """State of the optimizer, and master weights."""
+    step_bytes: int = 0
+    """What the optimizer's step holds for a moment."""
+    expert_share: float = 0.0
+    """Of the four before, what belongs to experts."""
+    boundary_bytes: int = 0
+    """What it hands to the next layer."""
+    summed_forward_bytes: int = 0
+    """Results that are summed where the layer is shared by several devices."""
+    summed_backward_bytes: int = 0
+    ring_bytes: int = 0
+    """Keys and values, which pass around where several devices share a sequence."""
+    routed_bytes: int = 0
+    """What is sent to experts; as much comes back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTable:
+    """A model, as a search over splits needs to know it."""
+
+    name: str
+    first: Layer
+    last: Layer
+    kinds: tuple[Layer, ...]
+    """Different layers of the row."""
+    row: tuple[int, ...]
+    """For each layer of the model, its kind."""
+    tokens: int = 1
+    """Of one sample; 1 where it is no sequence."""
+    tensor_degrees: tuple[int, ...] = (1,)
+    """By how many devices a layer can be shared."""
+    splits_sequences: bool = False
+    """Whether devices can share a sequence: all that mixes its tokens is fused attention."""
+    experts: int = 1
+    """In each layer that has any."""
+    tied_bytes: int = 0
+    """Parameters that the first and the last stage both hold: counted once on a device that has both."""
+    assumed: tuple[str, ...] = field(default=())
+    """What was taken for granted when it was made, in words."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the choices that every layer has."""
+        return tuple(choice.name for choice in self.kinds[0].choices)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """All parameters."""
+        ends = self.first.parameter_bytes + self.last.parameter_bytes - self.tied_bytes
+        return ends + sum(self.kinds[kind].parameter_bytes for kind in self.row)
+
+    def deeper(self, layers: int) -> ModelTable:
+        """Return the same model with so many layers, all like its second; see :func:`is_uniform`."""
+        return replace(self, row=(self.row[min(1, len(self.row) - 1)],) * layers)
+
+
+def is_uniform(table: ModelTable) -> bool:
+    """Whether all layers are alike but for the first, which may be spared a gradient."""
+    return len(set(table.row[1:])) <= 1
+
+
+def merged(works: Sequence[Work]) -> tuple[Work, ...]:
+    """Count operations that are alike, in the order of their first.
+
+    >>> [work.times for work in merged([Work(target="a", flops=1, moved_bytes=2)] * 3)]
+    [3]
+    """
+    times: dict[Work, int] = {}
+    for work in works:
+        alone = replace(work, times=1)
+        times[alone] = times.get(alone, 0) + work.times
+    return tuple(replace(work, times=count) for work, count in times.items())
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors, smallest first.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def common_divisors(*numbers: int) -> tuple[int, ...]:
+    """Return what divides all of some numbers.
+
+    >>> common_divisors(8, 12)
+    (1, 2, 4)
+    """
+    return divisors(gcd(*numbers))
