@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from planner.plans.profile_file import load as load_profile
     from planner.plans.profile_file import save as save_profile
     from planner.session.pipelining import plan_pipeline
+    from planner.session.splitting import best_splits
     from planner.session.studying import audit, study, what_if
     from planner.solvers import solve
 
@@ -33,7 +34,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit", "Export", "PipelinePlan", "Plan", "StagePlan", "Status", "Study", "TradeOffCurve", "Verification",
-    "__version__", "audit", "auto_wrap", "backend", "check", "diff", "explain", "export", "load_instance",
+    "__version__", "audit", "auto_wrap", "backend", "best_splits", "check", "diff", "explain", "export", "load_instance",
     "load_profile", "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status", "study", "unwrap",
     "verify", "what_if", "wrap_pipeline",
 ]  # fmt: skip
@@ -64,6 +65,7 @@ _HOME = {
     "planner.plans.plan": ("Plan", "Verification"),
     "planner.plans.profile_file": ("load_profile", "save_profile"),  # there without the last word
     "planner.session.pipelining": ("plan_pipeline",),
+    "planner.session.splitting": ("best_splits",),
     "planner.session.studying": ("audit", "study", "what_if"),
     "planner.solvers": ("solve",),
 }

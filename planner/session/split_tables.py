@@ -159,7 +159,6 @@ class _Tabulation:
             parameter_bytes=whole,
             gradient_bytes=sum(in_memory(p).nbytes for p in part.parameters() if p.requires_grad),
             optimizer_bytes=memory.state_bytes + memory.master_bytes,
-            step_bytes=memory.step_bytes,
             expert_share=of_experts / whole if whole else 0.0,
         )
 
@@ -227,6 +226,5 @@ def _together(layers: Sequence[Layer], weights: OwnWeights) -> Layer:
         parameter_bytes=weights.parameter_bytes,
         gradient_bytes=weights.gradient_bytes,
         optimizer_bytes=weights.optimizer_bytes,
-        step_bytes=weights.step_bytes,
         boundary_bytes=layers[-1].boundary_bytes,
     )

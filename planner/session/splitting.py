@@ -41,7 +41,7 @@ def best_splits(
     example_kwargs: Mapping[str, Any] | None = None,
     loss_fn: LossFunction | None = None,
     layers: int | None = None,
-    optimizer: str = "adamw",
+    optimizer: str = "none",
     master_weights: bool = False,
     reserve: Size = 0,
     node_gpus: int = 8,

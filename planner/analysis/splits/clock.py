@@ -62,7 +62,8 @@ class Timed:
 class LayerClock:
     """Asks the roofline of a device how long shares of layers take."""
 
-    def __init__(self, table: ModelTable, device: DeviceSpec) -> None:
+    def __init__(self, table: ModelTable, device: DeviceSpec, attention_efficiency: float | None = None) -> None:
+        self.attention_slower = device.compute_efficiency / (attention_efficiency or device.compute_efficiency)
         self.layers = (table.first, table.last, *table.kinds)
         self.costs = RooflineCosts(device)
         self._known: dict[tuple[int, Share], Timed] = {}
@@ -84,17 +85,17 @@ class LayerClock:
         return Timed(forward, backward, *attention, reruns)
 
     def _seconds(self, works: Sequence[Work], share: Share) -> float:
-        costs: Sequence[OperationCost] = self.costs.costs([_scaled(work, share) for work in works])
+        costs: Sequence[OperationCost] = self.costs.costs([self._scaled(work, share) for work in works])
         return sum(work.times * cost.seconds for work, cost in zip(works, costs, strict=True))
 
-
-def _scaled(work: Work, share: Share) -> Operands:
-    weights = share.tensor * (share.expert if work.of_experts else 1)
-    tokens = share.tokens / share.tensor
-    return Operands(
-        name="",
-        target=work.target,
-        flops=int(work.flops * tokens),
-        moved_bytes=int(work.moved_bytes * tokens + work.weight_bytes / weights),
-        dtype=work.dtype,
-    )
+    def _scaled(self, work: Work, share: Share) -> Operands:
+        weights = share.tensor * (share.expert if work.of_experts else 1)
+        tokens = share.tokens / share.tensor
+        slower = self.attention_slower if work.is_attention else 1.0
+        return Operands(
+            name="",
+            target=work.target,
+            flops=int(work.flops * tokens * slower),
+            moved_bytes=int(work.moved_bytes * tokens + work.weight_bytes / weights),
+            dtype=work.dtype,
+        )

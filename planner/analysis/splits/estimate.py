@@ -8,6 +8,7 @@ What is assumed, beside the roofline's efficiencies:
 - FSDP2's gathers and sums hide behind the arithmetic of the same pass, but for those of one layer; sums over replicas
   hide behind the last micro-batch's backward.
 - What is sent between stages, and to experts, is waited for. Experts are equally busy.
+- The optimizer is one fused kernel: its step holds nothing beside its state.
 - Stages follow a 1F1B schedule, interleaved where each has several chunks; the slowest one sets the pace.
 - Neighbours in a node are first the devices that share layers, then those that share a sequence, then replicas; stages
   are furthest apart.
@@ -56,7 +57,7 @@ class Estimator:
 
     def __init__(self, table: ModelTable, question: Question) -> None:
         self.table, self.question, self.links = table, question, question.links
-        self.clock = LayerClock(table, question.device)
+        self.clock = LayerClock(table, question.device, question.attention_efficiency)
         self.layers: tuple[Layer, ...] = self.clock.layers
         self._stages: dict[tuple[int, int], tuple[Stage, ...]] = {}
         self._paces: dict[tuple[object, ...], tuple[_Paced, ...]] = {}
@@ -90,7 +91,7 @@ class Estimator:
     def state_bytes(self, split: Split) -> int:
         """Return what is resident on the fullest device, before any activation."""
         count = split.micro_batches(self.question.global_batch)
-        return max(sum(resident(weights, split, count)[0].values()) for weights in self.weights(split))
+        return max(sum(resident(weights, split, count).values()) for weights in self.weights(split))
 
     def weights(self, split: Split) -> tuple[Weights, ...]:
         """Return the weights of each stage."""
@@ -173,7 +174,7 @@ class Estimator:
         fullest: tuple[int, dict[str, int]] = (-1, {})
         fits = True
         for stage, weights in zip(stages, self.weights(split), strict=True):
-            held, step_bytes = resident(weights, split, count)
+            held = resident(weights, split, count)
             state_bytes = sum(held.values())
             flying = self._flying(split, stage, count)
             choices = self._choices_of(stage, share)
@@ -181,11 +182,11 @@ class Estimator:
             way = found or choices.lowest(flying, split.engine)
             kept.append(way)
             activations = way.bytes_beside(flying)
-            peak_bytes = state_bytes + max(activations, step_bytes)
+            peak_bytes = state_bytes + activations
             fits = fits and peak_bytes <= memory_bytes
             if peak_bytes > fullest[0]:
                 saved = activations - way.working_bytes
-                fullest = peak_bytes, {**held, "saved": saved, "at work": peak_bytes - state_bytes - saved}
+                fullest = peak_bytes, {**held, "saved": saved, "at work": way.working_bytes}
         return Estimate(
             split=split,
             seconds=self._seconds(split, count, paces, kept),

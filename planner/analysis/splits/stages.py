@@ -27,20 +27,22 @@ def can_cut(layers: int, groups: int) -> bool:
 
 def has_short_ends(layers: int, groups: int) -> bool:
     """Whether the first group and the last have one layer less than the others, for what stands beside the row."""
-    return layers % groups != 0
+    return layers % groups != 0 and groups > 2
 
 
 def cut_row(layers: int, pipeline: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the layers of each device, in groups as :func:`can_cut` allows.
+    """Return the layers of each device, in groups that are as equal as :func:`can_cut` says.
 
     >>> cut_row(6, 4, 1), cut_row(4, 2, 2)
     (((0,), (1, 2), (3, 4), (5,)), ((0, 2), (1, 3)))
     """
     groups = pipeline * chunks
-    short = has_short_ends(layers, groups)
-    sizes = [(layers + 2 * short) // groups] * groups
-    sizes[0] -= short
-    sizes[-1] -= short
+    each, over = divmod(layers + 2 * has_short_ends(layers, groups), groups)
+    # What engines cannot be told, and still may be estimated: inner groups have what is left over.
+    sizes = [each + (0 < index <= over) for index in range(groups)]
+    if has_short_ends(layers, groups):
+        sizes[0] -= 1
+        sizes[-1] -= 1
     ends = list(accumulate(sizes))
     rows = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     return tuple(tuple(layer for row in rows[device::pipeline] for layer in row) for device in range(pipeline))
@@ -94,11 +96,9 @@ class Weights:
     parameters: int
     gradients: int
     optimizer: int
-    step: int
     sharded_parameters: int
     sharded_gradients: int
     sharded_optimizer: int
-    sharded_step: int
     largest_layer: int
     """Of the parameters of a layer of the row; ``ends``: of what is there beside the row."""
     ends: int
@@ -106,7 +106,7 @@ class Weights:
 
 def weights_of(table: ModelTable, layers: Sequence[Layer], stage: Stage, split: Split) -> Weights:
     """Count the weights of a stage: shared by layers' devices, experts by theirs too; and what one shard has of them."""
-    totals = {"parameter": 0.0, "gradient": 0.0, "optimizer": 0.0, "step": 0.0}
+    totals = {"parameter": 0.0, "gradient": 0.0, "optimizer": 0.0}
     sharded = dict(totals)
     largest = ends = 0.0
     expert_shards = max(split.shards // split.expert, 1)
@@ -135,8 +135,8 @@ def weights_of(table: ModelTable, layers: Sequence[Layer], stage: Stage, split: 
     return Weights(*up.values(), *part.values(), -int(-largest // 1), -int(-ends // 1))
 
 
-def resident(weights: Weights, split: Split, micro_batches: int) -> tuple[dict[str, int], int]:
-    """Return what is resident on a device of a stage, by kind, and what the optimizer's step holds beside it.
+def resident(weights: Weights, split: Split, micro_batches: int) -> dict[str, int]:
+    """Return what is resident on a device of a stage, by kind.
 
     Gradients of a pipeline are whole until its last micro-batch, so that they are reduced once. FSDP2 gathers what is
     in no layer, and two layers at a time, and has what their gradients need before they are spread; DDP has a copy of
@@ -154,13 +154,12 @@ def resident(weights: Weights, split: Split, micro_batches: int) -> tuple[dict[s
     elif spread == REPLICATED and split.engine == "torchtitan":
         gathered = weights.gradients
     is_shared = is_sharded or spread == OPTIMIZER
-    found = {
+    return {
         "parameters": weights.sharded_parameters if is_sharded else weights.parameters,
         "gradients": weights.sharded_gradients if is_sharded and not accumulates else weights.gradients,
         "optimizer": weights.sharded_optimizer if is_shared else weights.optimizer,
         "communication": gathered,
     }
-    return found, weights.sharded_step if is_shared else weights.step
 
 
 @dataclass(frozen=True)

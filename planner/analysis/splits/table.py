@@ -57,10 +57,8 @@ class Layer:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     """State of the optimizer, and master weights."""
-    step_bytes: int = 0
-    """What the optimizer's step holds for a moment."""
     expert_share: float = 0.0
-    """Of the four before, what belongs to experts."""
+    """Of the three before, what belongs to experts."""
     boundary_bytes: int = 0
     """What it hands to the next layer."""
     summed_forward_bytes: int = 0

@@ -41,7 +41,6 @@ class OwnWeights:
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
-    step_bytes: int = 0
     expert_share: float = 0.0
 
 
@@ -62,7 +61,6 @@ def layer_of(stage: Stage, weights: OwnWeights, facts: Facts, *, plans: bool) ->
         parameter_bytes=weights.parameter_bytes,
         gradient_bytes=weights.gradient_bytes,
         optimizer_bytes=weights.optimizer_bytes,
-        step_bytes=weights.step_bytes,
         expert_share=weights.expert_share,
         boundary_bytes=_sent_bytes(stage.graph),
         summed_forward_bytes=_told(passes[True], facts.summed),

@@ -36,6 +36,8 @@ class Question:
     memory_bytes: int
     """What each device may hold of the step."""
     engines: tuple[str, ...] = ENGINES
+    attention_efficiency: float | None = None
+    """What fused attention reaches of the peak rate; by default what products do."""
     most: int = 10
     """How many of the best are wanted."""
 
