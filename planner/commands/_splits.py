@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from planner.common.limits import Progress
     from planner.zoo import ZooModel
 
-_FOR_SPLITS = ("global_batch", "node_gpus", "node_link", "network", "engine", "top", "confirm")
+_FOR_SPLITS = ("global_batch", "node_gpus", "node_link", "network", "no_overlap", "engine", "top", "confirm")
 
 _FOR_ONE_DEVICE = (
     "budget", "budgets", "batch_sizes", "seq_lens", "devices", "solvers", "offload", "csv", "html", "plot", "profile",
@@ -38,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--node-gpus", type=count, metavar="N", help="devices of a node (default 8)")
     group.add_argument("--node-link", **SIZE, help="bytes a second to others of the node: 450GB (default: by device)")
     group.add_argument("--network", **SIZE, help="bytes a second to other nodes, of each device: 50GB")
+    group.add_argument("--no-overlap", action="store_true", help="nothing that replicas send hides behind arithmetic")
     group.add_argument("--engine", choices=ENGINES, metavar="NAME", help=f"only what it runs: {', '.join(ENGINES)}")
     group.add_argument("--top", type=count, metavar="N", help="how many answers (default 10)")
     group.add_argument("--confirm", type=count, metavar="N", help="have N of them planned exactly, where that can be")
@@ -47,7 +48,7 @@ def is_asked(args: argparse.Namespace) -> bool:
     """Whether the question is about many devices; UsageError for options that belong to such a question alone."""
     if args.gpus is not None:
         return True
-    if given := [name for name in _FOR_SPLITS if getattr(args, name) is not None]:
+    if given := [name for name in _FOR_SPLITS if getattr(args, name) not in (None, False)]:
         raise UsageError(f"{_option(given[0])} is for a split over many devices: give --gpus N too")
     return False
 
@@ -108,7 +109,7 @@ def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
     for name in ("data_parallel", "ranks", "tensor_parallel", "gradient_accumulation"):
         asked.pop(name)
     asked |= {name: getattr(args, name) for name in ("node_gpus", "top") if getattr(args, name) is not None}
-    asked |= {"node_link": args.node_link, "network": args.network}
+    asked |= {"overlap": not args.no_overlap, "node_link": args.node_link, "network": args.network}
     layers = _layers(args)
     if layers is not None and layers > PROBED_LAYERS:
         try:

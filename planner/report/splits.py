@@ -43,16 +43,9 @@ def _best(answer: Answer) -> RenderableType:
     return table(
         f"The best {len(answer.best)}" if len(answer.best) > 1 else "The best",
         answer.best,
-        ("engine", lambda one: one.split.engine, str),
-        ("sharding", lambda one: one.split.sharding if one.split.shards > 1 else "none", str),
+        ("split", lambda one: described(one.split), str),
         ("recompute", _kept, str),
-        ("data", lambda one: one.split.data, str),
-        ("tensor", lambda one: one.split.tensor, str),
-        ("pipe", _pipeline, str),
-        ("context", lambda one: one.split.context, str),
-        ("expert", lambda one: one.split.expert, str if any(one.split.expert > 1 for one in answer.best) else None),
-        ("micro-batch", lambda one: one.split.micro_batch, str),
-        ("tokens/s/GPU", lambda one: one.tokens_per_second / one.gpus, "{:,.0f}".format),
+        ("tok/s/GPU", lambda one: one.tokens_per_second / one.gpus, "{:,.0f}".format),
         ("slower", lambda one: one.step_seconds / fastest.step_seconds - 1, signed_percent),
         ("peak", lambda one: one.peak_bytes, size),
         (
@@ -60,14 +53,9 @@ def _best(answer: Answer) -> RenderableType:
             lambda one: _off(confirmed[one.split]) if one.split in confirmed else None,
             str if confirmed else None,
         ),
-        text_columns=3,
+        text_columns=2,
         bold=lambda one: one is fastest,
     )
-
-
-def _pipeline(one: Estimate) -> str:
-    split = one.split
-    return f"{split.pipeline}x{split.chunks}" if split.chunks > 1 else f"{split.pipeline}"
 
 
 def _kept(one: Estimate) -> str:
@@ -103,17 +91,22 @@ def _lost(answer: Answer) -> RenderableType:
     return table(
         f"Why other combinations lost{rest}",
         shown,
-        ("data x tensor x pipe x context x expert", lambda one: " x ".join(map(str, one.shape)), str),
+        ("split", _shape, str),
         ("why", lambda one: one.reason, str),
         ("slower", _slower, str),
         text_columns=2,
     )
 
 
+def _shape(one: Lost) -> str:
+    names = ("data", "tensor", "pipeline", "context", "expert")
+    return ", ".join(f"{name} {n}" for name, n in zip(names, one.shape, strict=True) if n > 1 or name == "data")
+
+
 def _slower(one: Lost) -> str:
     if one.slower is None:
-        return f"{format_bytes(one.missing_bytes or 0)} too much"
-    return f"{'at least ' if one.is_bound else ''}{signed_percent(one.slower)}"
+        return f"{format_bytes(one.missing_bytes or 0)} short"
+    return f"{'≥ ' if one.is_bound else ''}{signed_percent(one.slower)}"
 
 
 def _explained(answer: Answer) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from torch import fx, nn
@@ -17,16 +18,20 @@ from planner.common.options import Training
 from planner.errors import UsageError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph
 from planner.ir.in_place import InPlace, joined
-from planner.ir.layers import find_layers
+from planner.ir.layers import find_layers, layer_among
 from planner.measure.optimizers import optimizer_memory
 from planner.plans.pipeline_stages import Stage, cut
 from planner.session.pipelining import storages_read
 from planner.session.step import LoweredStep, Options, captured, cost, lower_step, with_loss
 from planner.transforms.local_graph import part_of
+from planner.transforms.operators import shape_of
 from planner.transforms.tensor_parallel import Sharding, find_sharding
 
 _MOST_SHARED = 64
 """By more devices no layer is shared."""
+
+_SMALL = 0.01
+"""Of a layer's weights: a router's product, say, is computed whole, each device for its own tokens."""
 
 _EXPERTS = ("grouped_mm", "bmm", "baddbmm")
 """Products of stacked matrices; where one factor is a parameter, that has a matrix for each expert."""
@@ -110,12 +115,18 @@ class _Tabulation:
         )
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return by how many devices each layer can be shared: as many products divide as divide in two."""
-        found = {degree: sharding for degree, sharding in self.sharding.items() if sharding.rows}
-        most = max((len(sharding.rows) for sharding in found.values()), default=0)
-        least = min((len(s.whole) for s in found.values() if len(s.rows) == most), default=0)
-        fits = [d for d, s in found.items() if len(s.rows) == most and len(s.whole) == least]
-        return (1, *fits)
+        """Return by how many devices each layer can be shared: all of its products divide, but for small ones."""
+        return (1, *(degree for degree, found in self.sharding.items() if found.rows and self._divides(found)))
+
+    def _divides(self, sharding: Sharding) -> bool:
+        operations = self._operations()
+
+        def weight(nodes: Iterable[fx.Node]) -> int:
+            inside = (n for n in nodes if n in operations and layer_among(operations[n].module, self.blocks))
+            return sum(prod(shape_of(source)) for node in inside for source in node.all_input_nodes[-1:])
+
+        whole, spread = weight(sharding.whole), weight((*sharding.columns, *sharding.rows))
+        return whole <= _SMALL * (whole + spread)
 
     def _facts(self, sharding: Sharding | None) -> Facts:
         operations = self._operations()

@@ -47,6 +47,7 @@ def best_splits(
     node_gpus: int = 8,
     node_link: Size | None = None,
     network: Size | None = None,
+    overlap: bool = True,
     engines: Sequence[str] = ENGINES,
     top: int = 10,
     confirm: int = 0,
@@ -78,6 +79,8 @@ def best_splits(
     node_link, network : int or str, optional
         Bytes a second that a device sends to others of its node, and to other nodes: ``"450GB"``. By default those of
         the vendor's own machines.
+    overlap : bool
+        Whether what replicas send each other hides behind arithmetic.
     engines : sequence of str
         Whose ways of splitting are tried: ``"torchtitan"``, ``"megatron"``.
     top : int
@@ -110,6 +113,7 @@ def best_splits(
         links=links,
         memory_bytes=spec.memory_bytes - spec.library_bytes - reserved,
         engines=tuple(engines),
+        overlap=overlap,
         most=top,
     )
     if confirm and layers is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
@@ -53,12 +52,6 @@ class Timed:
     attention_backward: float
     reruns: tuple[float, ...]
 
-    @cached_property
-    def both(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward
-
-
 class LayerClock:
     """Asks the roofline of a device how long shares of layers take."""
 
@@ -77,12 +70,12 @@ class LayerClock:
 
     def _timed(self, layer: Layer, share: Share) -> Timed:
         forward, backward = (self._seconds(works, share) for works in (layer.forward, layer.backward))
-        attention = [
+        ahead, back = (
             self._seconds([work for work in works if work.is_attention], share)
             for works in (layer.forward, layer.backward)
-        ]
+        )
         reruns = tuple(self._seconds(choice.reruns, share) for choice in layer.choices)
-        return Timed(forward, backward, *attention, reruns)
+        return Timed(forward, backward, ahead, back, reruns)
 
     def _seconds(self, works: Sequence[Work], share: Share) -> float:
         costs: Sequence[OperationCost] = self.costs.costs([self._scaled(work, share) for work in works])

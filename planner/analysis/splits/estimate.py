@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from planner.analysis.splits.clock import LayerClock, Share, Timed
 from planner.analysis.splits.stages import (
-    LAST,
     ROW,
     Keeping,
     Stage,
     StageChoices,
     Weights,
     choices_of,
+    in_flight,
     resident,
     stages_of,
     weights_of,
@@ -176,7 +176,7 @@ class Estimator:
         for stage, weights in zip(stages, self.weights(split), strict=True):
             held = resident(weights, split, count)
             state_bytes = sum(held.values())
-            flying = self._flying(split, stage, count)
+            flying = in_flight(split, stage.index, count)
             choices = self._choices_of(stage, share)
             found = choices.cheapest(memory_bytes - state_bytes, flying, split.engine)
             way = found or choices.lowest(flying, split.engine)
@@ -197,11 +197,6 @@ class Estimator:
             gpus=self.question.gpus,
             fits=fits,
         )
-
-    def _flying(self, split: Split, stage: Stage, count: int) -> float:
-        from planner.analysis.splits.stages import in_flight
-
-        return in_flight(split, stage.index, count)
 
     def _choices_of(self, stage: Stage, share: Share) -> StageChoices:
         key = (stage.row, stage.is_first, stage.is_last, share)
@@ -245,17 +240,18 @@ class Estimator:
         stride = split.tensor
         gather = self.links.pass_seconds(weights.parameters, split.shards, stride)
         reduce = self.links.pass_seconds(weights.gradients, split.shards, stride)
-        backward = pace.compute - pace.forward + way.seconds
+        forward = pace.forward if self.question.overlap else 0.0
+        backward = pace.compute - pace.forward + way.seconds if self.question.overlap else 0.0
         row = max(1, len(self.table.row) // split.pipeline)
         if split.sharding not in (FSDP2, FSDP2_KEPT):
-            spread = _waits(gather, pace.forward, row) if split.sharding != REPLICATED else 0.0
+            spread = _waits(gather, forward, row) if split.sharding != REPLICATED else 0.0
             summed = reduce if split.sharding != REPLICATED else 2 * reduce
             return 0.0, spread + _waits(summed, backward, row)
         each = once = 0.0
         if split.sharding == FSDP2:
-            each += _waits(gather, pace.forward, row)
+            each += _waits(gather, forward, row)
         else:
-            once += _waits(gather, pace.forward, row)
+            once += _waits(gather, forward, row)
         back = gather if split.sharding == FSDP2 else 0.0
         accumulates = split.pipeline > 1 and count > 1
         if accumulates:
@@ -288,5 +284,3 @@ def _waits(seconds: float, hidden_by: float, units: int) -> float:
     """Return what of a transfer shows: that of its first or last unit, and what is longer than the arithmetic."""
     return max(seconds / units, seconds - hidden_by)
 
-
-__all__ = ["LAST", "Estimator"]

@@ -13,9 +13,6 @@ from planner.analysis.splits.stages import can_cut
 from planner.analysis.splits.table import ModelTable, divisors
 from planner.analysis.splits.types import (
     ENGINES,
-    FSDP2,
-    FSDP2_KEPT,
-    OPTIMIZER,
     REPLICATED,
     SHARDINGS,
     Answer,
@@ -171,12 +168,10 @@ class _Search:
         if known.bound is None or bound_seconds < known.bound[0]:
             known.bound = bound_seconds, way
 
-    def lowest(self) -> Estimate | None:
-        """Return the smallest peak of all that was found, to fit or not."""
-        for known in self.found.values():
-            if known.state is not None and known.lowest is None:
-                known.lowest = self.estimator.estimate(known.state[1])
-        return min((k.lowest for k in self.found.values() if k.lowest), key=lambda one: one.peak_bytes, default=None)
+    def lowest(self) -> Estimate:
+        """Return the split with the smallest peak, of all."""
+        ways = (way for shape in self.found for way in splits_of(shape, self.table, self.question))
+        return min(map(self.estimator.estimate, ways), key=lambda one: (one.peak_bytes, one.key))
 
 
 def search(table: ModelTable, question: Question, progress: Progress | None = None) -> Answer:
@@ -190,7 +185,7 @@ def search(table: ModelTable, question: Question, progress: Progress | None = No
     UsageError
         If no degrees go together.
     NoSplitFitsError
-        If nothing fits, with the smallest peak found, and of which split it is.
+        If nothing fits, with the smallest peak of all splits, and of which it is.
     """
     began = time.perf_counter()
     looking = _Search(table, question, Estimator(table, question))
@@ -203,9 +198,7 @@ def search(table: ModelTable, question: Question, progress: Progress | None = No
             f"{len(table.row)} layers; take a batch that the number of GPUs divides"
         )
     if not looking.best:
-        lowest = looking.lowest()
-        assert lowest is not None
-        raise NoSplitFitsError(lowest, question.memory_bytes)
+        raise NoSplitFitsError(looking.lowest(), question.memory_bytes)
     lost = why_lost(looking.found, looking.best, looking.estimator)
     return Answer(
         model=table.name,
@@ -218,6 +211,3 @@ def search(table: ModelTable, question: Question, progress: Progress | None = No
         assumed=table.assumed,
         seconds=time.perf_counter() - began,
     )
-
-
-__all__ = ["FSDP2", "FSDP2_KEPT", "OPTIMIZER", "search", "shapes", "splits_of"]

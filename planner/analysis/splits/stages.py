@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
+from math import ceil
 
 from planner.analysis.splits.clock import LayerClock, Share, Timed
 from planner.analysis.splits.table import FULL, KEEP, Layer, ModelTable
@@ -100,8 +101,9 @@ class Weights:
     sharded_gradients: int
     sharded_optimizer: int
     largest_layer: int
-    """Of the parameters of a layer of the row; ``ends``: of what is there beside the row."""
+    """Parameters of one layer of the row."""
     ends: int
+    """Parameters of what is there beside the row."""
 
 
 def weights_of(table: ModelTable, layers: Sequence[Layer], stage: Stage, split: Split) -> Weights:
@@ -130,9 +132,16 @@ def weights_of(table: ModelTable, layers: Sequence[Layer], stage: Stage, split: 
             totals[kind] -= of_last
             sharded[kind] -= of_last / split.shards
         ends -= table.tied_bytes / split.tensor
-    up = {kind: -int(-size // 1) for kind, size in totals.items()}
-    part = {kind: -int(-size // 1) for kind, size in sharded.items()}
-    return Weights(*up.values(), *part.values(), -int(-largest // 1), -int(-ends // 1))
+    return Weights(
+        parameters=ceil(totals["parameter"]),
+        gradients=ceil(totals["gradient"]),
+        optimizer=ceil(totals["optimizer"]),
+        sharded_parameters=ceil(sharded["parameter"]),
+        sharded_gradients=ceil(sharded["gradient"]),
+        sharded_optimizer=ceil(sharded["optimizer"]),
+        largest_layer=ceil(largest),
+        ends=ceil(ends),
+    )
 
 
 def resident(weights: Weights, split: Split, micro_batches: int) -> dict[str, int]:
@@ -177,7 +186,7 @@ class Keeping:
 
     def bytes_beside(self, flying: float) -> int:
         """Return what stands beside what is resident, with so many micro-batches in flight."""
-        return -int(-self.saved_bytes * flying // 1) + self.working_bytes
+        return ceil(self.saved_bytes * flying) + self.working_bytes
 
 
 @dataclass

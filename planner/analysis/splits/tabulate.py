@@ -54,6 +54,9 @@ def layer_of(stage: Stage, weights: OwnWeights, facts: Facts, *, plans: bool) ->
     }
     experts = [operation for operation in passes[True] if facts.experts and _is(operation, facts.experts)]
     size = [value.size_bytes for value in graph.values]
+    sent_bytes = _sent_bytes(stage.graph)
+    # What experts give is summed too where their devices share them.
+    summed_by_experts = sent_bytes if experts else 0
     return Layer(
         forward=merged([_work(operation, graph, facts) for operation in passes[True]]),
         backward=merged([_work(operation, graph, facts) for operation in passes[False]]),
@@ -62,9 +65,9 @@ def layer_of(stage: Stage, weights: OwnWeights, facts: Facts, *, plans: bool) ->
         gradient_bytes=weights.gradient_bytes,
         optimizer_bytes=weights.optimizer_bytes,
         expert_share=weights.expert_share,
-        boundary_bytes=_sent_bytes(stage.graph),
-        summed_forward_bytes=_told(passes[True], facts.summed),
-        summed_backward_bytes=_told(passes[False], facts.summed),
+        boundary_bytes=sent_bytes,
+        summed_forward_bytes=_told(passes[True], facts.summed) + summed_by_experts,
+        summed_backward_bytes=_told(passes[False], facts.summed) + summed_by_experts,
         ring_bytes=_told(passes[True], facts.ring),
         routed_bytes=max((size[one.inputs[0]] for one in experts if one.inputs), default=0),
     )
@@ -128,7 +131,9 @@ def _choices(stage: Stage, graph: TrainingGraph, facts: Facts, plans: bool) -> l
             schedule = solved(problem(peak_bytes, most_saved_bytes=most), "auto", effort=effort).schedule
         except InfeasibleBudgetError:
             schedule = recompute_lazily(graph, {stage.wait: forward})
-        found.append(_choice(f"plan {share:.0%}", schedule, stage, graph, facts))
+        made = _choice(f"plan {share:.0%}", schedule, stage, graph, facts)
+        # Each keeps no more than the one before it.
+        found.append(made if made.saved_bytes <= found[-1].saved_bytes else replace(found[-1], name=made.name))
     return [*found, full]
 
 

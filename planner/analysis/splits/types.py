@@ -38,6 +38,8 @@ class Question:
     engines: tuple[str, ...] = ENGINES
     attention_efficiency: float | None = None
     """What fused attention reaches of the peak rate; by default what products do."""
+    overlap: bool = True
+    """Whether the engine hides behind arithmetic what replicas send each other."""
     most: int = 10
     """How many of the best are wanted."""
 
