@@ -25,7 +25,7 @@ class Sizes:
     hidden: int | None = None
     """Of the perceptron; four times the width if nothing is said."""
     is_llama: bool = False
-    """Gated perceptron, rotary positions, RMS norms and one fused attention; otherwise those of GPT, attention apart."""
+    """Gated perceptron, rotary positions, RMS norms and fused attention; otherwise as GPT, its attention not fused."""
 
     @property
     def layer_parameters(self) -> int:
@@ -38,6 +38,14 @@ class Sizes:
         """Return forward and backward, attention in full: six for each parameter, twelve for each pair and width."""
         products = self.layers * self.layer_parameters + self.width * self.vocabulary
         return 6 * products + 12 * self.layers * self.width * length
+
+
+LLAMA_8B = Sizes(width=4096, layers=32, heads=32, key_value_heads=8, hidden=14336, vocabulary=128256, is_llama=True)
+LLAMA_70B = Sizes(width=8192, layers=80, heads=64, key_value_heads=8, hidden=28672, vocabulary=128256, is_llama=True)
+LLAMA_405B = Sizes(
+    width=16384, layers=126, heads=128, key_value_heads=8, hidden=53248, vocabulary=128256, is_llama=True
+)
+"""Llama 3.1, as published."""
 
 
 class Attention(nn.Module):
@@ -63,7 +71,9 @@ class Attention(nn.Module):
             q, k = _turned(q, turns), _turned(k, turns)
         q, k = q.transpose(1, 2), k.transpose(1, 2)
         if self.is_llama:
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.pairs)
+            mixed = functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.heads != self.pairs
+            )
         else:
             scores = functional.softmax(q @ k.transpose(2, 3), dim=-1)
             mixed = functional.dropout(scores, 0.1) @ v
@@ -121,3 +131,13 @@ class LanguageModel(nn.Module):
             x = layer(x, self.turns)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+def llama3_70b(layers: int = LLAMA_70B.layers, seq_len: int = 8192) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return Llama 3 70B with one sample, for ``what-if --model benchmarks/split_models.py:llama3_70b --layers 80``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LanguageModel(LLAMA_70B, layers, seq_len), (torch.zeros(1, seq_len, dtype=torch.int64),)
+    finally:
+        torch.set_default_dtype(before)

@@ -34,9 +34,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit", "Export", "PipelinePlan", "Plan", "StagePlan", "Status", "Study", "TradeOffCurve", "Verification",
-    "__version__", "audit", "auto_wrap", "backend", "best_splits", "check", "diff", "explain", "export", "load_instance",
-    "load_profile", "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status", "study", "unwrap",
-    "verify", "what_if", "wrap_pipeline",
+    "__version__", "audit", "auto_wrap", "backend", "best_splits", "check", "diff", "explain", "export",
+    "load_instance", "load_profile", "plan", "plan_of", "plan_pipeline", "profile", "save_profile", "solve", "status",
+    "study", "unwrap", "verify", "what_if", "wrap_pipeline",
 ]  # fmt: skip
 
 _HOME = {

@@ -113,7 +113,7 @@ def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
     layers = _layers(args)
     if layers is not None and layers > PROBED_LAYERS:
         try:
-            few = _asked.load(_with(args, batch_size=1, layers=PROBED_LAYERS), real=False)
+            few = _one_sample(_with(args, layers=PROBED_LAYERS))
             answer = _asked.ask(best_splits, few, progress, layers=layers, **asked)
         except UsageError as error:
             if "not alike" not in str(error):
@@ -148,11 +148,11 @@ def _one_sample(args: argparse.Namespace) -> ZooModel:
 
 
 def _layers(args: argparse.Namespace) -> int | None:
-    """Return how many layers a model of the zoo has; None for one of the user's own."""
+    """Return how many layers a model has; None for one of the user's own if that is not said."""
     from planner import zoo
 
     name = args.model or args.name
-    return None if ":" in name else args.layers or zoo.layers_of(name)
+    return args.layers if ":" in name else args.layers or zoo.layers_of(name)
 
 
 def _with(args: argparse.Namespace, **other: Any) -> argparse.Namespace:

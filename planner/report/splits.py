@@ -76,7 +76,7 @@ def _where_time_goes(answer: Answer) -> RenderableType:
     best = answer.best[0]
     rows = [(name, seconds) for name, seconds in best.seconds.items() if seconds > 0]
     return table(
-        f"Where the best one's {format_seconds(best.step_seconds)} go",
+        f"The best one's {format_seconds(best.step_seconds)}",
         rows,
         ("part", lambda row: row[0], str),
         ("time", lambda row: row[1], format_seconds),
@@ -106,7 +106,7 @@ def _shape(one: Lost) -> str:
 def _slower(one: Lost) -> str:
     if one.slower is None:
         return f"{format_bytes(one.missing_bytes or 0)} short"
-    return f"{'≥ ' if one.is_bound else ''}{signed_percent(one.slower)}"
+    return f"{'>= ' if one.is_bound else ''}{signed_percent(one.slower)}"
 
 
 def _explained(answer: Answer) -> str:

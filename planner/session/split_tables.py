@@ -27,8 +27,8 @@ from planner.transforms.local_graph import part_of
 from planner.transforms.operators import shape_of
 from planner.transforms.tensor_parallel import Sharding, find_sharding
 
-_MOST_SHARED = 64
-"""By more devices no layer is shared."""
+_DEGREES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+"""By how many devices layers are tried to be shared."""
 
 _SMALL = 0.01
 """Of a layer's weights: a router's product, say, is computed whole, each device for its own tokens."""
@@ -74,12 +74,12 @@ class _Tabulation:
         layers = find_layers(self.graph)
         self.blocks = layers.blocks
         if len(self.blocks) < 2:
-            raise UsageError(f"{self.graph.name} has no row of repeated layers to split: its devices can only be copies")
+            raise UsageError(f"{self.graph.name} has no row of repeated layers: its devices can only be copies")
         forward = dict.fromkeys(name for name in layers.of[: self.graph.loss_index] if name)
         self.stages = cut(self.graph, costs, len(forward))
         single = storages_read(step.lowered)
         self.reads = [set[int]().union(*(single[part] for part in parts)) for parts in in_place.parts]
-        self.sharding = {degree: find_sharding(self.joint, degree) for degree in range(2, _MOST_SHARED + 1)}
+        self.sharding = {degree: find_sharding(self.joint, degree) for degree in _DEGREES}
 
     def table(self, tokens: int | None) -> ModelTable:
         degrees = self._degrees()
@@ -207,7 +207,9 @@ class _Tabulation:
 
 def _keys_and_values(node: fx.Node) -> int:
     """Return the bytes of what each token is compared with, and of what it takes."""
-    return sum(tensor.nbytes for source in node.args[1:3] if isinstance(source, fx.Node) for tensor in tensors_of(source))
+    return sum(
+        tensor.nbytes for source in node.args[1:3] if isinstance(source, fx.Node) for tensor in tensors_of(source)
+    )
 
 
 def _is_causal(node: fx.Node) -> bool:

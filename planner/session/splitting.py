@@ -101,6 +101,15 @@ def best_splits(
         If the model cannot be captured as one graph.
     NoSplitFitsError
         An InfeasibleBudgetError with the smallest peak found, and of which split it is.
+
+    Examples
+    --------
+    >>> import torch, planner
+    >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(4)))
+    >>> answer = planner.best_splits(model, torch.randn(1, 64), loss_fn=lambda output: output.sum(), gpus=4,
+    ...                              global_batch=32, device="h100")
+    >>> answer.best[0].split.data, answer.best[0].split.micro_batch
+    (4, 8)
     """
     spec = device_file.find(device)
     training = Training(optimizer=optimizer, master_weights=master_weights, reserve=reserve)

@@ -100,9 +100,7 @@ def question(
 def all_estimates(table: ModelTable, asked: Question) -> list[Estimate]:
     """Estimate every split, without any bound."""
     estimator = Estimator(table, asked)
-    return [
-        estimator.estimate(split) for shape in shapes(table, asked) for split in splits_of(shape, table, asked)
-    ]
+    return [estimator.estimate(split) for shape in shapes(table, asked) for split in splits_of(shape, table, asked)]
 
 
 @settings(max_examples=25, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 
 import cli
 
-TINY = '''
+TINY = """
 import torch
 from torch import nn
 from torch.nn import functional
@@ -47,7 +47,7 @@ class Tiny(nn.Module):
 
 def make():
     return Tiny(), (torch.zeros(1, 64, dtype=torch.int64),)
-'''
+"""
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ class Timed:
     attention_backward: float
     reruns: tuple[float, ...]
 
+
 class LayerClock:
     """Asks the roofline of a device how long shares of layers take."""
 

@@ -85,7 +85,9 @@ class Estimator:
         paces = self.paces(split)
         slowest = max(paces, key=lambda pace: pace.total)
         count = split.micro_batches(self.question.global_batch)
-        parts = {name: count * getattr(slowest, name) for name in ("compute", "tensor", "context", "expert", "pipeline")}
+        parts = {
+            name: count * getattr(slowest, name) for name in ("compute", "tensor", "context", "expert", "pipeline")
+        }
         return {**parts, "bubble": self.lower_bound_seconds(split) - count * slowest.total}
 
     def state_bytes(self, split: Split) -> int:
@@ -231,9 +233,7 @@ class Estimator:
         parts["bubble"] = _paced(totals, split, self.question.global_batch) - count * totals[at]
         return parts
 
-    def _data(
-        self, split: Split, pace: _Paced, way: Keeping, weights: Weights, count: int
-    ) -> tuple[float, float]:
+    def _data(self, split: Split, pace: _Paced, way: Keeping, weights: Weights, count: int) -> tuple[float, float]:
         """Return what waits for other replicas: with each micro-batch, and once in a step."""
         if split.shards == 1:
             return 0.0, 0.0
@@ -283,4 +283,3 @@ def _paced(totals: list[float], split: Split, global_batch: int) -> float:
 def _waits(seconds: float, hidden_by: float, units: int) -> float:
     """Return what of a transfer shows: that of its first or last unit, and what is longer than the arithmetic."""
     return max(seconds / units, seconds - hidden_by)
-

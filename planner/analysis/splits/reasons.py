@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from planner.analysis.splits.types import Estimate, Lost, described
+from planner.analysis.splits.types import Estimate, Lost, Shape, described
 from planner.common.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ _WORDS = {
 }
 
 
-def why_lost(
-    found: Mapping[tuple[int, ...], ShapeFound], best: Sequence[Estimate], estimator: Estimator
-) -> tuple[Lost, ...]:
+def why_lost(found: Mapping[Shape, ShapeFound], best: Sequence[Estimate], estimator: Estimator) -> tuple[Lost, ...]:
     """Say of each shape that is not among the best why it is not, the nearest first."""
     winners = {one.split.shape for one in best}
     lost = [_lost(known, best[0], estimator) for shape, known in found.items() if shape not in winners]

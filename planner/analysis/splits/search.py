@@ -19,6 +19,7 @@ from planner.analysis.splits.types import (
     Estimate,
     NoSplitFitsError,
     Question,
+    Shape,
     Split,
 )
 from planner.common.limits import Progress
@@ -27,7 +28,7 @@ from planner.errors import UsageError
 _MOST_CHUNKS = 8
 
 
-def shapes(table: ModelTable, question: Question) -> Iterator[tuple[int, int, int, int, int]]:
+def shapes(table: ModelTable, question: Question) -> Iterator[Shape]:
     """Return all degrees that go together: data, tensor, pipeline, context, expert.
 
     Together they use all devices; layers and the global batch can be divided so. Devices that share layers are of one
@@ -53,15 +54,13 @@ def shapes(table: ModelTable, question: Question) -> Iterator[tuple[int, int, in
                         yield rest, tensor, pipeline, context, expert
 
 
-def splits_of(shape: tuple[int, int, int, int, int], table: ModelTable, question: Question) -> Iterator[Split]:
+def splits_of(shape: Shape, table: ModelTable, question: Question) -> Iterator[Split]:
     """Return all splits of one shape for the engines that are asked about."""
     for micro_batch, chunks in placements(shape, table, question):
         yield from variants(shape, micro_batch, chunks, question.engines)
 
 
-def placements(
-    shape: tuple[int, int, int, int, int], table: ModelTable, question: Question
-) -> Iterator[tuple[int, int]]:
+def placements(shape: Shape, table: ModelTable, question: Question) -> Iterator[tuple[int, int]]:
     """Return the sizes of a micro-batch, and the numbers of chunks, that go with a shape."""
     data, _, pipeline, *_ = shape
     samples, layers = question.global_batch // data, len(table.row)
@@ -72,9 +71,7 @@ def placements(
                 yield micro_batch, chunks
 
 
-def variants(
-    shape: tuple[int, int, int, int, int], micro_batch: int, chunks: int, engines: tuple[str, ...]
-) -> Iterator[Split]:
+def variants(shape: Shape, micro_batch: int, chunks: int, engines: tuple[str, ...]) -> Iterator[Split]:
     """Return what engines can make of the same degrees: how weights are spread over replicas."""
     data, tensor, pipeline, context, expert = shape
     for engine in engines:
@@ -106,7 +103,7 @@ class _Search:
     table: ModelTable
     question: Question
     estimator: Estimator
-    found: dict[tuple[int, ...], ShapeFound] = field(default_factory=dict)
+    found: dict[Shape, ShapeFound] = field(default_factory=dict)
     best: list[Estimate] = field(default_factory=list)
     of_engine: dict[str, Estimate] = field(default_factory=dict)
     considered: int = 0

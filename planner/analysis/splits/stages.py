@@ -107,7 +107,7 @@ class Weights:
 
 
 def weights_of(table: ModelTable, layers: Sequence[Layer], stage: Stage, split: Split) -> Weights:
-    """Count the weights of a stage: shared by layers' devices, experts by theirs too; and what one shard has of them."""
+    """Count the weights of a stage, shared by the devices of a layer, and what one shard has of them."""
     totals = {"parameter": 0.0, "gradient": 0.0, "optimizer": 0.0}
     sharded = dict(totals)
     largest = ends = 0.0

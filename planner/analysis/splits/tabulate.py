@@ -119,7 +119,9 @@ def _choices(stage: Stage, graph: TrainingGraph, facts: Facts, plans: bool) -> l
     keep = _choice(KEEP, Schedule.keep_all(graph), stage, graph, facts)
     if not plans:
         return [keep]
-    forward = {value for operation in graph.operations[: stage.wait] if _again(operation) for value in operation.outputs}
+    forward = {
+        value for operation in graph.operations[: stage.wait] if _again(operation) for value in operation.outputs
+    }
     full = _choice(FULL, recompute_lazily(graph, {stage.wait: forward}), stage, graph, facts)
     found = [keep]
     problem = replace(stage, graph=graph).problem
@@ -153,6 +155,3 @@ def _choice(name: str, schedule: Schedule, stage: Stage, graph: TrainingGraph, f
         reruns=merged([_work(operation, graph, facts) for operation in again]),
         summed_bytes=_told(again, facts.summed),
     )
-
-
-

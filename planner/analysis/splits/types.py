@@ -11,9 +11,9 @@ from planner.analysis.splits.links import Links
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, UsageError
 
-REPLICATED, OPTIMIZER, FSDP2, FSDP2_KEPT = "replicated", "optimizer", "fsdp2", "fsdp2, kept"
-"""Each data-parallel rank holds all; a share of the optimizer's state (ZeRO 1); a share of everything, gathered for each
-pass; or gathered once for a step (``reshard_after_forward=False``)."""
+REPLICATED, OPTIMIZER, FSDP2, FSDP2_KEPT = "replicated", "optimizer", "fsdp2", "fsdp2-kept"
+"""Each data-parallel rank holds all; a share of the optimizer's state (ZeRO 1); a share of everything, gathered for
+each pass; or gathered once for a step (``reshard_after_forward=False``)."""
 
 SHARDINGS: Mapping[str, tuple[str, ...]] = {
     "torchtitan": (REPLICATED, FSDP2, FSDP2_KEPT),
@@ -22,6 +22,9 @@ SHARDINGS: Mapping[str, tuple[str, ...]] = {
 """What each engine runs."""
 
 ENGINES = tuple(SHARDINGS)
+
+Shape = tuple[int, int, int, int, int]
+"""Degrees: data, tensor, pipeline, context, expert."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ class Split:
     engine: str
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> Shape:
         """The degrees alone, which name its class."""
         return (self.data, self.tensor, self.pipeline, self.context, self.expert)
 
@@ -132,7 +135,7 @@ class Estimate:
 
     @property
     def key(self) -> tuple[float, int, Split]:
-        """The order of answers: the fastest, then the one with the lowest peak, then an order that is always the same."""
+        """The order of answers: the fastest, then the lowest peak, then an order that is always the same."""
         return (self.step_seconds, self.peak_bytes, self.split)
 
     def report(self) -> dict[str, Any]:
@@ -153,7 +156,7 @@ class Estimate:
 class Lost:
     """Why no split of one shape is among the best."""
 
-    shape: tuple[int, int, int, int, int]
+    shape: Shape
     reason: str
     slower: float | None = None
     """Than the best, as a share of the best's time; at least that much if ``is_bound``. None if none fits."""
