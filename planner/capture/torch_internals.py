@@ -388,12 +388,12 @@ def depends_on_data(error: BaseException | None) -> bool:
 @cache
 def form_in_place(operator: OpOverload, is_first: bool) -> tuple[OpOverload, str] | None:
     """Return the operator that writes over an argument, and the keyword that names it; ``""`` if it is the first."""
-    expected = list(_arguments(operator))
+    expected = list(declared_arguments(operator))
     packet = operator.overloadpacket
     for form in (getattr(packet, name) for name in packet.overloads()):
         out = [argument.name for argument in form._schema.arguments if argument.is_out]
         # Forms that torch generates compute the result first, and copy it.
-        if len(out) == 1 and list(_arguments(form)) == expected and _has_kernel(form, "CPU"):
+        if len(out) == 1 and list(declared_arguments(form)) == expected and _has_kernel(form, "CPU"):
             return form, out[0]
     packet = getattr(torch.ops.aten, f"{packet.__name__}_", None) if is_first else None
     form = getattr(packet, operator._overloadname, None)
@@ -406,7 +406,8 @@ def _has_kernel(operator: OpOverload, backend: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), backend))
 
 
-def _arguments(operator: OpOverload) -> Iterator[tuple[str, str]]:
+def declared_arguments(operator: OpOverload) -> Iterator[tuple[str, str]]:
+    """Return names and types of what an operator takes."""
     return ((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
 
 

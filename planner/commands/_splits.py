@@ -6,11 +6,10 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from planner.analysis.splits.types import ENGINES, NoSplitFitsError
 from planner.commands import _asked
 from planner.commands._options import SIZE, count
 from planner.commands._terminal import hand_out, quiet, reporting, write_json
-from planner.common.options import Training, picked
+from planner.common.options import ENGINES, Training, picked
 from planner.common.units import parse_size
 from planner.errors import UsageError
 
@@ -82,6 +81,7 @@ _NEEDED = {"global_batch": "how many samples one step has", "device": "which acc
 
 def run(args: argparse.Namespace) -> int:
     """Search, and hand out the answer."""
+    from planner.analysis.splits.types import NoSplitFitsError
     from planner.report import render_splits
 
     check(args)

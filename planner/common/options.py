@@ -178,6 +178,12 @@ class Training:
             raise UsageError("fsdp2 of layers that are spread by tensor_parallel is not planned: use one of the two")
 
 
+# Splits over many devices.
+
+ENGINES = ("torchtitan", "megatron")
+"""What trains on many devices, and is given a split."""
+
+
 # Chunks.
 
 CHUNKS = "slices"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ from planner.analysis.splits.table import Layer, ModelTable
 from planner.analysis.splits.tabulate import ATTENTION, Facts, OwnWeights, layer_of
 from planner.capture.inputs import Inputs, LossFunction, check_module
 from planner.capture.joint import JointGraph, tensors_of
-from planner.capture.torch_internals import in_memory, storage_id
+from planner.capture.torch_internals import OpOverload, declared_arguments, in_memory, storage_id
 from planner.common.options import Training
 from planner.errors import UsageError
 from planner.ir.graph import Operation, OperationCost, TrainingGraph
@@ -119,7 +120,7 @@ class _Tabulation:
         return (1, *(degree for degree, found in self.sharding.items() if found.rows and self._divides(found)))
 
     def _divides(self, sharding: Sharding) -> bool:
-        operations = self._operations()
+        operations = self._operations
 
         def weight(nodes: Iterable[fx.Node]) -> int:
             inside = (n for n in nodes if n in operations and layer_among(operations[n].module, self.blocks))
@@ -129,7 +130,7 @@ class _Tabulation:
         return whole <= _SMALL * (whole + spread)
 
     def _facts(self, sharding: Sharding | None) -> Facts:
-        operations = self._operations()
+        operations = self._operations
         summed = sharding.summed if sharding else frozenset()
         return Facts(
             summed={
@@ -142,6 +143,7 @@ class _Tabulation:
             experts={o.key for node, o in operations.items() if self._expert_weight(node) is not None},
         )
 
+    @cached_property
     def _operations(self) -> Mapping[fx.Node, Operation]:
         lowered = self.step.lowered
         pairs = zip(lowered.operation_nodes, lowered.graph.operations, strict=True)
@@ -191,17 +193,15 @@ class _Tabulation:
         tensor = known.get(node)
         return tensor if tensor is not None and id(tensor) in parameters else None
 
+    @cached_property
     def _expert_tensors(self) -> list[Any]:
-        if not hasattr(self, "_found_experts"):
-            nodes = self._operations()
-            self._found_experts = [found for node in nodes if (found := self._expert_weight(node)) is not None]
-        return self._found_experts
+        return [found for node in self._operations if (found := self._expert_weight(node)) is not None]
 
     def _expert_storages(self) -> set[int]:
-        return {storage_id(tensor) for tensor in self._expert_tensors()}
+        return {storage_id(tensor) for tensor in self._expert_tensors}
 
     def _experts(self) -> int:
-        counts = {tensor.shape[0] for tensor in self._expert_tensors()}
+        counts = {tensor.shape[0] for tensor in self._expert_tensors}
         return counts.pop() if len(counts) == 1 else 1
 
 
@@ -214,7 +214,8 @@ def _keys_and_values(node: fx.Node) -> int:
 
 def _is_causal(node: fx.Node) -> bool:
     """Whether attention hides what comes later by itself, and so skips it."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    names = [name for name, _ in declared_arguments(node.target)]
     if "is_causal" not in names:
         return False
     at = names.index("is_causal")

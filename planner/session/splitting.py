@@ -12,10 +12,10 @@ from torch import nn
 from planner.analysis.splits.links import links_of
 from planner.analysis.splits.search import search
 from planner.analysis.splits.table import ModelTable, is_uniform
-from planner.analysis.splits.types import ENGINES, FSDP2, REPLICATED, Answer, Confirmed, Estimate, Question
+from planner.analysis.splits.types import FSDP2, REPLICATED, Answer, Confirmed, Estimate, Question
 from planner.capture.inputs import Inputs, LossFunction
 from planner.common.limits import Progress
-from planner.common.options import Search, Target, Training
+from planner.common.options import ENGINES, Search, Target, Training
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.exporters._splits import split_arguments

@@ -17,7 +17,6 @@ from planner.analysis.splits.search import search, shapes, splits_of
 from planner.analysis.splits.stages import can_cut, choices_of, cut_row, in_flight, stages_of
 from planner.analysis.splits.table import FULL, KEEP, Choice, Layer, ModelTable, Work
 from planner.analysis.splits.types import (
-    ENGINES,
     FSDP2,
     PARTS,
     REPLICATED,
@@ -26,6 +25,7 @@ from planner.analysis.splits.types import (
     Question,
     Split,
 )
+from planner.common.options import ENGINES
 from planner.errors import InfeasibleBudgetError, UsageError
 from planner.plans.pipeline_schedules import PipelineSchedule, loads, most_in_flight, passes
 

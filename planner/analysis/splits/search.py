@@ -12,7 +12,6 @@ from planner.analysis.splits.reasons import why_lost
 from planner.analysis.splits.stages import can_cut
 from planner.analysis.splits.table import ModelTable, divisors
 from planner.analysis.splits.types import (
-    ENGINES,
     REPLICATED,
     SHARDINGS,
     Answer,
@@ -23,6 +22,7 @@ from planner.analysis.splits.types import (
     Split,
 )
 from planner.common.limits import Progress
+from planner.common.options import ENGINES
 from planner.errors import UsageError
 
 _MOST_CHUNKS = 8

@@ -8,6 +8,7 @@ from typing import Any
 
 from cost_models.devices import DeviceSpec
 from planner.analysis.splits.links import Links
+from planner.common.options import ENGINES
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, UsageError
 
@@ -20,8 +21,6 @@ SHARDINGS: Mapping[str, tuple[str, ...]] = {
     "megatron": (REPLICATED, OPTIMIZER),
 }
 """What each engine runs."""
-
-ENGINES = tuple(SHARDINGS)
 
 Shape = tuple[int, int, int, int, int]
 """Degrees: data, tensor, pipeline, context, expert."""
