@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
-    from planner.session.splitting import PROBED_LAYERS, best_splits, confirmed
+    from planner.session.splitting import PROBED_LAYERS, LayersDifferError, best_splits, confirmed
 
     progress("capturing one sample")
     asked: dict[str, Any] = {
@@ -115,9 +115,7 @@ def _answer(args: argparse.Namespace, progress: Progress) -> Answer:
         try:
             few = _one_sample(_with(args, layers=PROBED_LAYERS))
             answer = _asked.ask(best_splits, few, progress, layers=layers, **asked)
-        except UsageError as error:
-            if "not alike" not in str(error):
-                raise
+        except LayersDifferError:
             progress("capturing all layers: they are not alike")
             answer = _asked.ask(best_splits, _one_sample(args), progress, **asked)
     else:

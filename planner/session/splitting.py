@@ -31,6 +31,10 @@ _DATA_PARALLEL = {FSDP2: "fsdp2", REPLICATED: "ddp"}
 """How the planner calls what it has an exact answer for."""
 
 
+class LayersDifferError(UsageError):
+    """Few layers cannot stand for all: they are not alike."""
+
+
 def best_splits(
     model: nn.Module,
     example_inputs: Any = None,
@@ -164,9 +168,9 @@ def tokens_of(inputs: Inputs) -> int | None:
 
 
 def deeper(table: ModelTable, layers: int) -> ModelTable:
-    """Return the table of a model that has more layers than were captured; UsageError if those are not all alike."""
+    """Return the table of a model that has more layers than were captured; LayersDifferError if those are not all alike."""
     if not is_uniform(table):
-        raise UsageError(f"the layers of {table.name} are not alike: capture all of them, and leave out layers")
+        raise LayersDifferError(f"the layers of {table.name} are not alike: capture all of them, and leave out layers")
     note = f"{layers} layers are like the second of the {len(table.row)} that were captured"
     return replace(table.deeper(layers), assumed=(*table.assumed, note))
 

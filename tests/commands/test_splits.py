@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import cli
+import cost_models
 
 TINY = """
 import torch
@@ -84,9 +85,8 @@ def test_the_answer_as_json(tiny: str, capsys: pytest.CaptureFixture[str]) -> No
     assert shapes | lost == every
     assert "--parallelism.data_parallel_shard_degree" in answer["arguments"]["torchtitan"]
     assert "--micro-batch-size" in answer["arguments"]["megatron"]
-    (confirmed,) = answer["confirmed"] or [None]
-    if confirmed is not None:
-        assert confirmed["estimated_peak_bytes"] == pytest.approx(confirmed["peak_bytes"], rel=0.2)
+    (confirmed,) = answer["confirmed"]
+    assert confirmed["estimated_peak_bytes"] == pytest.approx(confirmed["peak_bytes"], rel=0.2)
 
 
 def test_the_answer_on_a_screen(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,12 +101,20 @@ def test_the_answer_on_a_screen(tiny: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_what_does_not_fit_is_said(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    asked = ("--gpus", "2", "--device", "h100", "--global-batch", "4", "--reserve", "99.9999%")
+    device = cost_models.device("h100")
+    reserve = device.memory_bytes - device.library_bytes - 100_000
+    asked = ("--gpus", "2", "--device", "h100", "--global-batch", "4", "--reserve", str(reserve))
     code, out, err = ask(capsys, "--model", tiny, *asked, "--json", str(report))
-    assert code in (2, 3) and not out
-    if code == 3:
-        assert "smallest peak found is" in err
-        assert json.loads(report.read_text())["status"] == "infeasible"
+    assert code == 3 and not out
+    assert "no split fits" in err and "smallest peak found is" in err
+    written = json.loads(report.read_text())
+    assert written["status"] == "infeasible" and written["minimum_feasible_peak_bytes"] > 100_000
+
+
+def test_nothing_left_of_the_device_is_said(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--gpus", "2", "--device", "h100", "--global-batch", "4", "--reserve", "100%")
+    code, _, err = ask(capsys, "--model", tiny, *asked)
+    assert code == 2 and "nothing of the device is left" in err
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import cost_models
 import planner
 from planner import zoo
+from planner.analysis.splits.estimate import Estimator
+from planner.analysis.splits.links import links_of
 from planner.analysis.splits.table import FULL, KEEP, ModelTable, is_uniform
+from planner.analysis.splits.types import REPLICATED, Question, Split
 from planner.capture import fake_mode
 from planner.capture.inputs import Inputs
 from planner.common.options import Target, Training
@@ -100,3 +104,38 @@ def test_inputs_of_several_samples_are_refused() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     with pytest.raises(UsageError, match="inputs of one sample"):
         planner.best_splits(model, torch.zeros(2, 8), gpus=2, global_batch=4, device="h100")
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_are_near_what_the_planner_itself_finds(chunks: int) -> None:
+    micro_batches, samples = 4, 4
+    table = table_of("llama-7b", layers=4, length=512)
+    device = cost_models.device("h100")
+    asked = Question(
+        gpus=2,
+        global_batch=samples * micro_batches,
+        device=device,
+        links=links_of(device),
+        memory_bytes=device.memory_bytes,
+    )
+    estimator, split = Estimator(table, asked), Split(1, 1, 2, 1, 1, samples, chunks, REPLICATED, "megatron")
+    loaded = zoo.build("llama-7b", batch_size=samples, seq_len=512, layers=4, dtype="bfloat16", fake_mode=fake_mode())
+    exact = planner.plan_pipeline(
+        loaded.model,
+        loaded.example_args,
+        example_kwargs=loaded.example_kwargs,
+        budget="79GiB",
+        stages=2,
+        micro_batches=micro_batches,
+        schedule="interleaved" if chunks > 1 else "1f1b",
+        chunks=chunks,
+        device="h100",
+        cost_model="roofline",
+        optimizer="adamw",
+        master_weights=True,
+    )
+    estimate = estimator.estimate(split)
+    assert estimate.fits
+    # The planner's own optimizer is no fused kernel, so its step can be a peak of its own: passes alone are compared.
+    passes = max(plan.peak_bytes for stage in exact.stages for plan in stage.plans)
+    assert estimate.peak_bytes == pytest.approx(passes - device.library_bytes, rel=0.03)

@@ -178,6 +178,8 @@ class Keeping:
     mixed: Mixed
     saved_bytes: int
     """Of one micro-batch."""
+    saved_once_bytes: int
+    """What the last layer saves: of one micro-batch alone, whose backward comes at once."""
     working_bytes: int
     seconds: float
     """Run again for a micro-batch."""
@@ -186,7 +188,7 @@ class Keeping:
 
     def bytes_beside(self, flying: float) -> int:
         """Return what stands beside what is resident, with so many micro-batches in flight."""
-        return ceil(self.saved_bytes * flying) + self.working_bytes
+        return ceil(self.saved_bytes * flying) + self.saved_once_bytes + self.working_bytes
 
 
 @dataclass
@@ -213,7 +215,15 @@ class StageChoices:
         self.summed = sums([[layer.choices[c].summed_bytes for layer in row] for c in choices])
         self.working = [max((self._working(layer, c) for layer in row), default=0) for c in choices]
         ends = [self.layers[number] for number in self.stage.ends]
-        self.ends_saved = sum(self.share.held(layer.choices[0].saved_bytes) for layer in ends)
+        first, last = (
+            sum(
+                self.share.held(self.layers[number].choices[0].saved_bytes)
+                for number in self.stage.ends
+                if number == end
+            )
+            for end in (FIRST, LAST)
+        )
+        self.first_saved, self.last_saved = first, last
         self.ends_working = max((self._working(layer, 0) for layer in ends), default=0)
 
     def _working(self, layer: Layer, choice: int) -> int:
@@ -233,7 +243,8 @@ class StageChoices:
 
         return Keeping(
             Mixed(layers=size, first=self.names[first], others=self.names[others], count=count),
-            int(mix(self.saved)) + self.ends_saved,
+            int(mix(self.saved)) + self.first_saved,
+            self.last_saved,
             max(self.ends_working, *used, 0),
             mix(self.again),
             int(mix(self.summed)),
