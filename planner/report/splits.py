@@ -17,12 +17,18 @@ _SHOWN_LOST = 12
 def render(answer: Answer, console: Console) -> None:
     """Print the answer."""
     best = answer.best[0]
+    speed = best.tokens_per_second
     line = (
         f"BEST of {answer.considered} splits over {counted(answer.question.gpus, 'GPU')}: {described(best.split)} · "
-        f"{best.tokens_per_second / best.gpus:,.0f} tokens/s for each, {best.tokens_per_second:,.0f} in all · peak "
+        f"{speed / best.gpus:,.0f} {_unit(answer)}/s for each, {speed:,.0f} in all · peak "
         f"{format_bytes(best.peak_bytes)} of {format_bytes(answer.question.memory_bytes)}"
     )
     print_report(console, line, *_parts(answer), style="bold green")
+
+
+def _unit(answer: Answer) -> str:
+    """Say what is counted: where samples are no sequences, they are."""
+    return "samples" if answer.best[0].tokens == answer.question.global_batch else "tokens"
 
 
 def _parts(answer: Answer) -> Iterator[RenderableType]:
@@ -45,7 +51,7 @@ def _best(answer: Answer) -> RenderableType:
         answer.best,
         ("split", lambda one: described(one.split), str),
         ("recompute", _kept, str),
-        ("tok/s/GPU", lambda one: one.tokens_per_second / one.gpus, "{:,.0f}".format),
+        (f"{_unit(answer)}/s/GPU", lambda one: one.tokens_per_second / one.gpus, "{:,.0f}".format),
         ("slower", lambda one: one.step_seconds / fastest.step_seconds - 1, signed_percent),
         ("peak", lambda one: one.peak_bytes, size),
         (

@@ -168,7 +168,7 @@ def tokens_of(inputs: Inputs) -> int | None:
 
 
 def deeper(table: ModelTable, layers: int) -> ModelTable:
-    """Return the table of a model that has more layers than were captured; LayersDifferError if those are not all alike."""
+    """Return the table of a model that has more layers than were captured; LayersDifferError if they are not alike."""
     if not is_uniform(table):
         raise LayersDifferError(f"the layers of {table.name} are not alike: capture all of them, and leave out layers")
     note = f"{layers} layers are like the second of the {len(table.row)} that were captured"

@@ -12,6 +12,7 @@ from planner.analysis.splits.reasons import why_lost
 from planner.analysis.splits.stages import can_cut
 from planner.analysis.splits.table import ModelTable, divisors
 from planner.analysis.splits.types import (
+    DIGITS,
     REPLICATED,
     SHARDINGS,
     Answer,
@@ -144,7 +145,7 @@ class _Search:
         """Return the time above which a split is neither among the best nor the best of its engine."""
         if len(self.best) < self.question.most or engine not in self.of_engine:
             return float("inf")
-        return self.best[-1].step_seconds
+        return self.best[-1].step_seconds * (1 + 10.0 ** (1 - DIGITS))
 
     def _estimate(self, way: Split) -> None:
         made = self.estimator.estimate(way)

@@ -89,6 +89,9 @@ class Split:
         return global_batch // (self.data * self.micro_batch)
 
 
+DIGITS = 6
+"""Times are the same that agree in so many: sums in another order are no difference."""
+
 PARTS = (
     "compute", "recompute", "bubble", "tensor", "context", "expert", "data", "pipeline", "optimizer",
 )  # fmt: skip
@@ -133,9 +136,11 @@ class Estimate:
         return self.tokens / self.step_seconds
 
     @property
-    def key(self) -> tuple[float, int, Split]:
-        """The order of answers: the fastest, then the lowest peak, then an order that is always the same."""
-        return (self.step_seconds, self.peak_bytes, self.split)
+    def key(self) -> tuple[Any, ...]:
+        """The order of answers: the fastest, to six digits; then what is split least, then the lowest peak."""
+        split = self.split
+        degrees = (split.context, split.pipeline, split.tensor, split.expert, split.chunks)
+        return (float(f"{self.step_seconds:.{DIGITS}g}"), *degrees, self.peak_bytes, split)
 
     def report(self) -> dict[str, Any]:
         """Return it as plain data."""
