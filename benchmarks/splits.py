@@ -603,8 +603,10 @@ def _sheets(rows: Sequence[Result]) -> str:
 _ASSUMED = (
     "Efficiencies are those that every plan has: products reach 0.7 of the peak rate, memory 0.8 of its bandwidth, "
     "collectives 0.8 of a link; attention on torchtitan's H100s reaches the 0.35 that is published of FlashAttention-2 "
-    "there. None is fitted to a run. torchtitan's float8 runs are estimated in bfloat16, so only "
-    "their order means anything; its H100 runs at 500 W. 'Utilization' is the model's own arithmetic over the peak."
+    "there. None is fitted to a run. Megatron-LM's speeds are the paper's as known to us: it could not be fetched, but "
+    "its settings are in the script, and its two columns of speed agree. torchtitan's float8 runs are estimated in "
+    "bfloat16, so only their order means anything; its H100 runs at 500 W. 'Utilization' is the model's own arithmetic "
+    "over the peak."
 )
 _OF_SHEETS = (
     f"{SHEETS}: layouts of one model on the same GPUs, with fused attention. 'Ours of the best' is the published speed "
