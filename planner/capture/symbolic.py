@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture import operands
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
+from planner.capture.expressions import Numbers, evaluated
 from planner.capture.joint import JointGraph, fake_mode_of, is_tangent
 from planner.capture.layouts import as_eager_runs
 from planner.capture.torch_internals import (
-    Numbers,
-    evaluated,
     expression_of,
     number_of,
     outside_autocast,

@@ -68,6 +68,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture.call_internals import recompile_directly
 from planner.capture.device import entered
+from planner.capture.expressions import Numbers, evaluated
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
@@ -186,10 +187,6 @@ def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     return lambda _graph_module, _example_inputs: run
 
 
-Numbers = dict[Any, int]
-"""What the symbols of symbolic sizes stand for."""
-
-
 def expression_of(size: Any) -> Any:
     """Return what a number is in symbols; itself, if there are none in it."""
     return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
@@ -199,12 +196,6 @@ def symbol_of(size: Any) -> Any:
     """Return the symbol that a symbolic size is; None for a number, or for what is computed from symbols."""
     expression = expression_of(size)
     return expression if getattr(expression, "is_Symbol", False) else None
-
-
-def evaluated(expression: Any, numbers: Numbers) -> Any:
-    """Return an expression's number for given symbols."""
-    found = expression.xreplace(numbers) if hasattr(expression, "xreplace") else expression
-    return int(found) if getattr(found, "is_integer", isinstance(found, int)) else float(found)
 
 
 def is_drawn(number: Any) -> bool:
@@ -220,6 +211,13 @@ def hint_of(size: Any) -> Any:
 def number_of(size: Any, numbers: Numbers) -> Any:
     """Return a size, symbolic or not, for given symbols; no guard is made."""
     return evaluated(size.node.expr, numbers) if isinstance(size, torch.SymInt) else size
+
+
+def without_data(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """Return a fake tensor; made by ``torch.empty_strided`` in the mode it takes twenty times as long."""
+    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -102,11 +102,14 @@ def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Tria
     """See how much workspace calls of planned graphs need; 0 where one cannot be tried, or is too large to be."""
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
 
+    def is_small(node: fx.Node) -> bool:
+        if effort.operation_bytes == math.inf:
+            return True
+        args, kwargs = values_of((node.args, node.kwargs))
+        return moved_bytes(node.target, args, kwargs, node.meta["val"]) <= effort.operation_bytes
+
     def small(calls: list[int]) -> Iterator[int]:
-        for index in calls:
-            args, kwargs = values_of((able[index].args, able[index].kwargs))
-            if moved_bytes(able[index].target, args, kwargs, able[index].meta["val"]) <= effort.operation_bytes:
-                yield index
+        return (index for index in calls if is_small(able[index]))
 
     signatures = {index: operands.signature(node) for index, node in able.items()}
     seen = _seen(nodes, signatures, device, small, as_planned)

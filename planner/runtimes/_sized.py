@@ -20,7 +20,8 @@ from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.sized import SizedGraph, sized
 from planner.runtimes._calls import weakly
-from planner.session.sized import SizedStep, UnknownSizeError
+from planner.session.sized import SizedStep
+from planner.session.sized_calls import UnknownSizeError
 from planner.session.step import PlannedStep
 
 Code = tuple[SizedGraph, SizedGraph]

@@ -37,7 +37,8 @@ from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, wea
 from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
 from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, largest_sizes, marked, with_sizes
 from planner.runtimes._sized import SizedPrograms
-from planner.session.sized import SizedStep, UnknownSizeError
+from planner.session.sized import SizedStep
+from planner.session.sized_calls import UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
 from planner.session.telling import working

@@ -6,21 +6,17 @@ hand. A formula is a guess until another size, made plain too, was found to be w
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
 
 from planner.analysis.study import Study
 from planner.capture.device import of_model
 from planner.capture.inputs import new_bytes
-from planner.capture.joint import fake_mode_of
-from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
+from planner.capture.symbolic import SYMBOLIC_VALUE, Sizes
 from planner.capture.torch_internals import expression_of
 from planner.common import timings
 from planner.common.units import round_up
@@ -30,12 +26,9 @@ from planner.ir.resized import resized, scaled
 from planner.ir.static_memory import StaticMemory
 from planner.measure.workspace import TO_RUN, of_calls
 from planner.plans.plan import EagerStep, Plan
+from planner.session.sized_calls import SizedCalls, UnknownSizeError
 from planner.session.sized_eager import RecordedAt, SizedEager
 from planner.session.step import LoweredStep, Options, PlannedStep, called_with, fingerprint_of, plan_study
-
-
-class UnknownSizeError(Exception):
-    """A formula that was not found: the step is then made plain for each size."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,23 +169,21 @@ class SizedStep:
 
     def _workspaces(self, sizes: Sizes) -> dict[int, int]:
         """Measure the workspace of what has some."""
-        signatures, calls = self._with_workspace
+        signatures, texts, calls = self._with_workspace
+        found = dict(zip(texts, of_calls([*calls.at(sizes)], of_model(self.model), TO_RUN), strict=True))
         operations = self.step.lowered.graph.operations
-        resized = _Resized(self.sizes, sizes)
-        with fake_mode_of(self.step.lowered.joint.graph), torch.no_grad():
-            made = [resized.call(node) for node in calls.values()]
-        found = dict(zip(calls, of_calls(made, of_model(self.model), TO_RUN), strict=True))
         return {index: found[text] + operations[index].state_bytes for index, text in signatures.items()}
 
     @cached_property
-    def _with_workspace(self) -> tuple[dict[int, str], dict[str, fx.Node]]:
-        """Operations whose kernels need some, by index, as signatures; and a call of each."""
+    def _with_workspace(self) -> tuple[dict[int, str], list[str], SizedCalls]:
+        """Operations whose kernels need some, by index, as signatures; these, each once; and a call of each."""
         lowered, signatures = self.step.lowered, {}
         for index, (operation, cost) in enumerate(zip(lowered.graph.operations, self._single_costs, strict=True)):
             if operation.signature and cost.workspace_bytes > operation.state_bytes:
                 signatures[index] = operation.signature
         nodes = {text: lowered.operation_nodes[index] for index, text in signatures.items()}
-        return signatures, {text: node for text, node in nodes.items() if node is not None}
+        calls = {text: node for text, node in nodes.items() if node is not None}
+        return signatures, [*calls], SizedCalls(calls.values(), self.sizes)
 
 
 def _sizes_about(node: fx.Node | None) -> Iterator[Any]:
@@ -211,81 +202,3 @@ def _sizes_of(node: fx.Node) -> Iterator[Any]:
         if isinstance(tensor, Tensor):
             yield expression_of(tensor.untyped_storage().nbytes())
             yield expression_of(tensor.numel() * tensor.element_size())
-
-
-class _Resized:
-    """Calls like those of a step, with tensors of other sizes.
-
-    Making a tensor without data takes most of the time, so calls share them; no two of one call are the same, since
-    kernels may be asked whether their arguments share memory.
-    """
-
-    def __init__(self, known: Sizes, sizes: Sizes) -> None:
-        self._known, self._sizes = known, sizes
-        self._made: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        self._used: Counter[Any] = Counter()
-        """By the call at hand."""
-
-    def call(self, node: fx.Node) -> fx.Node:
-        """Return a call like a node's; UnknownSizeError if the strides of its tensors are not known."""
-        self._used.clear()
-        graph = fx.Graph()
-
-        def copied(source: fx.Node) -> fx.Node:
-            placeholder = graph.placeholder(source.name)
-            placeholder.meta["val"] = self._value(source.meta["val"], source.meta.get(SYMBOLIC_VALUE))
-            return placeholder
-
-        def replaced(argument: Any) -> Any:
-            if isinstance(argument, fx.Node):
-                return copied(argument)
-            return self._sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
-
-        args, kwargs = map_aggregate((node.args, node.kwargs), replaced)
-        call = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        call.meta["val"] = self._value(node.meta["val"], node.meta.get(SYMBOLIC_VALUE))
-        return call
-
-    def _value(self, plain: Any, symbolic: Any) -> Any:
-        if isinstance(plain, (list, tuple)):
-            return type(plain)(self._value(a, b) for a, b in zip(plain, symbolic, strict=True))
-        if not isinstance(plain, Tensor):
-            return plain
-        if not isinstance(symbolic, Tensor):
-            raise UnknownSizeError("a kernel lays its result out in its own way")
-        shape = [self._sizes.of(expression_of(size)) for size in symbolic.shape]
-        strides = _strides(plain, symbolic, shape, self._known, self._sizes)
-        if shape == [*plain.shape] and strides == [*plain.stride()]:
-            return plain
-        like = tuple(shape), tuple(strides), plain.dtype, plain.device
-        made, used = self._made[like], self._used[like]
-        self._used[like] += 1
-        if used == len(made):
-            made.append(torch.empty_strided(shape, strides, dtype=plain.dtype, device=plain.device))
-        return made[used]
-
-
-def _strides(plain: Tensor, symbolic: Tensor, shape: Sequence[int], known: Sizes, sizes: Sizes) -> list[int]:
-    """Return the strides at some sizes of a tensor that has these at those which are known.
-
-    Along a dimension of one element, kernels may choose another stride than tracing with symbols does: the one from
-    which the next dimension goes on. Elsewhere a stride that differs means that nothing is known.
-    """
-    if [known.of(expression_of(size)) for size in symbolic.shape] != [*plain.shape]:
-        raise UnknownSizeError("a kernel gives a result of a size of its own")
-    strides = [0] * len(shape)
-    for d in reversed(range(len(shape))):
-        expression = expression_of(symbolic.stride(d))
-        inner = d + 1
-        if known.of(expression) == plain.stride(d):
-            strides[d] = sizes.of(expression)
-        elif plain.shape[d] == shape[d] == 1 and plain.stride(d) == _whole(plain.shape, plain.stride(), inner):
-            strides[d] = _whole(shape, strides, inner)
-        else:
-            raise UnknownSizeError("a kernel lays its result out in its own way")
-    return strides
-
-
-def _whole(shape: Sequence[int], strides: Sequence[int], dimension: int) -> int:
-    """Return over how much memory a dimension goes; 1 beyond the last."""
-    return shape[dimension] * strides[dimension] if dimension < len(shape) else 1

@@ -17,7 +17,8 @@ from planner.capture.joint import JointGraph
 from planner.capture.symbolic import Sizes
 from planner.errors import PlannerError
 from planner.session import sizes as by_size
-from planner.session.sized import SizedStep, UnknownSizeError
+from planner.session.sized import SizedStep
+from planner.session.sized_calls import UnknownSizeError
 from planner.session.step import LoweredStep
 from planner.session.studying import studies_by_size
 from planner.solving.peak_bounds import proven_lowest
