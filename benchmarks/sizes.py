@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from torch.nn import functional
 import planner
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
+from planner.capture import joint_capture
 from planner.capture.inputs import differentiable_in
 from planner.capture.memory import measure_peak
 from planner.errors import UsageError
@@ -94,6 +96,7 @@ def trained(case: Case, steps: int | None = None) -> Result:
     planner.auto_wrap(wrapped, activation_budget=budget_bytes, time_limit_seconds=2.0)
     with _captures() as captures:
         ours = _Loop(wrapped).run(calls)
+    marked = _marked(copy.deepcopy(model), calls, theirs, budget_bytes)
     begun = _begun(wrapped, ours, sizes)
     peaks = [_kept(wrapped, call) for call in sizes.values()]
     over = [peak for peak in peaks if peak["peak_bytes"] > peak["budget_bytes"]]
@@ -117,7 +120,52 @@ def trained(case: Case, steps: int | None = None) -> Result:
         "captured_alone_equal": sum(_is_as_alone(wrapped, call, budget_bytes) for call in alone),
         "captured_alone": len(alone),
         "begun": begun,
+        "marked": marked,
     }
+
+
+def _marked(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step], budget_bytes: int) -> Result:
+    """Train with sizes that are marked from the start, each up to its largest, and say how that compares."""
+    calls = _with_marks(calls)
+    planner.auto_wrap(model, activation_budget=budget_bytes, time_limit_seconds=2.0)
+    with _programs() as programs:
+        ours = _Loop(model).run(calls)
+    peaks = [_kept(model, call) for call in {_sizes_of(call): call for call in calls}.values()]
+    return {
+        "captures": len(programs),
+        "first_seconds": sum(step.cpu_seconds for step in ours[:1]),
+        "planned_seconds": sum(step.cpu_seconds for step in ours),
+        "time_ratio": _ratio(ours, theirs, "cpu_seconds"),
+        "known_ratio": _known_ratio(ours, theirs),
+        "over_budget": sum(peak["peak_bytes"] > peak["budget_bytes"] for peak in peaks),
+        "losses_equal": sum(a.loss == b.loss for a, b in zip(ours, theirs, strict=True)),
+    }
+
+
+def _with_marks(calls: Sequence[Call]) -> list[Call]:
+    """Return the calls with copies of their tensors, in which dimensions that vary from call to call are marked."""
+    copies = [{name: tensor.clone() for name, tensor in call.items()} for call in calls]
+    for name, first in copies[0].items():
+        for dimension in range(first.dim()):
+            seen = {call[name].shape[dimension] for call in copies}
+            if len(seen) > 1:
+                for call in copies:
+                    torch._dynamo.mark_dynamic(call[name], dimension, min=2, max=max(seen))
+    return [*copies]
+
+
+@contextmanager
+def _programs() -> Iterator[list[Any]]:
+    """Give the programs that Dynamo captures, each as what compiles it."""
+    made: list[Any] = []
+    compile_one = joint_capture.Backend.__call__
+
+    def counted(self: joint_capture.Backend, *args: Any) -> Any:
+        made.append(self)
+        return compile_one(self, *args)
+
+    with patch.object(joint_capture.Backend, "__call__", counted):
+        yield made
 
 
 @dataclass(frozen=True)
@@ -287,6 +335,13 @@ def missed(row: Result) -> Iterator[str]:
         yield "other bits than captured alone"
     if CASES[row["case"]].has_time_goal and row["time_ratio"] > MOST_TIME:
         yield f"{row['time_ratio']:.2f} of plain time"
+    marked = row["marked"]
+    if marked["captures"] > 1:
+        yield f"{marked['captures']} captures though sizes are marked"
+    if marked["over_budget"]:
+        yield f"{marked['over_budget']} sizes over the budget where they are marked"
+    if CASES[row["case"]].has_time_goal and marked["time_ratio"] > MOST_TIME:
+        yield f"{marked['time_ratio']:.2f} of plain time where sizes are marked"
     for kind, most_seconds in (("reused", REUSED_SECONDS), ("solved", SOLVED_SECONDS)):
         took = row["begun"].get(kind)
         if took and took["median_seconds"] > most_seconds:
@@ -451,7 +506,7 @@ def _begun_cell(row: Result, kind: str) -> str:
 
 
 def _cells(row: Result) -> list[str]:
-    known = row["known_ratio"]
+    known, marked = row["known_ratio"], row["marked"]
     return [
         row["case"],
         str(row["steps"]),
@@ -468,13 +523,16 @@ def _cells(row: Result) -> list[str]:
         f"{row['captured_alone_equal']} of {row['captured_alone']}",
         _begun_cell(row, "reused"),
         _begun_cell(row, "solved"),
+        str(marked["captures"]),
+        f"{marked['first_seconds']:.1f} s",
+        f"{marked['time_ratio']:.2f}",
     ]
 
 
 _HEADINGS = [
     "case", "steps", "sizes", "captures", "first step", "plain, all steps", "planned / plain", "of known sizes",
     "peak, MiB", "budget of eager's", "over it", "losses as plain", "bits as alone", "new size, plan reused",
-    "new size, plan solved",
+    "new size, plan solved", "captures, marked", "first step, marked", "planned / plain, marked",
 ]  # fmt: skip
 
 
@@ -489,7 +547,8 @@ def _page(result: Result) -> str:
         "before. Peaks are of every size, measured in a step of its own after training. *As alone*: a step has "
         "loss and gradients, bit for bit, of a fresh copy that is captured at that size. A *new size* is what its "
         "forward takes longer than the same forward later: the median, and how many there were, without the captures "
-        "and the size that confirms what the second one says.",
+        "and the size that confirms what the second one says. *Marked*: the same loop once more, with `mark_dynamic` on "
+        "every size that varies, up to the largest of the loop.",
         common.table(_HEADINGS, [_cells(row) for row in rows]),
         *(f"Missed: {row['case']}: {'; '.join(row['missed'])}." for row in rows if row["missed"]),
     )

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 _KEPT = 2**14
 """How many functions are kept: more than the programs of any training have expressions."""
 
@@ -19,6 +21,17 @@ _FUNCTIONS = {"Max": "max", "Min": "min"}
 
 Numbers = dict[Any, int]
 """What the symbols of symbolic sizes stand for."""
+
+
+def expression_of(size: Any) -> Any:
+    """Return what a number is in symbols; itself, if there are none in it."""
+    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
+
+
+def symbol_of(size: Any) -> Any:
+    """Return the symbol that a symbolic size is; None for a number, or for what is computed from symbols."""
+    expression = expression_of(size)
+    return expression if getattr(expression, "is_Symbol", False) else None
 
 
 def evaluated(expression: Any, numbers: Numbers) -> Any:
@@ -31,6 +44,11 @@ def evaluated(expression: Any, numbers: Numbers) -> Any:
             return function(numbers)
     found = expression.xreplace(numbers)
     return int(found) if getattr(found, "is_integer", False) else float(found)
+
+
+def number_of(size: Any, numbers: Numbers) -> Any:
+    """Return a size, symbolic or not, for given symbols; no guard is made."""
+    return evaluated(size.node.expr, numbers) if isinstance(size, torch.SymInt) else size
 
 
 @lru_cache(_KEPT)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from planner.capture.expressions import symbol_of
 from planner.capture.joint import JointGraph
 from planner.capture.symbolic import at_sizes, is_number, is_symbolic, symbols_of_sizes
-from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbol_of, symbolic_kernels
+from planner.capture.torch_internals import PartitionFunction, aot_backend, boxed, symbolic_kernels
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError
 
 _KEPT = 4096

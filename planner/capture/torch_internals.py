@@ -68,7 +68,6 @@ from torch.utils._pytree import tree_leaves
 
 from planner.capture.call_internals import recompile_directly
 from planner.capture.device import entered
-from planner.capture.expressions import Numbers, evaluated
 
 CHECKPOINT = inspect.unwrap(getattr(checkpointing, "_checkpoint_impl", checkpointing.checkpoint)).__code__
 """What the interpreter runs for ``torch.utils.checkpoint.checkpoint``, however that was imported or wrapped.
@@ -187,17 +186,6 @@ def _always(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     return lambda _graph_module, _example_inputs: run
 
 
-def expression_of(size: Any) -> Any:
-    """Return what a number is in symbols; itself, if there are none in it."""
-    return size.node.expr if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)) else size
-
-
-def symbol_of(size: Any) -> Any:
-    """Return the symbol that a symbolic size is; None for a number, or for what is computed from symbols."""
-    expression = expression_of(size)
-    return expression if getattr(expression, "is_Symbol", False) else None
-
-
 def is_drawn(number: Any) -> bool:
     """Whether a number of a traced program is known only when that runs: one that it draws, or takes from data."""
     return isinstance(number, torch.SymInt) and not number.node.has_hint()
@@ -208,9 +196,10 @@ def hint_of(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
-def number_of(size: Any, numbers: Numbers) -> Any:
-    """Return a size, symbolic or not, for given symbols; no guard is made."""
-    return evaluated(size.node.expr, numbers) if isinstance(size, torch.SymInt) else size
+def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
+    """Return what must hold of sizes for what was traced in a mode to be what runs there, in symbols."""
+    shapes = mode.shape_env
+    return [] if shapes is None else [shapes.replace(guard.expr) for guard in shapes.guards]
 
 
 def without_data(

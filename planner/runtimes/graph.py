@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.programs import Program
-from planner.capture.symbolic import OtherProgramError, Sizes
+from planner.capture.symbolic import OtherProgramError, Sizes, holds_for, with_others
 from planner.capture.torch_internals import (
     Compiler,
     aot_backend,
@@ -65,6 +65,8 @@ class GraphRuntime(PlannedCalls):
         self._plans = PlansBySize(self.plan)
         self._graphs = 0
         self._planned_ahead: set[InputSizes] = set()
+        self._largest: Inputs | None = None
+        """Of the largest sizes that marks allow, which are still to be planned for."""
         self.compiler = compiler
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
@@ -107,10 +109,12 @@ class GraphRuntime(PlannedCalls):
         """Run the model on what is new to it, or marked as dynamic."""
         check_plannable(self.model, inputs)
         self._complete_for(inputs)
-        if varying := marked(inputs):
-            self._plan_ahead(inputs)
+        varying = marked(inputs)
+        self._look_ahead(inputs)
         varying_sizes = self._calls_seen.varying(inputs)
         symbolic = varying_sizes if self._may_vary else []
+        if not symbolic:
+            self._plan_ahead(inputs)
         graphs = self._graphs
         changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
         shown = working(self.model, "captured")
@@ -118,6 +122,9 @@ class GraphRuntime(PlannedCalls):
             for fixed, sized in self._calls:
                 try:
                     result = self._capture(inputs, fixed, sized, symbolic)
+                    plan = self.plan
+                    self._plan_ahead(inputs)  # if there was no program with symbols
+                    self.plan = plan
                     if self._graphs != graphs:
                         done(self._why(symbolic), self.plan)
                     return result
@@ -154,23 +161,50 @@ class GraphRuntime(PlannedCalls):
             self.complete_options(inputs)
             self._completed_for = situation
 
-    def _plan_ahead(self, inputs: Inputs) -> None:
-        """Plan for the largest sizes that are allowed, so that the decisions are there for all others."""
+    def _look_ahead(self, inputs: Inputs) -> None:
+        """Note down the largest sizes that marks allow: the decisions for these are to be there for all others."""
         sizes = largest_sizes(inputs)
         # What a loss outside needs can be asked only with targets of the same sizes.
-        if sizes is None or sizes in self._planned_ahead or self.options.loss is not None:
+        is_new = sizes is not None and sizes not in self._planned_ahead and self.options.loss is None
+        self._largest = with_sizes(inputs, sizes) if is_new and sizes is not None else None
+
+    def _plan_ahead(self, inputs: Inputs) -> None:
+        """Plan for the largest sizes, captured by themselves."""
+        if self._largest is None:
             return
-        ahead = with_sizes(inputs, sizes)
+        with self._ahead_of(inputs) as ahead:
+            try:
+                joint = capture(self.model, ahead, compiler=self.compiler)
+            except CaptureError as error:
+                sizes = ", ".join(str(tuple(tensor.shape)) for tensor in ahead.tensors())
+                raise UsageError(
+                    f"the largest inputs that mark_dynamic allows, {sizes}, do not run: mark every input that grows "
+                    f"with them. {error}"
+                ) from error
+            self._remember(self.planned(joint), joint)
+
+    def _plan_ahead_by(self, programs: SizedPrograms, joint: JointGraph, given: Sequence[Any]) -> None:
+        """Plan for the largest sizes, put into the program that was captured with symbols, if it is theirs too."""
+        inputs = self._inputs
+        if self._largest is None or inputs is None:
+            return
+        others = {id(mine): large for mine, large in zip(inputs.tensors(), self._largest.tensors(), strict=True)}
+        largest = with_others(joint, given, others)
+        if holds_for(joint, largest):
+            with self._ahead_of(inputs):
+                programs.program(joint, largest)
+        else:
+            self._plan_ahead(inputs)
+
+    @contextmanager
+    def _ahead_of(self, inputs: Inputs) -> Iterator[Inputs]:
+        """Give the largest inputs, for which the options are completed meanwhile; then they count as planned for."""
+        assert self._largest is not None
+        ahead = self._largest
         self.complete_options(ahead)
-        try:
-            joint = capture(self.model, ahead, compiler=self.compiler)
-        except CaptureError as error:
-            raise UsageError(
-                f"the largest inputs that mark_dynamic allows, {', '.join(map(str, sizes))}, do not run: mark every "
-                f"input that grows with them. {error}"
-            ) from error
-        self._remember(self.planned(joint), joint)
-        self._planned_ahead.add(sizes)
+        yield ahead
+        self._planned_ahead.add(tuple(tuple(tensor.shape) for tensor in ahead.tensors()))
+        self._largest = None
         self.complete_options(inputs)
 
     def _new_calls(self) -> None:
@@ -199,6 +233,7 @@ class GraphRuntime(PlannedCalls):
                 self.model, self._at_new_sizes, self._followed, self._recorded, self._enter
             )
         with one_at_a_time():
+            self._plan_ahead_by(self._sized[joint.graph], joint, given)
             return self._sized[joint.graph].program(joint, given)
 
     def _at_new_sizes(self, joint: JointGraph) -> PlannedStep:

@@ -15,9 +15,9 @@ from torch import Tensor, fx, nn
 
 from planner.analysis.study import Study
 from planner.capture.device import of_model
+from planner.capture.expressions import expression_of
 from planner.capture.inputs import new_bytes
 from planner.capture.symbolic import SYMBOLIC_VALUE, Sizes
-from planner.capture.torch_internals import expression_of
 from planner.common import timings
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from planner.capture.expressions import expression_of
 from planner.capture.joint import fake_mode_of
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
-from planner.capture.torch_internals import FakeTensorMode, expression_of, without_data
+from planner.capture.torch_internals import FakeTensorMode, without_data
 
 
 class UnknownSizeError(Exception):

@@ -81,6 +81,49 @@ def test_marked_sizes_are_planned_for_at_their_largest(searches: list[int]) -> N
     assert searches == [largest.baseline_peak_bytes]
 
 
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Count the programs that Dynamo captured, an entry each."""
+    made: list[object] = []
+    backend = capture.Backend.__call__
+
+    def counted(self: capture.Backend, *args: Any) -> Any:
+        made.append(self)
+        return backend(self, *args)
+
+    monkeypatch.setattr(capture.Backend, "__call__", counted)
+    return made
+
+
+def test_one_capture_serves_the_largest_size_and_all_others(captures: list[object], searches: list[int]) -> None:
+    model = wrap(runtime="graph")
+    for count in (200, 256, 210, 190):
+        step(model, marked(count, largest=256))
+    assert len(captures) == 1 and len(searches) == 1
+
+
+class Branching(Stack):
+    """Long inputs run another program."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if len(x) < 230 else x.tanh())
+
+
+def test_a_largest_size_with_a_program_of_its_own_is_captured_by_itself(captures: list[object]) -> None:
+    model = wrap(Branching(), runtime="graph")
+    largest = planner.plan(Branching(), rows(256), activation_budget="60%", time_limit_seconds=1.0)
+    captures.clear()
+    small = planner.plan_of(run(model, 200))
+    assert len(captures) == 2 and "(200, 32)" in str(small.fingerprint["inputs"])
+    assert planner.plan_of(run(model, 256)).peak_bytes <= largest.budget_bytes == small.budget_bytes
+
+
+def run(model: nn.Module, count: int) -> nn.Module:
+    x = marked(count, largest=256)
+    assert_same(train(copy.deepcopy(model), rows(count)), train(model, x))
+    return model
+
+
 def test_marks_without_a_largest_size_are_hints() -> None:
     model, x = wrap(activation_budget="90%"), rows(64)
     torch._dynamo.mark_dynamic(x, 0)
