@@ -547,8 +547,8 @@ def _page(result: Result) -> str:
         "before. Peaks are of every size, measured in a step of its own after training. *As alone*: a step has "
         "loss and gradients, bit for bit, of a fresh copy that is captured at that size. A *new size* is what its "
         "forward takes longer than the same forward later: the median, and how many there were, without the captures "
-        "and the size that confirms what the second one says. *Marked*: the same loop once more, with `mark_dynamic` on "
-        "every size that varies, up to the largest of the loop.",
+        "and the size that confirms what the second one says. *Marked*: the same loop once more, with `mark_dynamic` "
+        "on every size that varies, up to the largest of the loop.",
         common.table(_HEADINGS, [_cells(row) for row in rows]),
         *(f"Missed: {row['case']}: {'; '.join(row['missed'])}." for row in rows if row["missed"]),
     )

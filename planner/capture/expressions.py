@@ -70,7 +70,7 @@ def as_function(expression: Any) -> Callable[[Numbers], int] | None:
     symbols = tuple(names)
     if len(symbols) == 1:
         return lambda numbers, symbol=symbols[0]: function(numbers[symbol])  # type: ignore[misc]
-    return lambda numbers: function(*[numbers[symbol] for symbol in symbols])  # type: ignore[no-any-return]
+    return lambda numbers: function(*[numbers[symbol] for symbol in symbols])
 
 
 def _written(expression: Any, names: Mapping[Any, str]) -> str | None:
@@ -81,7 +81,7 @@ def _written(expression: Any, names: Mapping[Any, str]) -> str | None:
         return f"({int(expression)})"
     kind, parts = type(expression).__name__, expression.args
     if kind == "Pow":
-        return _power(*parts, names)
+        return _power(names, *parts)
     written = [_written(part, names) for part in parts]
     known = [text for text in written if text is not None]
     if len(known) < len(written) or not known:
@@ -91,6 +91,6 @@ def _written(expression: Any, names: Mapping[Any, str]) -> str | None:
     return f"({_SIGNS[kind].join(known)})" if kind in _SIGNS else None
 
 
-def _power(base: Any, exponent: Any, names: Mapping[Any, str]) -> str | None:
+def _power(names: Mapping[Any, str], base: Any, exponent: Any) -> str | None:
     written = _written(base, names)
     return f"({written} ** {int(exponent)})" if written and exponent.is_Integer and exponent > 0 else None

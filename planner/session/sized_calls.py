@@ -55,7 +55,7 @@ class _Call:
 
         for node, value in self._values:
             node.meta["val"] = map_aggregate(value, lambda one: one.at(sizes) if isinstance(one, _Layout) else one)
-        self._node.args, self._node.kwargs = map_aggregate(self._arguments, number)  # type: ignore[assignment]
+        self._node.args, self._node.kwargs = map_aggregate(self._arguments, number)
         return self._node
 
 
