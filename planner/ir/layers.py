@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, takewhile
+from typing import Any
 
 from planner.ir.checkpoints import BOOKKEEPING
 from planner.ir.graph import Phase, TrainingGraph
@@ -40,7 +41,22 @@ def find_layers(graph: TrainingGraph) -> Layers:
     A module outside all blocks is named by as much of its path as sets it apart from the
     rows of blocks: ``bert.embeddings.word_embeddings`` belongs to ``bert.embeddings`` where
     the blocks are ``bert.encoder.layer.0`` and so on.
+
+    Steps of other sizes share their operations: what was found last is kept.
     """
+    global _last
+    operations, kinds, found = _last
+    if operations is not graph.operations or kinds is not graph.kinds:
+        found = _layers_of(graph)
+        _last = graph.operations, graph.kinds, found
+    return found
+
+
+_last: tuple[Any, Any, Layers] = (None, None, Layers((), ()))
+"""Operations, the classes of modules, and the layers that these are of."""
+
+
+def _layers_of(graph: TrainingGraph) -> Layers:
     run = (op for op in graph.operations if op.phase is Phase.FORWARD and op.target not in BOOKKEEPING)
     forward = Counter(module for op in run for module in op.modules)
     names = {module for op in graph.operations for module in op.modules}

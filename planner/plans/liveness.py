@@ -28,8 +28,12 @@ _MOST_ROWS = 40
 """Of what is alive at the peak; the rest is one row."""
 
 
-def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> Iterator[Allocation]:
+def allocations_of(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, at: int | None = None
+) -> Iterator[Allocation]:
     """Return all that a schedule allocates, as the simulator counts it, in O(runs x (inputs + outputs)).
+
+    With ``at`` that is only what is there at one position.
 
     That is each copy of a value, of a kind that :func:`anatomy_of_peak` has; ``workspace`` for the run that needs it;
     and ``random state`` from the first to the last run of what is recomputed.
@@ -53,6 +57,8 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
         else:
             kind = "forward temporaries"
         made.add(copy.value)
+        if at is not None and not copy.born <= at <= copy.died:
+            continue
         found = _allocation(graph, producer, kind, value.size_bytes, copy.born, copy.died)
         operation = graph.operations[producer]
         key, _ = operation.made_by(operation.outputs.index(copy.value))
@@ -61,11 +67,12 @@ def allocations_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedul
             found = replace(found, operation=target, module=module)
         yield found
     for position, size_bytes in enumerate(workspaces(graph, costs, schedule, copies)):
-        if size_bytes:
+        if size_bytes and at in (None, position):
             yield _allocation(graph, schedule.order[position], WORKSPACE, size_bytes, position, position)
     last = {index: position for position, index in enumerate(schedule.order)}
     for index, first in sorted(schedule.first_runs().items()):
-        if (size_bytes := graph.operations[index].state_bytes) and first < last[index]:
+        is_there = first < last[index] and (at is None or first <= at <= last[index])
+        if (size_bytes := graph.operations[index].state_bytes) and is_there:
             yield _allocation(graph, index, RANDOM_STATE, size_bytes, first, last[index])
 
 
@@ -139,9 +146,8 @@ def anatomy_of_peak(
     ``random state``.
     """
     alive: Counter[str] = Counter(graph.static_bytes)
-    for made in allocations_of(graph, costs, schedule):
-        if made.born <= evaluation.peak_position <= made.died:
-            alive[made.kind] += made.size_bytes
+    for made in allocations_of(graph, costs, schedule, evaluation.peak_position):
+        alive[made.kind] += made.size_bytes
     return {kind: size for kind, size in alive.items() if size}
 
 
@@ -192,8 +198,9 @@ def placement(
     Freed bytes are those that the step without recompute saves and this schedule does not; they are negative where a
     boundary is held only to recompute from it.
     """
-    before = saved_bytes_by_layer(graph, layers, Schedule.keep_all(graph))
-    after = saved_bytes_by_layer(graph, layers, schedule)
+    unplanned = Schedule.keep_all(graph)
+    before = saved_bytes_by_layer(graph, layers, unplanned)
+    after = before if schedule == unplanned else saved_bytes_by_layer(graph, layers, schedule)
     offloaded: Counter[str] = Counter()
     for offload in schedule.offloads:
         offloaded[layers.of[graph.producer[offload.value]]] += graph.values[offload.value].size_bytes
