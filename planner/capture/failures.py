@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from planner.capture.fake_internals import without_meta_logs
 from planner.capture.provenance import is_library, short_path
 from planner.capture.torch_internals import (
     TorchDynamoException,
     Unsupported,
     depends_on_data,
-    without_meta_logs,
 )
 from planner.errors import CaptureError, ForwardError, PlannerError
 

@@ -55,7 +55,6 @@ from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import _config as symbolic_shapes_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
@@ -194,19 +193,6 @@ def is_drawn(number: Any) -> bool:
 def hint_of(size: Any) -> Any:
     """Return what a size, symbolic or not, was when the program was captured; no guard is made."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
-
-
-def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
-    """Return what must hold of sizes for what was traced in a mode to be what runs there, in symbols."""
-    shapes = mode.shape_env
-    return [] if shapes is None else [shapes.replace(guard.expr) for guard in shapes.guards]
-
-
-def without_data(
-    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> FakeTensor:
-    """Return a fake tensor; made by ``torch.empty_strided`` in the mode it takes twenty times as long."""
-    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -627,29 +613,6 @@ def _logging_functions() -> _Functions:
 def is_marked_dynamic(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries what ``torch._dynamo.mark_dynamic`` and its kin leave on it."""
     return not _DYNAMIC_MARKS.isdisjoint(vars(tensor))
-
-
-def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -> FakeTensor:
-    """Return a fake tensor of one number with the number that a call without tensors gives, so that it can be read."""
-    mode = tensor.fake_mode
-    with unset_fake_temporarily():
-        real = function(*args, **kwargs)
-    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
-
-
-@contextmanager
-def without_meta_logs() -> Iterator[None]:
-    """Leave out of the log what an operator on fake tensors raises: whoever asked for the operator gets it raised."""
-    logger = logging.getLogger(fake_tensor.__name__)
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("failed while attempting to run meta")
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 @contextmanager

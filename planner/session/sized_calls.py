@@ -10,9 +10,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from planner.capture.expressions import expression_of
+from planner.capture.fake_internals import without_data
 from planner.capture.joint import fake_mode_of
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
-from planner.capture.torch_internals import FakeTensorMode, without_data
+from planner.capture.torch_internals import FakeTensorMode
 
 
 class UnknownSizeError(Exception):

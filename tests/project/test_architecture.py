@@ -16,6 +16,7 @@ LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.call_internals",
+    "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
     "planner.capture.pipelining_internals",

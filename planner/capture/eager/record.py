@@ -15,6 +15,7 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
+from planner.capture.fake_internals import without_meta_logs
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
 from planner.capture.joint_capture import is_fake, mode_of
@@ -28,7 +29,6 @@ from planner.capture.torch_internals import (
     calling,
     installed_call,
     other_state,
-    without_meta_logs,
 )
 from planner.errors import CaptureError, ForwardError, PlannerError
 from planner.ir.static_memory import LossMemory

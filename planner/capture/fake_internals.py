@@ -1,0 +1,48 @@
+"""Tensors without data: what torch keeps to itself of its fake tensors; private torch APIs, tried by tests/capture."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+
+def guards_on_sizes(mode: FakeTensorMode) -> list[Any]:
+    """Return what must hold of sizes for what was traced in a mode to be what runs there, in symbols."""
+    shapes = mode.shape_env
+    return [] if shapes is None else [shapes.replace(guard.expr) for guard in shapes.guards]
+
+
+def without_data(
+    mode: FakeTensorMode, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """Return a fake tensor; made by ``torch.empty_strided`` in the mode it takes twenty times as long."""
+    return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+
+
+def with_its_number(tensor: FakeTensor, function: Any, args: Any, kwargs: Any) -> FakeTensor:
+    """Return a fake tensor of one number with the number that a call without tensors gives, so that it can be read."""
+    mode = tensor.fake_mode
+    with unset_fake_temporarily():
+        real = function(*args, **kwargs)
+    return mode.fake_tensor_converter.from_real_tensor(mode, real, make_constant=True)
+
+
+@contextmanager
+def without_meta_logs() -> Iterator[None]:
+    """Leave out of the log what an operator on fake tensors raises: whoever asked for the operator gets it raised."""
+    logger = logging.getLogger(fake_tensor.__name__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
