@@ -94,7 +94,7 @@ def measure(
             if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
                 yield index
 
-    called = _own if lowered.is_eager else as_planned
+    called = _own if lowered.is_eager or lowered.joint.functional else as_planned
     return _seen(lowered.operation_nodes, signatures, device, affordable, called)
 
 

@@ -154,7 +154,7 @@ def test_recomputed_random_operations_draw_what_they_drew():
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.Dropout(0.5))))
     x = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
     told = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
-    plan = planner.plan(model, x, activation_budget="75%", **told)
+    plan = planner.plan(model, x, activation_budget="65%", **told)
     assert any("native_dropout" in key for again in plan.recomputations.values() for key in again)
     proof = planner.verify(model, x, plan, timed_steps=1)
     assert proof.agrees, proof.differences

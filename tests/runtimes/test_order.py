@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
 def test_heads_are_planned_in_another_order() -> None:
     model, x = Heads(8), rows()
     plan = planner.plan(
-        model, x, activation_budget="30%", cost_model="roofline", deterministic=True, time_limit_seconds=0.5
+        model, x, activation_budget="25%", cost_model="roofline", deterministic=True, time_limit_seconds=0.5
     )
     assert plan.order
     read = planner.Plan.from_json(plan.to_json())
