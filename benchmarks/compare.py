@@ -31,6 +31,7 @@ from benchmarks.common import Result, mebibytes, percent
 from benchmarks.peers import NotForThisModelError, Peer, peers
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
 from planner.capture.memory import keep_freed_memory
+from planner.capture.planned_call import remove_planned_call
 from planner.capture.torch_internals import installed_call
 from planner.errors import PlannerError, UsageError
 from planner.plans.plan import NoPlanFitsError
@@ -214,6 +215,7 @@ _IN_FORCE: dict[int, ExitStack] = {}
 
 
 def _take_out(loaded: ZooModel) -> None:
+    remove_planned_call(loaded.model)  # with its mark, which what others compile would run into
     use(loaded.model, None)
     _IN_FORCE.pop(id(loaded.model), ExitStack()).close()
 
