@@ -57,14 +57,12 @@ def pytest_collection_finish() -> None:
     """
     if "torch" in sys.modules:
         import torch._dynamo.config  # the larger half of them
-        import torch._dynamo.guards
         from torch._functorch._aot_autograd import graph_compile
 
         from planner.measure import costing
 
-        # Dynamo would collect garbage after every capture, and flush the caches of the processor to time its guards.
+        # Dynamo would collect garbage after every capture.
         torch._dynamo.config.run_gc_after_compile = False
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         # AOTAutograd would write every graph out for a log that nobody reads.
         graph_compile._log_joint_graph = lambda *_: None
         graph_compile._log_fw_bw_graphs = lambda *_: (None, None)

@@ -61,7 +61,7 @@ _WORTH_IT = 2**14
 """Elements: with fewer, what is called besides takes longer than the kernel."""
 
 
-def as_planned(node: fx.Node) -> Any:
+def kernel_of(node: fx.Node) -> Any:
     """Return what a planned graph calls for a node: its operator, or for dropout what computes the same bits with less.
 
     A CPU's fused operators multiply floats with booleans, which takes four times as long as floats with floats, and a

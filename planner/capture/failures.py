@@ -11,11 +11,7 @@ from torch import nn
 
 from planner.capture.fake_internals import without_meta_logs
 from planner.capture.provenance import is_library, short_path
-from planner.capture.torch_internals import (
-    TorchDynamoException,
-    Unsupported,
-    depends_on_data,
-)
+from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
 from planner.errors import CaptureError, ForwardError, PlannerError
 
 _RAISED = re.compile(r"(?:got|raised exception) (?P<kind>\w+)\((?P<quote>['\"])(?P<message>.*?)(?P=quote)\)")

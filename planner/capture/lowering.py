@@ -19,6 +19,7 @@ from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands, provenance
 from planner.capture.autograd_accumulation import is_copied
 from planner.capture.common_subexpressions import COMPUTED_AGAIN
+from planner.capture.dropout import kernel_of
 from planner.capture.joint import (
     JointGraph,
     ancestors,
@@ -64,6 +65,10 @@ class LoweredGraph:
     """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
     is_eager: bool = False
     """Whether operations are those of a recorded step, which runs the model's own calls."""
+
+    def called(self, node: fx.Node) -> Any:
+        """Return what a step calls for a node: its operator, or where code is written for it what does the same."""
+        return node.target if self.is_eager or self.joint.functional else kernel_of(node)
 
 
 def lower(joint: JointGraph, context: StepContext, given: Sequence[fx.Node] = ()) -> LoweredGraph:

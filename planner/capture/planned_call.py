@@ -21,7 +21,6 @@ from torch import nn
 from planner.capture.parallel import has_several_ranks
 from planner.capture.put_back import put_back
 from planner.capture.torch_internals import call_implementation, install_call, installed_call, not_compiled_alone
-from planner.capture.turns import turn_of
 from planner.errors import ForwardError, UsageError
 
 _OWN_GRAPHS = (
@@ -43,7 +42,7 @@ def install_planned_call(module: nn.Module, call: Callable[..., Any]) -> None:
     def untraced(*args: Any, **kwargs: Any) -> Any:
         if _here.wholes:
             return call_implementation(module)(*args, **kwargs)
-        with turn_of(lock), as_its_class(module), parts_run_as_they_are():
+        with lock, as_its_class(module), parts_run_as_they_are():
             try:
                 return call(*args, **kwargs)
             except ForwardError as failure:

@@ -19,10 +19,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, takewhile
-from typing import Any
 
+from planner.common.recent import recent
 from planner.ir.checkpoints import BOOKKEEPING
-from planner.ir.graph import Phase, TrainingGraph
+from planner.ir.graph import Operation, Phase, TrainingGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,31 +42,23 @@ def find_layers(graph: TrainingGraph) -> Layers:
     rows of blocks: ``bert.embeddings.word_embeddings`` belongs to ``bert.embeddings`` where
     the blocks are ``bert.encoder.layer.0`` and so on.
 
-    Steps of other sizes share their operations: what was found last is kept.
+    Steps of other sizes share their operations: the last answers are kept.
     """
-    global _last
-    operations, kinds, found = _last
-    if operations is not graph.operations or kinds is not graph.kinds:
-        found = _layers_of(graph)
-        _last = graph.operations, graph.kinds, found
-    return found
+    return _layers_of(graph.operations, graph.kinds)
 
 
-_last: tuple[Any, Any, Layers] = (None, None, Layers((), ()))
-"""Operations, the classes of modules, and the layers that these are of."""
-
-
-def _layers_of(graph: TrainingGraph) -> Layers:
-    run = (op for op in graph.operations if op.phase is Phase.FORWARD and op.target not in BOOKKEEPING)
+@recent
+def _layers_of(operations: Sequence[Operation], kinds: Mapping[str, str]) -> Layers:
+    run = (op for op in operations if op.phase is Phase.FORWARD and op.target not in BOOKKEEPING)
     forward = Counter(module for op in run for module in op.modules)
-    names = {module for op in graph.operations for module in op.modules}
-    numbered = _Numbered(forward, graph.kinds)
+    names = {module for op in operations for module in op.modules}
+    numbered = _Numbered(forward, kinds)
     block_of = {name: block for name in names if (block := numbered.block(name))}
     spine = _spine(names, block_of.values())
     beside = {name: next((prefix for prefix in path_prefixes(name) if prefix not in spine), name) for name in names}
     layer_of = beside | block_of
     blocks = dict.fromkeys(block_of[name] for name in forward if name in block_of)
-    return Layers(tuple(layer_of[op.module] for op in graph.operations), tuple(blocks))
+    return Layers(tuple(layer_of[op.module] for op in operations), tuple(blocks))
 
 
 def find_blocks(forward: Mapping[str, int], kinds: Mapping[str, str]) -> tuple[str, ...]:

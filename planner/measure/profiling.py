@@ -19,7 +19,6 @@ from torch import fx
 from cost_models.base import OperationCost
 from cost_models.measured import Measurement, Profile, ProfiledOperation
 from planner.capture import operands
-from planner.capture.dropout import as_planned
 from planner.capture.lowering import LoweredGraph
 from planner.ir.problem import Progress
 from planner.measure import kept
@@ -112,7 +111,8 @@ def measure(
         if progress and now - told > _TOLD_EVERY_SECONDS:
             told = now
             progress(f"measuring: {len(found)} of {len(order)} different operations, {now - begun:.0f} s")
-        return _time(node_of[signature], device, trials, elsewhere)
+        node = node_of[signature]
+        return _time(node, lowered.called(node), device, trials, elsewhere)
 
     with operands.running_alone(device):
         for signature in order:
@@ -152,10 +152,9 @@ def _evicting(lowered: LoweredGraph, device: torch.device) -> torch.Tensor:
     return torch.empty(0 if skips else cache_bytes, dtype=torch.uint8, device=device)
 
 
-def _time(node: fx.Node, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
-    """Run one operation until its median is trustworthy."""
+def _time(node: fx.Node, called: Any, device: torch.device, trials: Trials, elsewhere: torch.Tensor) -> Measurement:
+    """Run one operation, as a step calls it, until its median is trustworthy."""
     args, kwargs = operands.arguments(node, device)
-    called = as_planned(node)
 
     def call() -> Any:
         return called(*args, **kwargs)

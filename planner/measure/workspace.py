@@ -19,7 +19,7 @@ from torch.profiler import record_function
 
 from cost_models.flops import moved_bytes
 from planner.capture import operands
-from planner.capture.dropout import as_planned
+from planner.capture.dropout import kernel_of
 from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
 from planner.capture.inputs import new_bytes, tensors_in
 from planner.capture.joint import values_of
@@ -94,8 +94,7 @@ def measure(
             if lowered.graph.operations[index].moved_bytes <= effort.operation_bytes:
                 yield index
 
-    called = _own if lowered.is_eager or lowered.joint.functional else as_planned
-    return _seen(lowered.operation_nodes, signatures, device, affordable, called)
+    return _seen(lowered.operation_nodes, signatures, device, affordable, lowered.called)
 
 
 def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int]:
@@ -112,12 +111,8 @@ def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Tria
         return (index for index in calls if is_small(able[index]))
 
     signatures = {index: operands.signature(node) for index, node in able.items()}
-    seen = _seen(nodes, signatures, device, small, as_planned)
+    seen = _seen(nodes, signatures, device, small, kernel_of)
     return [0 if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
-
-
-def _own(node: fx.Node) -> Any:
-    return node.target
 
 
 def _seen(

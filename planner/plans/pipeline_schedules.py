@@ -80,6 +80,14 @@ class Load:
     left_bytes: int = 0
 
 
+def warm_up_of(stages: int, stage: int, chunks: int = 1) -> int:
+    """Return with how many forwards a device begins under 1f1b, or interleaved if it has several chunks.
+
+    There may be fewer in a step; one more than that is in flight at most.
+    """
+    return stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+
+
 def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
     """Return what one device runs in a training step, in order.
 
@@ -89,8 +97,7 @@ def passes(schedule: PipelineSchedule, stage: int) -> tuple[Pass, ...]:
     """
     s, m, v = schedule.stages, schedule.micro_batches, schedule.chunks
     total = m * v
-    warm_ups = {"gpipe": total, "1f1b": s - stage - 1, "interleaved": 2 * (s - stage - 1) + (v - 1) * s}
-    warm_up = min(warm_ups[schedule.name], total)
+    warm_up = total if schedule.name == "gpipe" else min(warm_up_of(s, stage, v), total)
 
     def numbered(number: int, is_backward: bool) -> Pass:
         # With one chunk that is micro-batch after micro-batch; with several, groups of s go through all chunks.

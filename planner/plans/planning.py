@@ -78,12 +78,13 @@ def make_plan(
 ) -> Plan:
     """Find the cheapest plan for a problem; the optimizer's step, which ``static_memory`` tells of, must fit too.
 
-    What a model's own backward computes again is not held instead, however large the budget: see :func:`as_written`.
+    What a model's own backward computes again is not held instead, however large the budget:
+    see :func:`within_as_written`.
     A NoPlanFitsError says that no plan fits, and which is the smallest budget for which there is one.
     """
     search, graph = search or Search(), problem.graph
     origin = origin or PlanOrigin()
-    written = as_written(problem, origin)
+    written = within_as_written(problem, origin)
     if written is not None:
         plan = make_plan(written, search, origin=origin, static_memory=static_memory)
         return replace(plan, budget_bytes=problem.budget_bytes + graph.total_static_bytes)
@@ -108,7 +109,7 @@ def make_plan(
     )
 
 
-def as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
+def within_as_written(problem: Problem, origin: PlanOrigin) -> Problem | None:
     """Return a problem with the budget of the step as its author wrote it, if that is less; None otherwise.
 
     A backward that is written by hand may compute again what its forward did not save. Equal operations are merged, so

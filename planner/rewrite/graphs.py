@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from planner.capture.dropout import as_planned
 from planner.capture.in_place import overwritten_argument, write_over
 from planner.capture.joint import is_batch_norm, is_random
 from planner.capture.lowering import LoweredGraph
@@ -320,7 +319,7 @@ class _Emitter:
             new = write_over(self.graph, node, argument, self.resolve)
         else:
             new = self.graph.node_copy(node, self.resolve)
-            called = self._called(node)
+            called = self.lowered.called(node)
             new.target = OF_ANY_LAYOUT.get(called, called)
         self._adopt(index, node, new, again)
 
@@ -355,14 +354,11 @@ class _Emitter:
 
     def _call_by(self, function: Any, node: fx.Node, *state: fx.Node) -> fx.Node:
         """Let a function call a node's operator."""
-        called = self._called(node)
+        called = self.lowered.called(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.resolve)
         if isinstance(called, OpOverload):
             return self.graph.call_function(function, (*state, called, *args), kwargs)
         return self.graph.call_function(_calling(function, called), (*state, *args), kwargs)
-
-    def _called(self, node: fx.Node) -> Any:
-        return node.target if self.lowered.joint.functional else as_planned(node)
 
 
 @cache

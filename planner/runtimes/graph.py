@@ -29,7 +29,6 @@ from planner.capture.torch_internals import (
     with_symbolic_sizes,
     without_dynamic_marks,
 )
-from planner.capture.turns import one_at_a_time
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
@@ -41,7 +40,7 @@ from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
 from planner.session.step import Options, PlannedStep, called_with, captured
 from planner.session.step_planning import plan_step
-from planner.session.telling import working
+from planner.session.telling import one_at_a_time, working
 
 _log = logging.getLogger("planner")
 
@@ -87,7 +86,7 @@ class GraphRuntime(PlannedCalls):
         try:
             result = self._known(args, kwargs)
             if result is NOT_CAPTURED:
-                with one_at_a_time():
+                with one_at_a_time:
                     result = self._captured(self._inputs)
             return result
         finally:
@@ -232,7 +231,7 @@ class GraphRuntime(PlannedCalls):
             self._sized[joint.graph] = SizedPrograms(
                 self.model, self._at_new_sizes, self._followed, self._recorded, self._enter
             )
-        with one_at_a_time():
+        with one_at_a_time:
             self._plan_ahead_by(self._sized[joint.graph], joint, given)
             return self._sized[joint.graph].program(joint, given)
 

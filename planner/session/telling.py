@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from planner.capture.turns import one_at_a_time
 from planner.plans.plan import Plan
 from planner.report.progress import shown
 from planner.report.verdict import verdict
 
 _log = logging.getLogger("planner")
+
+one_at_a_time = threading.RLock()
+"""What is patched, measured and recorded meanwhile is the whole process's: torch's profiler aborts in two threads."""
 
 
 @contextmanager
@@ -29,5 +32,5 @@ def working(model: nn.Module, what: str = "planned") -> Iterator[Callable[[str, 
         came = "nothing to plan" if plan is None else verdict(plan)
         _log.info("%s %s in %.1f s (%s): %s", what, type(model).__name__, time.perf_counter() - begun, why, came)
 
-    with one_at_a_time(), shown():
+    with one_at_a_time, shown():
         yield done

@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 import planner
-from planner.capture.dropout import as_planned
+from planner.capture.dropout import kernel_of
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import FakeTensorMode
 
@@ -58,7 +58,7 @@ def test_the_shorter_kernels_have_the_bits_of_the_fused_ones(shape: tuple[int, .
     given = graph.placeholder("x")
     given.meta["val"] = fake.from_tensor(x)
     drop, drop_backward = (
-        as_planned(graph.call_function(operator, (given,)))
+        kernel_of(graph.call_function(operator, (given,)))
         for operator in (torch.ops.aten.native_dropout.default, torch.ops.aten.native_dropout_backward.default)
     )
     torch.manual_seed(1)
@@ -86,4 +86,4 @@ def test_rounded_ones_and_those_of_other_devices_run_as_they_are() -> None:
     for x in (torch.empty(2**15, dtype=torch.bfloat16), torch.empty(2**15, device="meta")):
         given.meta["val"] = x
         node = graph.call_function(torch.ops.aten.native_dropout.default, (given, 0.1, True))
-        assert as_planned(node) is node.target
+        assert kernel_of(node) is node.target

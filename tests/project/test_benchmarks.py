@@ -21,6 +21,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+import planner
 from benchmarks import (
     capture,
     cases,
@@ -35,6 +36,7 @@ from benchmarks import (
     levers,
     libraries,
     partitioner,
+    peers,
     runtimes,
     sizes,
     splits,
@@ -44,6 +46,7 @@ from benchmarks.libraries import architectures
 from planner.errors import UsageError
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.zoo import ZooModel
+from tests.models import Stack, rows
 
 TINY = ["--layers", "1", "--seq-len", "32", "--batch-size", "4"]
 
@@ -286,6 +289,17 @@ def test_compare_runs_all_ways_beside_each_other(tmp_path: Path) -> None:
         row["time_ratio"] > 0 for row in ran
     )
     assert (tmp_path / "compare" / "lstm.svg").exists()
+
+
+def test_compiled_ways_run_beside_plans() -> None:
+    """What a plan leaves in a model that it is taken out of must not be in the way of what others compile."""
+    model, x = Stack(2), rows()
+    expected = model(x)
+    planner.auto_wrap(model, activation_budget="90%", time_limit_seconds=0.5)
+    model(x).backward()
+    compare._take_out(ZooModel(name="", model=model, example_args=(x,)))
+    compiled = torch.compile(peers._own_call(model), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), expected)
 
 
 def test_a_usage_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

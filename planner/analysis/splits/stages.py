@@ -12,6 +12,7 @@ from math import ceil
 from planner.analysis.splits.clock import LayerClock, Share, Timed
 from planner.analysis.splits.table import FULL, KEEP, Layer, ModelTable
 from planner.analysis.splits.types import FSDP2, FSDP2_KEPT, OPTIMIZER, REPLICATED, Mixed, Split
+from planner.plans.pipeline_schedules import warm_up_of
 
 FIRST, LAST, ROW = 0, 1, 2
 """What a clock calls the first layer and the last one, and the first kind of the row."""
@@ -52,13 +53,10 @@ def cut_row(layers: int, pipeline: int, chunks: int) -> tuple[tuple[int, ...], .
 def in_flight(split: Split, stage: int, micro_batches: int) -> float:
     """Return how many micro-batches a stage holds at most, the one at work included.
 
-    Of an interleaved pipeline they are passes through one chunk, as shares of the device's layers. See
-    :mod:`planner.plans.pipeline_schedules`.
+    Of an interleaved pipeline they are passes through one chunk, as shares of the device's layers.
     """
-    p, v = split.pipeline, split.chunks
-    if v == 1:
-        return min(micro_batches, p - stage)
-    return (min(2 * (p - stage - 1) + (v - 1) * p, micro_batches * v - 1) + 1) / v
+    chunks = split.chunks
+    return min(warm_up_of(split.pipeline, stage, chunks) + 1, micro_batches * chunks) / chunks
 
 
 @dataclass(frozen=True)

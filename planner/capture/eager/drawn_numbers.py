@@ -6,6 +6,7 @@ data although they decide what runs, and other steps can be recorded with other 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,15 +31,15 @@ class DrawnNumbers:
             return result if tensors_in((args, kwargs)) else with_its_number(result, function, args, kwargs)
         return result
 
-    def follow(self, function: Any, args: Any, kwargs: Any, result: Any, reads: set[int], makes: set[int]) -> None:
+    def follow(
+        self, is_random: bool, reads: Sequence[int], makes: Sequence[int], results: Sequence[torch.Tensor]
+    ) -> None:
         """Note what a call made of drawn numbers, given the storages that it read and made."""
-        is_drawn = draws(function, args, kwargs) if not reads else reads <= self._storages
-        if not is_drawn:
+        if not (self._storages.issuperset(reads) if reads else is_random):
             return
-        results = tensors_in(result)
         self.decide |= not results
         if all(map(_is_number, results)):
-            self._storages |= makes
+            self._storages.update(makes)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

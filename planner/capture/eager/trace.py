@@ -20,6 +20,7 @@ from torch import nn
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.drawn_numbers import DrawnNumbers
 from planner.capture.inputs import sparse_in, tensors_in
+from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
 from planner.capture.provenance import is_library, short_path
@@ -86,11 +87,9 @@ class Trace:
 
     ``runs`` from ``backward`` on, -1 until it begins, are of the backward; before ``tangents`` those that stand for a
     loss outside have given the outputs their gradients. ``is_real`` says that the step was run with data,
-    ``depends_on_data`` that only data tell what runs.
-    ``draws`` that numbers do which it drew.
+    ``depends_on_data`` that only data tell what runs, and ``draws`` that numbers tell which the step drew.
     ``outside_bytes`` go to a loss outside the model: none do where it returns its loss. ``returned_cache`` says that
-    it gives a cache of keys and values back, ``repeats`` that an operator gave one tensor
-    for two of its results.
+    it gives a cache of keys and values back, ``repeats`` that an operator gave one tensor for two of its results.
     """
 
     runs: list[Run]
@@ -164,8 +163,9 @@ class Recorder(StepRecorder[Run]):
         """Write a call down, how often there was one before, and the numbers that autograd keeps of it."""
         run = super().note(function, args, kwargs, result)
         reads = run.reads if run is not None else self.numbers(tensors_in((args, kwargs)))
-        self._drawn.follow(function, args, kwargs, result, set(reads), set(run.makes if run is not None else ()))
         results = tensors_in(result)
+        makes = run.makes if run is not None else ()
+        self._drawn.follow(draws(function, args, kwargs), reads, makes, results)
         self.trace.repeats |= len(set(map(id, results))) < len(results)
         if run is not None:
             run.occurrence = self._called[function]
