@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.elsewhere import Elsewhere, meant
 from planner.capture.failures import explain_forward, raised_at
-from planner.capture.hugging_face import install_output_hooks
+from planner.capture.hugging_face import fails_for_output_hooks, install_all_output_hooks, install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import as_eager_runs
@@ -49,6 +50,7 @@ from planner.capture.torch_internals import (
     storage_id,
     training_switches,
 )
+from planner.capture.tracing_internals import answering
 from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
@@ -208,9 +210,10 @@ class IsolatedCall:
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
-        with random_states_kept(if_it_fails=True), dynamo_settings(), _at_work(work):
+        deciding = branches_decided() if self._backend.branches else nullcontext()
+        with random_states_kept(if_it_fails=True), dynamo_settings(), deciding, _at_work(work):
             try:
-                return self._function(self.module).compiled(_backend_at_work, (self.implementation, *args), kwargs)
+                return self._compiled(args, kwargs)
             except TorchDynamoException:
                 raise
             except Exception:
@@ -218,6 +221,25 @@ class IsolatedCall:
                     raise  # the graph is there, and it is its run that fails
                 with explain_forward(self.module):
                     raise
+
+    def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compile the call and run it: as compiled programs do what they do, or else as eager does."""
+        with answering() as answers:
+
+            def run() -> Any:
+                return self._function(self.module).compiled(_backend_at_work, (self.implementation, *args), kwargs)
+
+            try:
+                return run()
+            except TorchDynamoException as error:
+                lacks_hooks = fails_for_output_hooks(error)
+                if not (lacks_hooks or answers.were_asked):
+                    raise
+            if lacks_hooks:
+                install_all_output_hooks(self.module)
+            else:
+                answers.as_eager()
+            return run()
 
     def _function(self, module: nn.Module) -> OwnedFunction:
         trained = None if GUARDS_PARAMETERS else training_switches(module)
@@ -310,11 +332,15 @@ class Backend:
     assume: bool = True
     """Whether a mask may be left out for inputs that hold the same values as those at hand; other values then end in
     :class:`~planner.capture.masks.AssumptionBrokenError`."""
+    branches: bool = True
+    """Whether branches may be taken by what inputs hold; those that take others then end in
+    :class:`~planner.capture.branches.OtherBranchError`."""
     compiler: Compiler = aot_backend
     """Makes a backend of the partition function: AOTAutograd's, or Inductor's."""
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
+        branches = take_out(graph_module)
         differentiable = (self.choose_outputs or loss_outputs)(graph_module)
         narrowed = detach_others(graph_module, differentiable)
         keep_recurrent(narrowed)
@@ -370,7 +396,7 @@ class Backend:
         if self.finish is not None:
             run = self.finish(run, graph_module, differentiable, joints[-1] if joints else None)
         joints.clear()
-        return _under(assumption, run) if assumption else run
+        return _under([each for each in (branches, assumption) if each], run)
 
 
 class _SharedCapture(Backend):
@@ -404,12 +430,13 @@ def _check_strided(joint: JointGraph) -> None:
             )
 
 
-def _under(assumption: Assumption, run: Callable[..., Any]) -> Callable[..., Any]:
+def _under(assumed: Sequence[Assumption | Branches], run: Callable[..., Any]) -> Callable[..., Any]:
     def checked(*inputs: Any) -> Any:
-        assumption.check(inputs)
+        for each in assumed:
+            each.check(inputs)
         return run(*inputs)
 
-    return checked
+    return checked if assumed else run
 
 
 def differentiable_outputs(graph_module: fx.GraphModule) -> list[int]:

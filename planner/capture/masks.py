@@ -137,7 +137,7 @@ def _computed_from(mask: fx.Node, given: Mapping[fx.Node, Any]) -> list[fx.Node]
     origin = sources([mask])
     source_elements = 0
     for node in origin:
-        if any(_writes(user) for user in (node, *node.users)):
+        if any(writes(user) for user in (node, *node.users)):
             return []
         if node in given and not isinstance(given[node], int):
             source = given[node]
@@ -152,7 +152,7 @@ def _computed_from(mask: fx.Node, given: Mapping[fx.Node, Any]) -> list[fx.Node]
 _WRITING_OPERATORS = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.iand, operator.ior)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     """Whether a node writes into what it is given: torch's names for that end with an underscore."""
     if getattr(node.target, "__module__", "") == "_operator":
         return node.target in _WRITING_OPERATORS

@@ -15,6 +15,7 @@ from torch import fx, nn
 from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
 from planner.capture.failures import explain_failures
+from planner.capture.branches import OtherBranchError
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
@@ -118,18 +119,26 @@ class GraphRuntime(PlannedCalls):
         changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
         shown = working(self.model, "captured")
         with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
-            for fixed, sized in self._calls:
-                try:
-                    result = self._capture(inputs, fixed, sized, symbolic)
-                    plan = self.plan
-                    self._plan_ahead(inputs)  # if there was no program with symbols
-                    self.plan = plan
-                    if self._graphs != graphs:
-                        done(self._why(symbolic), self.plan)
-                    return result
-                except AssumptionBrokenError:
-                    continue
-        raise AssertionError("a program without assumptions holds for every call")
+            result = self._captured_by_one(inputs, symbolic)
+            plan = self.plan
+            self._plan_ahead(inputs)  # if there was no program with symbols
+            self.plan = plan
+            if self._graphs != graphs:
+                done(self._why(symbolic), self.plan)
+            return result
+
+    def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
+        """Run the first program that holds for a call, or a new one, which takes nothing for granted that did not."""
+        assume = True
+        for fixed, sized in self._calls:
+            try:
+                return self._capture(inputs, fixed, sized, symbolic)
+            except OtherBranchError:
+                continue
+            except AssumptionBrokenError:
+                assume = False
+        self._calls.append(self._new_pair(assume=assume))
+        return self._capture(inputs, *self._calls[-1], symbolic)
 
     def _why(self, symbolic: Sequence[Varying]) -> str:
         """Say why there was a capture."""
@@ -207,6 +216,10 @@ class GraphRuntime(PlannedCalls):
         self.complete_options(inputs)
 
     def _new_calls(self) -> None:
+        self._calls = [self._new_pair(assume=True)]
+
+    def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
+        """Return what is captured with fixed sizes, and with symbols; without masks that are flags, or whatever they are."""
         new = partial(
             IsolatedCall,
             self.model,
@@ -216,9 +229,9 @@ class GraphRuntime(PlannedCalls):
             finish=self._finish,
             make_program=self._program,
             compiler=self.compiler,
+            assume=assume,
         )
-        # What is captured with fixed sizes, and with symbols; of inputs whose masks are flags, and of all others.
-        self._calls = [(new(assume=assume), new(assume=assume)) for assume in (True, False)]
+        return new(), new()
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph, and write its forward and backward."""

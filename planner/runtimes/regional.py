@@ -150,7 +150,13 @@ class _PlannedBlock:
         self.peaks_bytes: list[int] = []
         """Of what was captured of it."""
         self.call = IsolatedCall(
-            block, block.forward, self._partition, choose_outputs=differentiable_outputs, finish=watched, assume=False
+            block,
+            block.forward,
+            self._partition,
+            choose_outputs=differentiable_outputs,
+            finish=watched,
+            assume=False,
+            branches=False,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

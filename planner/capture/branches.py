@@ -1,0 +1,184 @@
+"""Branches that a forward takes by what its inputs hold: labels in range, say, or a padding mask that hides nothing.
+
+A traced program cannot look at data. While it is captured, the condition of such a branch is computed from the inputs
+at hand, and the branch that eager would take is taken. Each call computes the conditions first: one in which another
+branch is to be taken runs another program, captured for itself.
+
+Only what follows from inputs and buffers can be known before the program runs. What depends on parameters, on random
+numbers or on what was written in place is left alone: Dynamo refuses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from planner.capture.tracing_internals import deciding, given_to, is_drawn_on_host, kept_by_tracing
+from planner.capture.joint import sources
+from planner.capture.masks import AssumptionBrokenError, writes
+from planner.capture.random_states import RandomStates, random_states_kept
+from planner.capture.torch_internals import FakeTensor, storage_id, version_of
+from planner.errors import CaptureError
+
+
+class OtherBranchError(AssumptionBrokenError):
+    """A call takes a branch that the captured program does not: never seen outside the runtime."""
+
+
+@kept_by_tracing
+def branches(condition: Any, held: bool) -> None:
+    """Stand in a captured program for a branch; raise an OtherBranchError where its condition is not as it was."""
+    if bool(condition) is not held:
+        raise OtherBranchError("another branch is taken than in the captured step")
+
+
+def branches_decided() -> AbstractContextManager[None]:
+    """While a program is traced, take the branches that its inputs ask for."""
+    return deciding(_Conditions().held, branches)
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The branches that a captured program has taken."""
+
+    conditions: fx.GraphModule
+    """Computes their conditions, one after the other."""
+    positions: tuple[int, ...]
+    """Of what these are computed from, among the program's inputs."""
+    overwritten: frozenset[int]
+    """Those of inputs that are written into on the way, which copies stand for."""
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Raise an OtherBranchError for inputs that ask for another branch, before anything has been run."""
+        with torch.no_grad():
+            self.conditions(*(inputs[at].clone() if at in self.overwritten else inputs[at] for at in self.positions))
+
+
+def take_out(graph_module: fx.GraphModule) -> Branches | None:
+    """Take the branches out of a captured program, and what only they need; None if there are none."""
+    graph = graph_module.graph
+    calls = graph.find_nodes(op="call_function", target=branches)
+    if not calls:
+        return None
+    placeholders = graph.find_nodes(op="placeholder")
+    if any(map(is_drawn_on_host, placeholders)):
+        raise CaptureError("the forward takes branches by data, and draws from Python's random state")
+    origins = list(map(_Origin, calls))
+    needed = set().union(*(origin.nodes for origin in origins))
+    overwritten = set().union(*(origin.overwritten for origin in origins))
+    conditions = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in needed:
+            copies[node] = conditions.node_copy(node, copies.__getitem__)
+    conditions.output(None)
+    taken = Branches(
+        fx.GraphModule(graph_module, conditions),
+        tuple(at for at, node in enumerate(placeholders) if node in needed),
+        frozenset(at for at, node in enumerate(placeholders) if node in overwritten),
+    )
+    for node in reversed(graph.nodes):
+        is_left = node in needed and not node.users and node.op != "placeholder" and _written(node) is None
+        if node.target is branches or is_left:
+            graph.erase_node(node)
+    graph_module.recompile()
+    return taken
+
+
+class _Conditions:
+    """What a program that is being traced computes from its inputs alone."""
+
+    def __init__(self) -> None:
+        self._values: dict[fx.Node, Any] = {}
+        """Of nodes that nothing writes into."""
+
+    def held(self, condition: fx.Node) -> bool | None:
+        """Say whether a condition holds for the inputs at hand; None if that is known only when the program runs."""
+        origin = _Origin(condition)
+        if not origin.is_known() or any(map(_switches_types, condition.graph.nodes)):
+            return None
+        values = {} if origin.writers else self._values
+        with random_states_kept(), torch.no_grad():
+            before = RandomStates()
+            try:
+                for node in condition.graph.nodes:
+                    if node in origin.nodes and node not in values:
+                        values[node] = _computed(node, values, copied=node in origin.overwritten)
+                held = bool(values[condition])
+            except Exception:  # eager will say what is wrong
+                return None
+            return held if before == RandomStates() else None
+
+
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, copied: bool) -> Any:
+    if node.op == "placeholder":
+        given: Any = given_to(node)
+        return given.clone() if copied else given
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+class _Origin:
+    """A condition and all that it is computed from, what writes into that before included."""
+
+    def __init__(self, condition: fx.Node) -> None:
+        writers = [(node, storage) for node in condition.graph.nodes if (storage := _written(node)) is not None]
+        self._written = Counter(storage for _, storage in writers)
+        """How often each storage is written into, later too."""
+        before = set(takewhile(lambda node: node is not condition, condition.graph.nodes))
+        self.nodes, more = set[fx.Node](), sources([condition])
+        while more - self.nodes:
+            self.nodes |= more
+            storages = set(map(_storage, self.nodes))
+            more = sources(node for node, storage in writers if storage in storages and node in before)
+        self.given = [node for node in self.nodes if node.op == "placeholder"]
+        self.writers = {storage for node, storage in writers if node in self.nodes}
+        """The storages that are written into on the way."""
+        self.overwritten = {node for node in self.given if _storage(node) in self.writers}
+
+    def is_known(self) -> bool:
+        """Whether it can be computed before the program runs, from what is neither a parameter nor without data."""
+        given = list(map(given_to, self.given))
+        if any(x is None or isinstance(x, (FakeTensor, nn.Parameter)) for x in given):
+            return False
+        if len(set(map(_storage, self.overwritten))) < len(self.overwritten):
+            return False  # copies would not share memory as these do
+        return all(map(self._is_as_seen, self.nodes))
+
+    def _is_as_seen(self, node: fx.Node) -> bool:
+        """Whether a node is an input or a call, has no gradient, and was written into by those alone that were seen."""
+        value = _tensor(node)
+        if value is not None and (value.requires_grad or value.is_inference()):
+            return False
+        is_as_written = value is None or version_of(value) == self._written[storage_id(value)]
+        return is_as_written and node.op in ("placeholder", "call_function", "call_method")
+
+
+def _tensor(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("example_value")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = _tensor(node)
+    return None if value is None else storage_id(value)
+
+
+def _written(node: fx.Node) -> int | None:
+    """Return the identity of the storage that a node writes into, if it writes."""
+    into = node.kwargs.get("out") or (node.args[0] if node.args else None)
+    return _storage(into) if isinstance(into, fx.Node) and writes(node) else None
+
+
+def _switches_types(node: fx.Node) -> bool:
+    """Whether autocast begins or ends: a condition would be computed in other types than in eager."""
+    return getattr(node.target, "__name__", "") in ("_enter_autocast", "_exit_autocast")

@@ -1,0 +1,177 @@
+"""A forward that looks at its inputs is captured whole, and never runs a branch that eager would not take."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
+from planner.capture.random_states import RandomStates
+from planner.errors import CaptureError
+
+BATCH, WIDTH = 8, 16
+
+
+class Looks(nn.Module):
+    """Scales what it computes by a branch that ``look`` decides."""
+
+    def __init__(self, look: Callable[..., Any]) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.first, self.last = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.look = look
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.first(x).relu(), 0.2, self.training)
+        if self.look(self, labels, hidden):
+            hidden = hidden.tanh()
+        self.steps += 1
+        return self.last(hidden).pow(2).mean()
+
+
+def in_place(_model: nn.Module, labels: torch.Tensor, _hidden: torch.Tensor) -> torch.Tensor:
+    shifted = labels.clone()
+    shifted[1:] = labels[:-1]
+    shifted[0] = 7
+    return (shifted == 7).sum() > 1
+
+
+def into_an_input(_model: nn.Module, labels: torch.Tensor, _hidden: torch.Tensor) -> torch.Tensor:
+    before = labels.eq(-100).any()
+    labels.masked_fill_(labels == -100, 7)
+    if before:
+        return labels.eq(7).any()
+    return labels.eq(7).all()
+
+
+def as_a_value(_model: nn.Module, labels: torch.Tensor, hidden: torch.Tensor) -> bool:
+    found = labels.eq(7).any() or hidden.new_zeros(())
+    return found.dtype == torch.bool
+
+
+LOOKS: dict[str, Callable[..., Any]] = {
+    "at a tensor": lambda _model, labels, _hidden: labels.eq(7).any(),
+    "at a number": lambda _model, labels, _hidden: labels.eq(7).any().item(),
+    "at a comparison of numbers": lambda _model, labels, _hidden: labels.sum().item() > 9,
+    "and negates": lambda _model, labels, _hidden: not labels.eq(7).any(),
+    "twice": lambda _model, labels, _hidden: labels.max() > 6 and labels.min() < 0,
+    "at a buffer": lambda model, _labels, _hidden: model.steps % 2 == 0,
+    "after a write": in_place,
+    "after a write into an input": into_an_input,
+    "and keeps what it saw": as_a_value,
+}
+BATCHES = ([0, 1], [7, 1], [7, -100], [1, 7], [0, -1], [7, 7])
+
+
+def batch(labels: list[int], step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return x, torch.tensor(labels * (BATCH // len(labels)))
+
+
+def trained(model: nn.Module, step: int, labels: list[int]) -> tuple[list[torch.Tensor], RandomStates]:
+    """Take one step; return loss, gradients, buffers and labels, and the random states."""
+    torch.manual_seed(step)
+    random.seed(step)
+    given = batch(labels, step)
+    model.zero_grad()
+    loss = model(*given)
+    loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    return [loss.detach(), *gradients, *(b.clone() for b in model.buffers()), given[1]], RandomStates()
+
+
+def equal(ours: tuple[list[torch.Tensor], RandomStates], plain: tuple[list[torch.Tensor], RandomStates]) -> bool:
+    return all(map(torch.equal, ours[0], plain[0])) and ours[1] == plain[1]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_every_step_takes_the_branch_of_eager(look: str) -> None:
+    torch.manual_seed(0)
+    plain = Looks(LOOKS[look])
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    for step, labels in enumerate(BATCHES * 2):
+        assert equal(trained(wrapped, step, labels), trained(plain, step, labels)), (step, labels)
+
+
+def test_a_program_for_each_branch_is_captured_once() -> None:
+    model = planner.auto_wrap(Looks(LOOKS["at a tensor"]), activation_budget="100%", runtime="graph", maximum_shapes=2)
+    for step, labels in enumerate(BATCHES * 2):
+        trained(model, step, labels)  # a third capture would be one too many
+    plan = planner.plan_of(model)
+    assert plan is not None and plan.runtime == "graph"
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, _labels, _hidden: model.first.weight.sum() > 0,
+        lambda _model, _labels, hidden: hidden.sum() > 0,
+        lambda _model, _labels, _hidden: torch.rand(()) < 0.5,
+        lambda _model, labels, _hidden: (labels + torch.rand(())).sum() < 0.5,
+    ],
+    ids=["at a parameter", "at what is computed", "at a random number", "at an input and a random number"],
+)
+def test_what_is_known_only_when_it_runs_is_refused(look: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError, match="cannot be captured as one graph"):
+        capture(Looks(look), Inputs(batch([0, 1], 0), {}))
+
+
+def test_two_inputs_of_one_memory_are_refused_where_one_is_written_into() -> None:
+    def look(_model: nn.Module, labels: torch.Tensor, _hidden: torch.Tensor) -> torch.Tensor:
+        labels.fill_(1)
+        return labels.sum() > 3
+
+    class Both(Looks):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor, same: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x + same.sum(), labels)
+
+    x, labels = batch([0, 1], 0)
+    plain = Both(look)
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%")
+    for _ in range(2):
+        ours, theirs = labels.clone(), labels.clone()
+        torch.manual_seed(0)
+        loss = wrapped(x, ours, ours)
+        torch.manual_seed(0)
+        assert torch.equal(loss, plain(x, theirs, theirs)) and torch.equal(ours, theirs)
+
+
+def test_a_check_that_fails_raises_what_it_raises_in_eager() -> None:
+    def look(_model: nn.Module, labels: torch.Tensor, _hidden: torch.Tensor) -> bool:
+        if labels.max() >= 100:
+            raise ValueError("labels are below 100")
+        return True
+
+    model = planner.auto_wrap(Looks(look), activation_budget="100%")
+    trained(model, 0, [0, 1])
+    with pytest.raises(ValueError, match="labels are below 100"):
+        model(*batch([0, 100], 1))
+    trained(model, 2, [1, 2])
+    plan = planner.plan_of(model)
+    assert plan is not None and plan.runtime == "graph"
+
+
+def test_a_forward_that_asks_is_told_that_it_runs_as_in_eager() -> None:
+    class Asks(Looks):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:  # type: ignore[override]
+            if labels is None and not torch.compiler.is_compiling():
+                labels = torch.ones(BATCH, dtype=torch.int64)
+            assert labels is not None
+            return super().forward(x, labels)
+
+    plain = Asks(LOOKS["at a buffer"])
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    x, _ = batch([0, 1], 0)
+    for _ in range(3):
+        torch.manual_seed(0)
+        loss = wrapped(x, None)
+        torch.manual_seed(0)
+        assert torch.equal(loss, plain(x, None))
