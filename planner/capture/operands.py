@@ -129,8 +129,10 @@ def running_alone(device: torch.device) -> Iterator[None]:
 def _settle(device: torch.device) -> None:
     """Let the libraries for matrix products take the memory that they keep, of forward and backward, before others do.
 
-    It would lie in the middle of whatever is cached when a step first needs it, and hold that for good.
+    It would lie in the middle of whatever is cached when a step first needs it, and hold that for good. So nothing is
+    cached when they take it.
     """
+    torch.cuda.empty_cache()
     with torch.enable_grad():
         one = torch.ones(16, 16, device=device, requires_grad=True)
         torch.autograd.backward(torch.addmm(one[0], one, one).sum())

@@ -55,6 +55,14 @@ class StaticMemory:
     gradient_shards: int = 1
     """Over how many ranks each gradient is spread once it is complete."""
     tensor_bytes: tuple[int, ...] = ()
-    """Size of each resident tensor, those of the model included, for simulating an allocator."""
+    """Size of each tensor of the model and its inputs, and last of all else but ``library_bytes``, for simulating an
+    allocator."""
+    library_bytes: tuple[int, ...] = ()
+    """Size of each piece that matrix libraries keep, which lie by themselves."""
     has_caching_allocator: bool = False
     """Whether the device's memory is handed out as CUDA does."""
+
+    @property
+    def resident_bytes(self) -> tuple[int, ...]:
+        """Return the size of everything that is resident, in the order in which it is made."""
+        return (*self.tensor_bytes[:-1], *self.library_bytes, *self.tensor_bytes[-1:])

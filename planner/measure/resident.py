@@ -60,7 +60,8 @@ def static_memory(
     }
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
-    others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve")
+    of_libraries = (spec.library_bytes // 2,) * 2 if spec.library_bytes and shards == 1 else ()
+    others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,
         optimizer_step_bytes=_share(memory.step_bytes, shards),
@@ -68,6 +69,7 @@ def static_memory(
         tensor_bytes=(*(_bytes(t, alignment_bytes) for t in tensors), others)
         if shards == 1
         else (sum(resident.values()),),
+        library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
     )
 

@@ -203,7 +203,7 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
     """Predict what CUDA's caching allocator takes from the device; None where there is none."""
     if not static_memory.has_caching_allocator:
         return None
-    found = simulate_reserved(problem.graph, problem.costs, schedule, resident_bytes=static_memory.tensor_bytes)
+    found = simulate_reserved(problem.graph, problem.costs, schedule, resident_bytes=static_memory.resident_bytes)
     return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
 
 

@@ -115,10 +115,13 @@ def as_planned(around: StaticMemory, plan: Plan) -> StaticMemory:
     shards = int(plan.fingerprint.get(SHARDS, 1))
     if shards > 1:
         of_model["parameters"] = plan.static_bytes["parameters"]
+    others = sum(beside.values()) - beside.get("reserve", 0)
+    of_libraries = around.library_bytes if sum(around.library_bytes) <= others else ()
     return replace(
         around,
         gradient_shards=shards,
         static_bytes=of_model | beside,
         optimizer_step_bytes=plan.optimizer_step_bytes,
-        tensor_bytes=(*around.tensor_bytes[:-1], sum(beside.values()) - beside.get("reserve", 0)),
+        tensor_bytes=(*around.tensor_bytes[:-1], others - sum(of_libraries)),
+        library_bytes=of_libraries,
     )

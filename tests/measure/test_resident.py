@@ -54,7 +54,8 @@ def test_what_is_there_without_an_optimizer() -> None:
         "library workspace": 2 * (2 * 4096 + 128) * 1024,
     }
     assert found.optimizer_step_bytes == 0 and found.has_caching_allocator
-    assert sum(found.tensor_bytes) == sum(found.static_bytes.values())
+    assert sum(found.resident_bytes) == sum(found.static_bytes.values())
+    assert found.library_bytes == (8320 * 1024, 8320 * 1024)  # for the forward's thread and the backward's
 
 
 def test_mixed_precision_with_master_weights() -> None:
