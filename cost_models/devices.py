@@ -207,8 +207,8 @@ def unknown_gpu(
 def library_bytes(architecture: str) -> int:
     """Return what matrix libraries keep for one thread of the forward and one of the backward.
 
-    Sizes of a workspace are torch's defaults (``aten/src/ATen/cuda/CublasHandlePool.cpp``), unless
-    ``CUBLAS_WORKSPACE_CONFIG`` says otherwise.
+    Sizes of a workspace are the defaults of torch 2.12 and later (``aten/src/ATen/cuda/CublasHandlePool.cpp``). For the
+    torch at hand :mod:`planner.measure.libraries` knows better.
 
     Examples
     --------
@@ -217,7 +217,7 @@ def library_bytes(architecture: str) -> int:
     """
     if not architecture:
         return 0
-    if architecture in ("sm90", "sm100", "sm103"):
+    if architecture in ("sm90", "sm100", "sm103", "sm120"):
         return 2 * 32 * 2**20
     if architecture.startswith("gfx"):  # that of rocBLAS on MI300, and that of hipBLASLt
         return 2 * (128 + 76) * 2**20

@@ -119,23 +119,27 @@ def running_alone(device: torch.device) -> Iterator[None]:
     generators = [device] if device.type == "cuda" else []
     without_autocast = torch.autocast(device.type, enabled=False)
     with outside_tracing(), torch.random.fork_rng(generators), torch.no_grad(), without_autocast:
-        if device.type == "cuda":
-            _settle(device)
+        settle(device)
         yield
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
     """Let the libraries for matrix products take the memory that they keep, of forward and backward, before others do.
 
     It would lie in the middle of whatever is cached when a step first needs it, and hold that for good. So nothing is
-    cached when they take it.
+    cached when they take it. What has a bias is computed by a library of its own in older versions of torch; the
+    backward computes such products when it runs parts of the forward again.
     """
+    if device.type != "cuda":
+        return
     torch.cuda.empty_cache()
     with torch.enable_grad():
         one = torch.ones(16, 16, device=device, requires_grad=True)
-        torch.autograd.backward(torch.addmm(one[0], one, one).sum())
+        made = torch.addmm(one[0], one, one)
+        made.register_hook(lambda _: (torch.addmm(one[0], one, one), None)[1])
+        torch.autograd.backward(made.sum())
 
 
 def signature(node: fx.Node) -> str:

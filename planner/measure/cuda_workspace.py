@@ -224,6 +224,8 @@ _UNSORTED = 3072
 """How many indices are not sorted."""
 _SORTING = 5
 """How many times the indices are there while they are sorted."""
+_COUNTS = 17 * 2**10
+"""What sorting counts in, until torch 2.11 at least."""
 _ROWS = 10
 """How many rows a stretch has at most."""
 
@@ -241,4 +243,5 @@ def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int) -> int:
     parts = count // _ROWS + segments
     sizes = [count * item_bytes] * 3 + [segments * item_bytes] * 2 + [parts * item_bytes]
     sizes.append(parts * width * 4)
-    return copied + max(sum(round_up(size, MIN_BLOCK_BYTES) for size in sizes), _SORTING * count * item_bytes)
+    sorting = round_up(_SORTING * count * item_bytes, MIN_BLOCK_BYTES) + _COUNTS
+    return copied + max(sum(round_up(size, MIN_BLOCK_BYTES) for size in sizes), sorting)

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import cost_models
-from cost_models.devices import DeviceSpec, unknown_gpu
+from cost_models.devices import DeviceSpec, library_bytes, unknown_gpu
 from planner.capture.device import of_model
 from planner.capture.torch_internals import has_onednn
+from planner.measure import libraries
 from planner.plans import device_file
 
 
@@ -25,11 +26,11 @@ def here(device: torch.device) -> DeviceSpec:
         return replace(spec, flops_per_second={**rates, "bfloat16": rates["float16"]})
     name = torch.cuda.get_device_name(device)
     try:
-        return cost_models.device(name)
+        spec = cost_models.device(name)
     except cost_models.UnknownNameError:
         facts = torch.cuda.get_device_properties(device)
         bus_bits, memory_kilohertz = getattr(facts, "memory_bus_width", 256), getattr(facts, "memory_clock_rate", 7e6)
-        return unknown_gpu(
+        spec = unknown_gpu(
             name,
             architecture=facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm{facts.major}{facts.minor}",
             memory_bytes=facts.total_memory,
@@ -37,6 +38,19 @@ def here(device: torch.device) -> DeviceSpec:
             clock_hertz=1e3 * getattr(facts, "clock_rate", 1.5e6),
             memory_bits_per_second=2e3 * memory_kilohertz * bus_bits,
         )
+    return _under_this_torch(spec)
+
+
+def find(name: str) -> DeviceSpec:
+    """Return the figures of a named device, or of a device file, under the torch of this machine."""
+    return _under_this_torch(device_file.find(name))
+
+
+def _under_this_torch(spec: DeviceSpec) -> DeviceSpec:
+    """Let matrix libraries keep what they do in this version of torch; what a device file says of them stays."""
+    if spec.library_bytes != library_bytes(spec.architecture):
+        return spec
+    return replace(spec, library_bytes=sum(libraries.workspaces(spec.architecture)))
 
 
 def _is_here(spec: DeviceSpec, device: torch.device) -> bool:
@@ -58,4 +72,4 @@ def device_here(model: nn.Module, spec: DeviceSpec) -> torch.device | None:
 
 def device_spec(model: nn.Module, name: str | None) -> DeviceSpec:
     """Return the figures of a named device, or of the one that the model is on."""
-    return device_file.find(name) if name else here(of_model(model))
+    return find(name) if name else here(of_model(model))

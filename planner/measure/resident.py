@@ -16,6 +16,7 @@ from planner.common.options import Training
 from planner.common.units import parse_size, round_up
 from planner.ir.layers import layer_among
 from planner.ir.static_memory import StaticMemory
+from planner.measure import libraries
 from planner.measure.optimizers import optimizer_memory
 
 Blocks = Callable[[], Collection[str]]
@@ -60,7 +61,7 @@ def static_memory(
     }
     resident |= {kind: size_bytes for kind, size_bytes in beside.items() if size_bytes}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *inputs)}.values()
-    of_libraries = (spec.library_bytes // 2,) * 2 if spec.library_bytes and shards == 1 else ()
+    of_libraries = libraries.pieces(spec) if shards == 1 else ()
     others = sum(size_bytes for kind, size_bytes in beside.items() if kind != "reserve") - sum(of_libraries)
     return StaticMemory(
         static_bytes=resident,

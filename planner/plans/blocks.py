@@ -30,9 +30,15 @@ def whole_peak_bytes(problem: Problem, schedule: Schedule, static_memory: Static
     return max(asked_bytes, reserved.allocated_bytes + static_bytes.get("reserve", 0))
 
 
-def solved_in_blocks(problem: Problem, static_memory: StaticMemory, solve: Callable[[Problem], Solution]) -> Solution:
+def solved_in_blocks(
+    problem: Problem,
+    static_memory: StaticMemory,
+    solve: Callable[[Problem], Solution],
+    known: Callable[[], Schedule | None] = lambda: None,
+) -> Solution:
     """Solve a problem so that the plan's blocks keep its budget; what was proven of it stays proven.
 
+    ``known`` gives a schedule that is taken where none of the solver's does: blocks of two with the same peak differ.
     An InfeasibleBudgetError says that no such plan was found, with the smallest budget that the blocks of one keep.
     """
     budget_bytes = problem.budget_bytes + problem.graph.total_static_bytes
@@ -51,6 +57,9 @@ def solved_in_blocks(problem: Problem, static_memory: StaticMemory, solve: Calla
                 lowest = Solution.simulated(problem.evaluate(error.lowest), error.lowest, first.solver)
                 seen.append((whole_peak_bytes(problem, lowest.schedule, static_memory), lowest))
             break
+    if (schedule := known()) is not None:
+        other = Solution.simulated(problem.evaluate(schedule), schedule, first.solver)
+        seen.append((whole_peak_bytes(problem, schedule, static_memory), other))
     least_bytes, least = min(seen, key=lambda one: one[0])
     if least_bytes <= budget_bytes:
         return _bounded_by(first, least)

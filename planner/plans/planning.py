@@ -101,9 +101,10 @@ def make_plan(
                 problem,
                 static_memory,
                 lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
+                lambda: _lowest_known(problem, search, lowest_known.IN_BLOCKS),
             )
     except InfeasibleBudgetError as error:
-        raise _no_plan_fits(problem, error, search.solver, origin, static_memory) from error
+        raise _no_plan_fits(problem, error, search, origin, static_memory) from error
     return plan_from_solution(
         problem, solution, origin=origin, static_memory=static_memory, compare=search.compare, limits=search
     )
@@ -311,9 +312,9 @@ def _smallest(
     return min(own_bytes, *(whole_peak_bytes(problem, other, static_memory) for other in others)), proven_bytes
 
 
-def _lowest_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
+def _lowest_known(problem: Problem, limits: SolveLimits, *name: str) -> Schedule | None:
     """Return the lowest plan that was ever found; what is deterministic depends on nothing that was found before."""
-    return lowest_known.find(problem) if not limits.deterministic and lowest_known.applies_to(problem) else None
+    return lowest_known.find(problem, *name) if not limits.deterministic and lowest_known.applies_to(problem) else None
 
 
 def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
@@ -335,7 +336,7 @@ def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0
 
 
 def _no_plan_fits(
-    problem: Problem, error: InfeasibleBudgetError, solver: str, origin: PlanOrigin, static_memory: StaticMemory
+    problem: Problem, error: InfeasibleBudgetError, search: Search, origin: PlanOrigin, static_memory: StaticMemory
 ) -> NoPlanFitsError:
     """Say in whole-device bytes which budget would do, and what is in the way; the verb says whether that is proven."""
     graph, static_bytes = problem.graph, problem.graph.total_static_bytes
@@ -343,6 +344,8 @@ def _no_plan_fits(
     budget_bytes, smallest_bytes = problem.budget_bytes + static_bytes, error.minimum_feasible_peak_bytes
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
+        if static_memory.has_caching_allocator and not search.deterministic and lowest_known.applies_to(problem):
+            lowest_known.keep(problem, error.lowest, lowest_known.IN_BLOCKS)
     proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
     none_below = f"; no plan needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""
@@ -353,7 +356,7 @@ def _no_plan_fits(
     found = f"no plan {'fits' if budget_bytes < proven_bytes else 'was found that fits'} {budget}"
     found += f": the smallest {'feasible budget' if smallest_bytes <= proven_bytes else 'budget known to be feasible'}"
     found += f" is {smallest}"
-    message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, solver, error)}"
+    message = f"{found}, bound by {where}; {_way_out(problem, smallest_bytes, search.solver, error)}"
     report = {
         "schema": SCHEMA,
         "model": graph.name,

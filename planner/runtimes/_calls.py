@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
+from planner.capture.operands import settle
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
@@ -60,6 +61,7 @@ class PlannedCalls(ABC):
         """Whether the model was seen to be what the first plan is for."""
         self._must_match = plan is not None and not replan
         self._open = OpenCalls(model)
+        settle(of_model(model))  # a plan that is given, with a profile, runs nothing before the first step
         self._held = HeldGradients(model, options)
 
     @property

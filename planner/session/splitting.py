@@ -19,7 +19,7 @@ from planner.common.options import ENGINES, Search, Target, Training
 from planner.common.units import Size, parse_size
 from planner.errors import UsageError
 from planner.exporters._splits import split_arguments
-from planner.plans import device_file
+from planner.measure import devices
 from planner.session.split_tables import split_table
 from planner.session.step import Options
 from planner.session.studying import study
@@ -115,7 +115,7 @@ def best_splits(
     >>> answer.best[0].split.data, answer.best[0].split.micro_batch
     (4, 8)
     """
-    spec = device_file.find(device)
+    spec = devices.find(device)
     training = Training(optimizer=optimizer, master_weights=master_weights, reserve=reserve)
     links = links_of(spec, node_devices=node_gpus, node_link=node_link, network=network)
     reserved = parse_size(reserve, whole_bytes=spec.memory_bytes) if reserve else 0

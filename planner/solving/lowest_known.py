@@ -13,6 +13,8 @@ from planner.ir.schedule import Schedule
 from planner.solving import solution_cache
 
 _NAME = "lowest"
+IN_BLOCKS = "lowest in blocks"
+"""The plan of which an error said that its blocks need least, by which of two of the same peak may differ."""
 
 
 def applies_to(problem: Problem) -> bool:
@@ -20,18 +22,18 @@ def applies_to(problem: Problem) -> bool:
     return problem.host is None and problem.regions is None and not any(o.region for o in problem.graph.operations)
 
 
-def find(problem: Problem) -> Schedule | None:
+def find(problem: Problem, name: str = _NAME) -> Schedule | None:
     """Return the schedule of the lowest peak that is known, whatever the budget is; None if nothing is."""
     posed = _without_budget(problem)
-    solution = solution_cache.find(posed, solution_cache.key_of(posed, _NAME, SolveLimits()))
+    solution = solution_cache.find(posed, solution_cache.key_of(posed, name, SolveLimits()))
     return solution.schedule if solution is not None else None
 
 
-def keep(problem: Problem, schedule: Schedule) -> None:
+def keep(problem: Problem, schedule: Schedule, name: str = _NAME) -> None:
     """Keep a schedule that has a lower peak than what is known."""
     posed = _without_budget(problem)
-    solution = Solution.simulated(posed.evaluate(schedule), schedule, _NAME)
-    solution_cache.keep(solution_cache.key_of(posed, _NAME, SolveLimits()), solution)
+    solution = Solution.simulated(posed.evaluate(schedule), schedule, name)
+    solution_cache.keep(solution_cache.key_of(posed, name, SolveLimits()), solution)
 
 
 def _without_budget(problem: Problem) -> Problem:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +32,29 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, strides: tuple[int, 
         if strides is None:
             return torch.empty(shape, dtype=dtype, device=HERE)
         return torch.empty_strided(shape, strides, dtype=dtype, device=HERE)
+
+
+@pytest.mark.parametrize("name", tiered(["h100", "a100-80", "rtx-4090", "rtx-5090", "b200"], quick=["h100"]))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        {"CUBLASLT_WORKSPACE_SIZE": "4096", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"},
+    ],
+)
+@gpu.only_fake
+def test_what_matrix_libraries_keep(name: str, settings: dict[str, str]) -> None:
+    surroundings = {**os.environ, "FAKE_GPU": name, **settings}
+    lines = [
+        "import torch; from planner.capture.operands import settle; from planner.measure import devices, libraries",
+        "settle(torch.device('cuda')); spec = devices.here(torch.device('cuda'))",
+        "blocks = [b for s in torch.cuda.memory_snapshot() for b in s['blocks'] if b['state'] == 'active_allocated']",
+        "assert sum(libraries.pieces(spec)) == spec.library_bytes",
+        "assert sorted(b['requested_size'] for b in blocks) == sorted(libraries.pieces(spec)), (blocks, spec)",
+    ]
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], env=surroundings, cwd=root, check=True)
 
 
 def call(operator: Any, *arguments: Any) -> fx.Node:

@@ -8,10 +8,11 @@ import pytest
 
 from planner.errors import InfeasibleBudgetError
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
-from planner.ir.problem import Problem
+from planner.ir.problem import Problem, Solution
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import StaticMemory
-from planner.plans.blocks import whole_peak_bytes
+from planner.plans import blocks
+from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import take_over
 from tests.example_graphs import Builder
@@ -83,3 +84,18 @@ def test_without_an_allocator_what_is_asked_counts() -> None:
     graph, costs = tower()
     problem = Problem(graph=graph, costs=costs, budget_bytes=0)
     assert whole_peak_bytes(problem, Schedule.keep_all(graph), StaticMemory()) == problem.baseline.peak_bytes
+
+
+def test_of_two_plans_with_one_peak_the_one_that_an_error_spoke_of_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, costs = tower(3)
+    known = Schedule.keep_all(graph)
+    found, budget = Schedule(order=known.order), make_problem(graph, costs, budget=2**40).baseline.peak_bytes
+    problem = Problem(graph=graph, costs=costs, budget_bytes=budget)
+    monkeypatch.setattr(blocks, "whole_peak_bytes", lambda _p, schedule, _m: budget + (schedule is not known) * MIB)
+
+    def solve(asked: Problem) -> Solution:
+        return Solution.simulated(problem.evaluate(found), found, "stub")
+
+    with pytest.raises(InfeasibleBudgetError):
+        solved_in_blocks(problem, CUDA, solve)
+    assert solved_in_blocks(problem, CUDA, solve, lambda: known).schedule is known
