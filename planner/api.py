@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -26,7 +25,7 @@ from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
 from planner.capture.joint_capture import is_fake
 from planner.capture.meta import placed
-from planner.capture.parallel import has_several_ranks, is_sharded
+from planner.capture.parallel import has_several_ranks, is_sharded, whole
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import Progress
@@ -336,7 +335,7 @@ def auto_wrap(
     """
     asked = locals()
     sharded = is_sharded(model)
-    check_model(model, may_be_sharded=sharded and runtime in ("auto", "regional"))
+    check_model(model, may_be_sharded=sharded and runtime in ("auto", "regional", "modules"))
     check_is_called(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
@@ -346,11 +345,10 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
-    whole: Callable[[], AbstractContextManager[None]] = nullcontext
     if sharded:
-        from planner.capture.fsdp_internals import shards_of, unsharded  # takes a while to import
+        from planner.capture.fsdp_internals import shards_of  # takes a while to import
 
-        whole, shards = partial(unsharded, model), shards_of(model)
+        shards = shards_of(model)
         if data_parallel == "none" and shards > 1:
             asked = {**asked, "data_parallel": "fsdp2", "ranks": shards}
     options = Options.of({**asked, "compare": False}, chunk=check_chunk(chunk), taken_over=plan, together=True)
@@ -364,7 +362,12 @@ def auto_wrap(
     replan = replan or plan is None  # only a plan that was given is held to its sizes
     if example_inputs is not None or example_kwargs:
         inputs = Inputs.of(example_inputs, example_kwargs)
-        with working(model) as done, whole(), placed(model, inputs) as inputs, entered(of_model(model, inputs.args)):
+        with (
+            working(model) as done,
+            whole(model),
+            placed(model, inputs) as inputs,
+            entered(of_model(model, inputs.args)),
+        ):
             options = _completed(model, options, loss_fn, inputs)
             plan = chosen.plan(model, inputs, options, reuse=plan, must_match=not replan)
             done("before the first call", plan)

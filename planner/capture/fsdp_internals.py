@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,20 +13,24 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from planner.capture.joint_capture import fake_mode
+from planner.capture.sharding import ROOT, Parameter, Unit
 from planner.capture.torch_internals import other_state
 
 
 def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int) -> str | None:
-    """Say how a model is sharded, if that is otherwise than its plan counts on."""
+    """Say how a model is sharded, if that is otherwise than its plan counts on; ``blocks`` are to be units."""
     for path in blocks:
-        block = model.get_submodule(path)
-        if not isinstance(block, FSDPModule):
+        if not isinstance(model.get_submodule(path), FSDPModule):
             return f"block {path} is not sharded by itself"
-        if found := next(_settings(block, ranks), None):
-            return f"block {path} is sharded {found}"
+    if not isinstance(model, FSDPModule):
+        return "the model itself is not sharded"
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule) and (found := next(_settings(module, ranks), None)):
+            return f"{f'block {path}' if path else 'the model'} is sharded {found}"
     if keeps_whole_gradients(model):
         return "gradients stay whole until a later backward (set_requires_gradient_sync)"
     return None
@@ -34,6 +39,60 @@ def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int) -> s
 def shards_of(model: nn.Module) -> int:
     """Return over how many ranks a sharded model is spread."""
     return max(getattr(group.mesh_info, "shard_mesh_size", 1) for group in _all_groups(model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedUnit:
+    """Parameters that ``fully_shard`` gathers together."""
+
+    path: str
+    """Of the first of its modules; :data:`ROOT` is the model."""
+    modules: tuple[nn.Module, ...]
+    """Around whose forwards they are gathered."""
+    parameters: tuple[str, ...]
+    """Their paths in the model."""
+    unit: Unit
+
+
+def sharded_units(model: nn.Module) -> list[ShardedUnit]:
+    """Return what a sharded model gathers together; none of a model that is not sharded."""
+    paths = {module: path for path, module in model.named_modules()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for group in _all_groups(model):
+        path = paths[group.modules[0]]
+        unit = Unit(
+            parameters=tuple(_as_gathered(one, group.mp_policy) for one in group.fsdp_params),
+            stays=_stays(group, is_root=path == ROOT),
+        )
+        parameters = tuple(names[id(_registered(one))] for one in group.fsdp_params)
+        found.append(ShardedUnit(path=path, modules=tuple(group.modules), parameters=parameters, unit=unit))
+    return found
+
+
+def _stays(group: Any, *, is_root: bool) -> bool:
+    """Whether parameters stay gathered after the forward; the root's do where nobody says anything."""
+    if group.post_forward_mesh_info is None:
+        return True
+    return is_root and bool(getattr(group.modules[0]._get_fsdp_state(), "_auto_reshard_after_forward", True))
+
+
+def _as_gathered(one: Any, policy: Any) -> Parameter:
+    own, first = one.sharded_param.dtype, one.fsdp_placement.dim
+    size = tuple(one._orig_size)
+    computed = policy.param_dtype if own.is_floating_point else None
+    return Parameter(
+        shape=(size[first], *size[:first], *size[first + 1 :]) if size else (),
+        item_bytes=(computed or own).itemsize,
+        share_item_bytes=own.itemsize,
+        spread_item_bytes=(policy.reduce_dtype or computed or own).itemsize,
+        trainable=one.sharded_param.requires_grad,
+    )
+
+
+def shares_layers(model: nn.Module) -> bool:
+    """Whether ranks share layers of a sharded model (``parallelize_module`` before ``fully_shard``)."""
+    return any(one.is_dtensor for group in _all_groups(model) for one in group.fsdp_params)
 
 
 def types_of_shares(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
@@ -51,9 +110,12 @@ def types_of_shares(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtyp
     return {name: found[id(parameter)] for name, parameter in named if id(parameter) in found}
 
 
-def computes_in_other_types(model: nn.Module) -> bool:
-    """Whether parameters of a sharded model are gathered in other types than those of its shares."""
-    return any(
+def is_sharded_by_default(model: nn.Module) -> bool:
+    """Whether a sharded model's parameters are gathered in the types of its shares, and let go after each forward.
+
+    A plan that was made before the model was sharded knows of nothing else.
+    """
+    return all(unit.unit.stays == (unit.path == ROOT) for unit in sharded_units(model)) and not any(
         one.sharded_param.is_floating_point() and group.mp_policy.param_dtype not in (None, one.sharded_param.dtype)
         for group in _all_groups(model)
         for one in group.fsdp_params
@@ -79,7 +141,7 @@ def unsharded(model: nn.Module) -> Iterator[None]:
                 own = _registered(one)
                 dtype = group.mp_policy.param_dtype if own.is_floating_point() else None
                 made = torch.empty(one._orig_size, dtype=dtype or own.dtype, device=group.device)
-                whole[id(own)] = nn.Parameter(made, own.requires_grad)
+                whole[id(own)] = nn.Parameter(_shared_by_layers(one, made), own.requires_grad)
     named = model.named_parameters(remove_duplicate=False)
     state = {name: whole[id(parameter)] for name, parameter in named if id(parameter) in whole}
     hooks = [table for part in model.modules() for table in (part._forward_pre_hooks, part._forward_hooks)]
@@ -97,6 +159,18 @@ def unsharded(model: nn.Module) -> Iterator[None]:
     finally:
         for table, before in kept:
             table.update(before)
+
+
+def _shared_by_layers(one: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a gathered parameter as its module sees it: where ranks share the layer, the part of this one."""
+    if not one.is_dtensor:
+        return local
+    attribute = "_unsharded_dtensor_spec" if hasattr(one, "_unsharded_dtensor_spec") else "_tp_spec"  # up to torch 2.12
+    spec = getattr(one, attribute)
+    with torch.no_grad():
+        return DTensor.from_local(
+            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+        )
 
 
 def _owner(hook: Any) -> FSDPState | None:
@@ -133,9 +207,7 @@ def _settings(block: FSDPModule, ranks: int) -> Iterator[str]:
             yield "over a mesh that also copies it (HSDP)"
         if (shards := getattr(group.mesh_info, "shard_mesh_size", 1)) != ranks:
             yield f"over {shards} ranks, and was planned for ranks={ranks}"
-        if group.post_forward_mesh_info is None:
-            yield "with reshard_after_forward=False"
-        elif group.post_forward_mesh_info != group.mesh_info:
+        if group.post_forward_mesh_info not in (None, group.mesh_info):
             yield "with a number of ranks as reshard_after_forward"
         if isinstance(group.offload_policy, CPUOffloadPolicy):
             yield "with a CPUOffloadPolicy"

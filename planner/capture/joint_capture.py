@@ -45,6 +45,7 @@ from planner.capture.torch_internals import (
     call_implementation,
     dynamo_settings,
     hint_of,
+    in_memory,
     is_drawn,
     other_state,
     storage_id,
@@ -76,7 +77,8 @@ def fake_mode() -> FakeTensorMode:
 
 def mode_of(tensors: Iterable[torch.Tensor]) -> FakeTensorMode:
     """Return the fake mode that some of the tensors are of, or a new one."""
-    return next((tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)), None) or fake_mode()
+    local = map(in_memory, tensors)
+    return next((tensor.fake_mode for tensor in local if isinstance(tensor, FakeTensor)), None) or fake_mode()
 
 
 @contextmanager
@@ -497,4 +499,9 @@ def detach_others(graph_module: fx.GraphModule, differentiable: Sequence[int]) -
 
 def is_fake(model: nn.Module) -> bool:
     """Whether a model was built under a fake mode."""
-    return any(isinstance(tensor, FakeTensor) for tensor in state_of(model).values())
+    return any(map(is_without_data, state_of(model).values()))
+
+
+def is_without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, or this rank's part of one, is fake."""
+    return isinstance(in_memory(tensor), FakeTensor)

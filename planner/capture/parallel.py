@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from planner.errors import UsageError
+
+if TYPE_CHECKING:
+    from planner.capture.fsdp_internals import ShardedUnit
+
+_FSDP = "torch.distributed.fsdp"
+"""Takes a while to import: a model is sharded only where somebody has."""
 
 
 def has_several_ranks() -> bool:
@@ -21,6 +32,51 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def units_of(model: nn.Module) -> list[ShardedUnit]:
+    """Return what ``fully_shard`` gathers together of a model, whatever its parameters are now; none if it does not."""
+    if _FSDP not in sys.modules:
+        return []
+    from planner.capture.fsdp_internals import sharded_units
+
+    return sharded_units(model)
+
+
+def sends_later(model: nn.Module) -> bool:
+    """Whether a sharded model is told to keep its gradients whole, to send them in a later backward."""
+    if _FSDP not in sys.modules:
+        return False
+    from planner.capture.fsdp_internals import keeps_whole_gradients
+
+    return keeps_whole_gradients(model)
+
+
+def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int) -> str | None:
+    """Say how a sharded model is, if that is otherwise than a plan counts on."""
+    if not is_sharded(model):
+        return None
+    from planner.capture.fsdp_internals import unplanned_sharding
+
+    return unplanned_sharding(model, blocks, ranks)
+
+
+def whole(model: nn.Module) -> AbstractContextManager[None]:
+    """Let a sharded model be as its own code sees it: see :func:`planner.capture.fsdp_internals.unsharded`."""
+    if not is_sharded(model):
+        return nullcontext()
+    from planner.capture.fsdp_internals import unsharded
+
+    return unsharded(model)
+
+
+def shares_layers(model: nn.Module) -> bool:
+    """Whether ranks share layers of a model (``parallelize_module``), which may be sharded as well."""
+    if not is_sharded(model):
+        return has_distributed_tensors(model)
+    from planner.capture.fsdp_internals import shares_layers
+
+    return shares_layers(model)
 
 
 def has_distributed_tensors(model: nn.Module) -> bool:

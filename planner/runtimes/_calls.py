@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -18,7 +18,9 @@ from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
 from planner.capture.operands import settle
+from planner.capture.parallel import sends_later, unplanned_sharding
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
+from planner.ir.static_memory import SHARDS
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.runtimes._held_gradients import HeldGradients
@@ -125,7 +127,7 @@ class CallsInSituations(PlannedCalls):
 
     def situation(self, inputs: Inputs) -> Any:
         """Return all that a plan depends on, as far as it can change between calls."""
-        return situation_of(self.model, inputs)
+        return situation_of(self.model, inputs), sends_later(self.model)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model with parts of it replaced."""
@@ -156,6 +158,16 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
     can_cast = torch.amp.is_autocast_available(kind)
     cast = can_cast and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return described, cast, training_switches(model), masking_of(model, inputs)
+
+
+def check_sharding(model: nn.Module, blocks: Iterable[str], plan: Plan) -> None:
+    """Warn of a sharding that a plan does not count on; ``blocks`` are to be sharded by themselves."""
+    if found := unplanned_sharding(model, blocks, int(plan.fingerprint.get(SHARDS, 1))):
+        warnings.warn(
+            f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, with "
+            "default settings: gradients are right, and the peak may be above the predicted one",
+            stacklevel=9,
+        )
 
 
 class StartsCalls:

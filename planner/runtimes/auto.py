@@ -14,7 +14,7 @@ from planner import runtimes
 from planner.analysis.beside_eager import LARGER, SLOWER
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs
-from planner.capture.parallel import has_distributed_tensors, has_several_ranks, is_sharded
+from planner.capture.parallel import has_several_ranks, is_sharded, shares_layers
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -42,11 +42,9 @@ def choose(model: nn.Module) -> str:
     what one rank cannot carry out is then an error, and nothing else is tried. Ranks that share every layer
     (``parallelize_module``) run the model as it is.
     """
-    if is_sharded(model):
-        return "regional"
-    if not has_several_ranks():
-        return FIRST
-    return INSTEAD if has_distributed_tensors(model) else "regional"
+    if shares_layers(model) and (has_several_ranks() or is_sharded(model)):
+        return INSTEAD
+    return "regional" if has_several_ranks() or is_sharded(model) else FIRST
 
 
 class AutoRuntime:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from planner.analysis.study import Study
 from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
+from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs
+from planner.capture.parallel import units_of, whole
 from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.random_states import HostStates
 from planner.capture.torch_internals import call_implementation, calling
@@ -30,7 +32,7 @@ from planner.ir.checkpoints import schedule_of
 from planner.plans.module_choices import choices_in
 from planner.plans.offload import OffloadedModule
 from planner.plans.plan import Plan
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, situation_of
+from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
 from planner.session.recorded import DEPENDS_ON_DATA, plan_alike, plan_eager, study_alike
@@ -54,8 +56,14 @@ class ModulesRuntime(CallsInSituations):
 
     def decide(self, inputs: Inputs) -> Decided:
         """Record a step, or several that differ, and choose modules."""
+        with whole(self.model):
+            decided = self._decide(inputs)
+        check_sharding(self.model, (), decided[0])
+        return decided
+
+    def _decide(self, inputs: Inputs) -> Decided:
         self.complete_options(inputs)
-        situation = situation_of(self.model, inputs)
+        situation = self.situation(inputs)
         routes = self._routes.setdefault(situation, Routes(self.model))
         # Recorded here, and not taken from what was recorded before: it is seen which modules run.
         plan = routes.plan(
@@ -68,7 +76,8 @@ class ModulesRuntime(CallsInSituations):
         if missing := [name for name in names if name not in by_name]:
             raise PlanMismatchError(f"the plan is for {missing[0]!r}, a module that this model does not have")
         device = of_model(self.model, inputs.args, inputs.kwargs)
-        installed = partial(_installed, device, {name: by_name[name] for name in names}, checkpointed, offloaded)
+        units = {module for unit in units_of(self.model) for module in unit.modules}
+        installed = partial(_installed, device, {name: by_name[name] for name in names}, checkpointed, offloaded, units)
         return plan, partial(self._watched, situation, installed)
 
     def _planned(self, study: Study) -> Plan:
@@ -109,12 +118,17 @@ def _installed(
     modules: Mapping[str, nn.Module],
     checkpointed: Mapping[str, Kept],
     offloaded: Sequence[OffloadedModule],
+    units: Collection[nn.Module],
 ) -> Iterator[None]:
-    """Let calls of modules be checkpointed, and send what they save."""
+    """Let calls of modules be checkpointed, and send what they save; around ``units`` FSDP2 gathers parameters."""
     waiting, where = Waiting(offloaded), torch.empty(0, device=device)
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.enter_context(calling(module, partial(_run, name, module, checkpointed.get(name), waiting, where)))
+            # What a second run goes through is the module's own call: it is not checkpointed again. That of a unit is
+            # its forward alone: it finds its parameters gathered.
+            call = module.forward if module in units else call_implementation(module)
+            run = partial(_run, name, module, call, checkpointed.get(name), waiting, where)
+            stack.enter_context(forwards({module: run}) if module in units else calling(module, run))
         stack.callback(waiting.end)
         # Autocast around the call would keep every weight that it has cast until the caller leaves it.
         stack.callback(torch.clear_autocast_cache)
@@ -122,10 +136,15 @@ def _installed(
 
 
 def _run(
-    name: str, module: nn.Module, kept: Kept | None, waiting: Waiting, where: torch.Tensor, *args: Any, **kwargs: Any
+    name: str,
+    module: nn.Module,
+    call: Callable[..., Any],
+    kept: Kept | None,
+    waiting: Waiting,
+    where: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    # What a second run goes through is the module's own call: it is not checkpointed again.
-    call = call_implementation(module)
     if not torch.is_grad_enabled():
         return call(*args, **kwargs)
     if kept is None:

@@ -7,33 +7,28 @@ training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from planner.capture.blocks.regions import Block, Step, forwards, placeholders_given
-from planner.capture.blocks.sharding import ROOT, Parameter
+from planner.capture.blocks.regions import Block, Step, placeholders_given
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
+from planner.capture.forwards import forwards
 from planner.capture.fsdp_internals import (
-    computes_in_other_types,
-    keeps_whole_gradients,
+    is_sharded_by_default,
     types_of_shares,
-    unplanned_sharding,
-    unsharded,
 )
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
-from planner.capture.parallel import is_sharded
-from planner.common.units import round_up
+from planner.capture.parallel import is_sharded, units_of, whole
+from planner.capture.sharding import ROOT, Parameter, Unit, Units, resident
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.builder import StepContext
@@ -41,11 +36,10 @@ from planner.ir.graph import OperationCost, TrainingGraph, named_by
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import SHARDS, StaticMemory
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
+from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
 from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
 from planner.session.step import (
@@ -84,28 +78,17 @@ class RegionalRuntime(CallsInSituations):
         """Plan as if the model were whole, unless the plan at hand will do.
 
         Smaller inputs, say a last batch, take over its decisions: in every block less is alive whatever runs. One that
-        was made before the model was sharded knows nothing of a policy for other types.
+        was made before the model was sharded knows nothing of a policy for other types, and of parameters that stay.
         """
         plan = self.plan
-        knows_types = self.is_confirmed or self.must_match or not computes_in_other_types(self.model)
-        if plan is not None and knows_types and are_no_larger(described(inputs.tensors()), planned_for(plan)):
+        knows_sharding = self.is_confirmed or self.must_match or is_sharded_by_default(self.model)
+        if plan is not None and knows_sharding and are_no_larger(described(inputs.tensors()), planned_for(plan)):
             self.is_confirmed = True
         else:
-            with unsharded(self.model):
+            with whole(self.model):
                 plan = self._planned(inputs)
-        blocks, ranks = str(plan.fingerprint["blocks"]).split(), int(plan.fingerprint.get(SHARDS, 1))
-        if found := unplanned_sharding(self.model, blocks, ranks):
-            warnings.warn(
-                f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, with "
-                "default settings: gradients are right, and the peak may be above the predicted one",
-                stacklevel=8,
-            )
+        check_sharding(self.model, str(plan.fingerprint["blocks"]).split(), plan)
         return plan
-
-    def situation(self, inputs: Inputs) -> Any:
-        """Say also whether gradients are sent in this call's backward."""
-        keeps = is_sharded(self.model) and keeps_whole_gradients(self.model)
-        return super().situation(inputs), keeps
 
 
 @contextmanager
@@ -238,8 +221,8 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     around = static_memory_of(model, everything, spec, options)
     units = None
     if around.gradient_shards > 1:
-        units = _units(model, blocks, types_of_shares(model))
-        around = _sharded(around, units, spec.alignment_bytes)
+        units = _units(model, blocks)
+        around = resident(around, units, spec.alignment_bytes)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
     trace = step.trace(blocks, options.loss)
@@ -258,13 +241,9 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     return LoweredStep(lowered, spec, around, facts, notes), blocks
 
 
-def _units(
-    model: nn.Module, blocks: Iterable[str], types: Mapping[str, tuple[torch.dtype, torch.dtype]]
-) -> dict[str, Sequence[Parameter]]:
-    """Return the parameters of each block, and of the rest, as ``fully_shard`` on each would group them.
-
-    ``types`` are those of shares, and of gradients on their way, where they differ from those of parameters.
-    """
+def _units(model: nn.Module, blocks: Iterable[str]) -> Units:
+    """Return the parameters of each block, and of the rest, as ``fully_shard`` on each groups them, or would."""
+    types, known = types_of_shares(model), {unit.path: unit.unit for unit in units_of(model)}
     units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
     for name, parameter in model.named_parameters():
         path = next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
@@ -278,17 +257,8 @@ def _units(
                 trainable=parameter.requires_grad,
             )
         )
-    return dict(units)
-
-
-def _sharded(around: StaticMemory, units: dict[str, Sequence[Parameter]], alignment_bytes: int) -> StaticMemory:
-    """Count padded shards, and no buffers for communication: those come and go within the step."""
-    ranks = around.gradient_shards
-    shards = [p.padded(ranks) // ranks * p.share_item_bytes for parameters in units.values() for p in parameters]
-    static = dict(around.static_bytes)
-    static.pop("communication buffers", None)
-    static["parameters"] = sum(round_up(size_bytes, alignment_bytes) for size_bytes in shards)
-    return replace(around, static_bytes=static)
+    stay = {path: known[path].stays if path in known else path == ROOT for path in units}
+    return {path: Unit(parameters=parameters, stays=stay[path]) for path, parameters in units.items()}
 
 
 def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:

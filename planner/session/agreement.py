@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.capture.failures import first_line
-from planner.capture.parallel import has_distributed_tensors, has_several_ranks
+from planner.capture.parallel import has_distributed_tensors, has_several_ranks, units_of
 from planner.errors import PlanMismatchError, PlannerError
 from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan
@@ -46,7 +46,8 @@ def plan_together(
 
 def must_agree(model: nn.Module, options: Options) -> bool:
     """Whether ranks share every layer of a model, so that one which runs other modules again waits for ever."""
-    return options.together and has_several_ranks() and has_distributed_tensors(model)
+    is_spread = has_distributed_tensors(model) or bool(units_of(model))
+    return options.together and has_several_ranks() and is_spread
 
 
 def prepared_by_all(prepare: Callable[[], Step], facts: Callable[[Step], Mapping[str, str | int]]) -> Step:

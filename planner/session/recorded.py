@@ -17,8 +17,9 @@ from planner.capture.eager.trace import Trace
 from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_several_ranks
+from planner.capture.parallel import has_several_ranks, units_of
 from planner.capture.provenance import kinds_of
+from planner.capture.sharding import resident
 from planner.common import timings
 from planner.errors import CaptureError, UsageError
 from planner.findings.finding import Finding
@@ -112,6 +113,9 @@ class _Recorded:
         self.tensors = inputs.tensors()
         self.spec = device_spec(model, options.target.device)
         self.around = static_memory_of(model, self.tensors, self.spec, options, self.blocks)
+        if self.around.gradient_shards > 1 and (units := units_of(model)):
+            sizes = {unit.path: unit.unit for unit in units}
+            self.around = resident(self.around, sizes, self.spec.alignment_bytes)
         self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
         self.origin: PlanOrigin | None = None
 

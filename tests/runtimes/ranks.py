@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -33,7 +33,8 @@ from planner import errors
 from planner.capture.memory import measure_peak, record
 from planner.plans.plan import Plan
 
-WIDTH, ROWS, DEPTH, RANKS = 64, 384, 4, 2
+WIDTH, ROWS, DEPTH = 64, 384, 4
+RANKS = int(os.environ["WORLD_SIZE"])
 
 
 class Block(nn.Module):
@@ -218,26 +219,32 @@ def mixed_precision(rank: int) -> dict[str, Any]:
 
 
 def sharded_first(rank: int) -> dict[str, Any]:
-    """Wrap a model that is sharded already, made on the meta device, in its own types and in 16 bits."""
-    policies = {
-        "own": MixedPrecisionPolicy(),
-        "16 bits": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "all 16 bits": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    """Wrap a model that is sharded already, made on the meta device, in its own types and in 16 bits, and so on."""
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "own": ({}, {}),
+        "16 bits": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}, {}),
+        "all 16 bits": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, {}),
+        "kept": ({"reshard_after_forward": False}, {}),
+        "never kept": ({"reshard_after_forward": True}, {}),
+        "modules": ({}, {"runtime": "modules"}),
     }
-    return {name: _sharded_first(rank, policy) for name, policy in policies.items()}
+    return {name: _sharded_first(rank, *options) for name, options in ways.items()}
 
 
-def _sharded_first(rank: int, policy: MixedPrecisionPolicy) -> dict[str, Any]:
+def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> dict[str, Any]:
     def sharded() -> nn.Module:
         with torch.device("meta"):
             empty = Model()
-        model = distributed(empty, "fsdp2", policy).to_empty(device="cpu")
-        model.load_state_dict({n: distribute_tensor(v, init_device_mesh("cpu", (RANKS,))) for n, v in state.items()})
+        for unit in (*empty.blocks, empty):
+            fully_shard(unit, mesh=mesh, **shard)
+        model = empty.to_empty(device="cpu")
+        model.load_state_dict({n: distribute_tensor(v, mesh) for n, v in state.items()})
         return model
 
     def wrapped() -> nn.Module:
-        return planner.auto_wrap(sharded(), activation_budget="68%", time_limit_seconds=1.0, deterministic=True)
+        return planner.auto_wrap(sharded(), activation_budget="68%", time_limit_seconds=1.0, deterministic=True, **wrap)
 
+    mesh = init_device_mesh("cpu", (RANKS,))
     state, others, x = make().state_dict(), live(), data(rank)
     others |= {p.untyped_storage().data_ptr(): 0 for p in state.values()}
     peak, model = peak_of(wrapped, x, others)
@@ -246,7 +253,6 @@ def _sharded_first(rank: int, policy: MixedPrecisionPolicy) -> dict[str, Any]:
     expected, found = gradients(plain), gradients(model)
     result = {
         "equal": all(torch.equal(found[n], expected[n]) for n in expected),
-        "recomputed": len(plan.recomputations),
         "peak_bytes": peak,
         "predicted_bytes": plan.peak_bytes,
         "baseline_bytes": plan.baseline_peak_bytes,
@@ -379,6 +385,42 @@ def tensor_parallel(_rank: int) -> dict[str, Any]:
         "refused": graph,
     }
 
+
+def both_ways(_rank: int) -> dict[str, Any]:
+    """Plan a model whose layers two ranks share, and whose parameters two more are sharded over, in two types."""
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("shard", "layers"))
+    policies = {
+        "own": MixedPrecisionPolicy(),
+        "16 bits": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    return {name: _both_ways(mesh, policy) for name, policy in policies.items()}
+
+
+def _both_ways(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> dict[str, Any]:
+    def made() -> nn.Module:
+        model = make()
+        for block in model.blocks:
+            parallelize_module(block, mesh["layers"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
+        return model
+
+    alone, others = made(), live()
+    x = data(mesh.get_local_rank("shard"))
+    peak, running = peak_of(lambda: planner.auto_wrap(made(), **QUICK), x, others)
+    step(alone, x)
+    plan, found, expected = planner.plan_of(running), gradients(running), gradients(alone)
+    return {
+        "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
+        "peak_bytes": peak,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "plan": plan.to_json(),
+    }
+
+
+QUICK = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True}
 
 MICRO_BATCHES = 4
 
@@ -520,6 +562,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "last_batch": last_batch,
     "shardings": shardings,
     "tensor_parallel": tensor_parallel,
+    "both_ways": both_ways,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,
     "fails_on_rank_1": fails_on_rank_1,

@@ -114,14 +114,13 @@ def test_a_sharded_model_takes_a_smaller_last_batch_with_the_plan_that_it_has(fo
 def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(folder: Path) -> None:
     for result in results(folder, "sharded_first"):
         for types, found in result.items():
-            assert found["equal"] and found["larger_equal"] and found["recomputed"] > 0, types
-            assert found["runtime"] == "regional"
+            assert found["equal"] and found["larger_equal"], types
+            assert found["runtime"] == ("modules" if types == "modules" else "regional")
             assert found["predicted_bytes"] < found["baseline_bytes"]
             assert 0.999 * found["predicted_bytes"] <= found["peak_bytes"] <= found["predicted_bytes"], types
 
 
 SHARDINGS = {
-    "kept": "blocks.0 is sharded with reshard_after_forward=False",
     "copied": "blocks.0 is sharded over a mesh that also copies it (HSDP)",
     "offloaded": "blocks.0 is sharded with a CPUOffloadPolicy",
     "whole": "blocks.0 is not sharded by itself",
@@ -132,7 +131,8 @@ SHARDINGS = {
 
 def test_a_sharding_that_the_plan_does_not_count_is_right_and_said(folder: Path) -> None:
     for result in results(folder, "shardings"):
-        assert result.pop("default") == {"equal": True, "said": []}
+        for planned in ("default", "kept"):
+            assert result.pop(planned) == {"equal": True, "said": []}
         for sharding, found in result.items():
             assert found["equal"], sharding
             assert len(found["said"]) == 1 and SHARDINGS[sharding] in found["said"][0]

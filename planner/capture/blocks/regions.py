@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
+from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
 from planner.capture.joint import JointGraph, mutates, tensors_of
@@ -223,22 +224,6 @@ def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[f
     """Return the placeholders of a block's graph that are not the block's own parameters and buffers."""
     known = {id(tensor) for tensor in own}
     return [node for node, tensor in zip(joint.placeholders, joint.inputs, strict=True) if id(tensor) not in known]
-
-
-@contextmanager
-def forwards(replacing: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Let modules run something else in place of their ``forward``; their hooks stay around it."""
-    before = {module: vars(module).get("forward") for module in replacing}
-    for module, forward in replacing.items():
-        vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, own in before.items():
-            if own is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = own
 
 
 def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ block's border is made once: another block, or eager PyTorch, may hold it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,10 +15,10 @@ import torch
 from torch import fx
 
 from planner.capture.blocks.regions import Block
-from planner.capture.blocks.sharding import ROOT, Parameter, Sharding
 from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
+from planner.capture.sharding import ROOT, Sharding, Units
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.builder import GraphBuilder, Keys, StepContext
@@ -32,7 +32,7 @@ def put_together(
     trace: Recorder,
     blocks: Mapping[str, Block],
     context: StepContext,
-    units: dict[str, Sequence[Parameter]] | None = None,
+    units: Units | None = None,
 ) -> LoweredGraph:
     """Return the graph of a model given ``inputs``, whose ``units`` FSDP2 shards, in O(operations + reads)."""
     builder = Builder(trace, blocks, context)

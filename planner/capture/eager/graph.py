@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import fx, nn
 
 from planner.capture import operands
 from planner.capture.eager.sends import Candidate, Waits, waits_of
-from planner.capture.eager.trace import Call, Trace
+from planner.capture.eager.trace import Call, Trace, Turn
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
-from planner.capture.parallel import has_distributed_tensors
+from planner.capture.parallel import has_distributed_tensors, units_of
+from planner.capture.sharding import ROOT, Sharding
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.checkpoints import AWAY, BACK, END, HOLD, KEPT, SCRATCH, STOP, UNPACK, Keepable, Region, Sends, Sent
-from planner.ir.graph import LOSS_KEY_BEFORE, TrainingGraph
+from planner.ir.graph import LOSS_KEY_BEFORE, Phase, TrainingGraph
 from planner.ir.layers import is_within
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -57,11 +59,21 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.is_parallel = has_distributed_tensors(model)
+        units = units_of(model) if context.gradient_shards > 1 else []
+        spread = {trace.gradients[name] for unit in units for name in unit.parameters if name in trace.gradients}
         for index, storage in enumerate(trace.storages):
             # What is not the device's, or is counted with the loss, takes nothing.
             is_elsewhere = storage.is_stand_in or (storage.is_number and not context.on_cpu)
             size_bytes = 0 if is_elsewhere else storage.size_bytes
-            self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=storage.died is None)
+            stays = storage.died is None and index not in spread
+            self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=stays)
+        self.sharding: Sharding | None = None
+        if units:
+            self.sharding = Sharding(self, {unit.path: unit.unit for unit in units}, context.gradient_shards)
+            for unit in units:
+                self.sharding.gradients[unit.path] += [
+                    trace.gradients[n] for n in unit.parameters if n in trace.gradients
+                ]
         self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
         self.run_at: list[int] = []
@@ -133,15 +145,38 @@ class _Lowering(GraphBuilder[fx.Node]):
             if position in keepable:
                 ran = self.operations[-1]  # its outputs, which are kept, are looked up where it would run again
                 self._add_note(KEPT, ran.module, (*ran.inputs, *ran.outputs), of=ran.name)
+        if self.sharding:
+            self.sharding.end(())
         self.run_at.append(self._add_note(END, "", ()))
 
     def _add_run(self, position: int) -> int:
         run = self.trace.runs[position]
+        if isinstance(run, Turn):
+            return self._add_turn(run, self.let_go[position])
         reads = (*run.reads, *self.let_go[position])
         name = f"{run.node.name}_{position}"
         return self.add(
             str(run.node.target), reads, run.makes, name=name, module=run.module, node=run.node, **run.facts
         )
+
+    def _add_turn(self, turn: Turn, let_go: Iterable[int]) -> int:
+        """Add what FSDP2 does as a unit's forward or backward begins or ends."""
+        sharding, path, is_forward = self.sharding, turn.module, self.phase is Phase.FORWARD
+        if sharding is None:
+            pass
+        elif turn.is_entered:
+            begins = sharding.begin_backward if path == ROOT else partial(sharding.before_backward, path)
+            (partial(sharding.before_forward, path) if is_forward else begins)()
+        elif is_forward:
+            (sharding.end_forward if path == ROOT else partial(sharding.after_forward, path))()
+        else:
+            sharding.after_backward(path, (), input_has_gradient=True)
+        return self.add_once("turn", path, let_go)
+
+    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> int:
+        """Add an operation that never runs again, and has no run behind it."""
+        name = f"{target} of {module}.{len(self.operations)}"
+        return self.add(target, reads, makes, name=name, module=module, recomputable=False)
 
     def _add_note(
         self,
@@ -310,6 +345,8 @@ class _Lowering(GraphBuilder[fx.Node]):
         runs = self.trace.runs[call.begin : call.end]
         made = {value for run in runs for value in run.makes}
         for run in runs:
+            if isinstance(run, Turn):
+                return False  # whatever is gathered inside would have to be once more
             target = str(run.node.target)
             # Ranks that share every layer have one plan, and so run the same collectives again.
             speaks = is_collective(run.node) and not self.is_parallel

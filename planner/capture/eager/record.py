@@ -13,14 +13,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
+from planner.capture.eager.units import UnitCalls
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import without_meta_logs
+from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
-from planner.capture.joint_capture import is_fake, mode_of
+from planner.capture.joint_capture import is_fake, is_without_data, mode_of
 from planner.capture.operands import is_opaque
-from planner.capture.parallel import has_distributed_tensors
+from planner.capture.parallel import has_distributed_tensors, units_of
 from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.put_back import forget, put_back
 from planner.capture.torch_internals import (
@@ -112,14 +114,20 @@ def _recorded(
         recorder = Recorder(mode, EngineSums(known[0].device))
     masking = masking_of(model, inputs)
     with put_back(model), without_meta_logs(), parts_run_as_they_are(), ExitStack() as following:
+        units = {module: UnitCalls(unit.path, unit.modules) for unit in units_of(model) for module in unit.modules}
         for name, module in model.named_modules():
-            if name and installed_call(module) is None:  # one that is compiled already stays whole
-                following.enter_context(calling(module, partial(recorder.call, name, module)))
+            if module in units:
+                # Hooks gather its parameters around its forward, and that is what can run again.
+                run = partial(recorder.call, name, module.forward) if name else module.forward
+                gathered = partial(recorder.gathered, units[module], module, run)
+                following.enter_context(forwards({module: gathered}))
+            elif name and installed_call(module) is None:  # one that is compiled already stays whole
+                following.enter_context(calling(module, partial(recorder.call, name, call_implementation(module))))
         recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
         if real:
             _step(recorder, model, list(model.parameters()), inputs, loss)
         else:
-            twins = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in state.values()}
+            twins = {id(t): t if is_without_data(t) else mode.from_tensor(t) for t in state.values()}
             parameters = [twins[id(p)] for p in model.parameters()]
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
             recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
@@ -142,6 +150,8 @@ def _step(
         recorder.mark(outputs, "output")
         recorder.finish()
         recorder.mark([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
+        named = {name: recorder.number(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        recorder.trace.gradients = {name: number for name, number in named.items() if number is not None}
 
 
 def _backward(recorder: Recorder, outputs: Any, loss: LossMemory | None) -> None:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.drawn_numbers import DrawnNumbers
+from planner.capture.eager.units import Told, UnitCalls, with_gradients
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
@@ -28,7 +31,6 @@ from planner.capture.storages import Run, StepRecorder, Storage
 from planner.capture.torch_internals import (
     CHECKPOINT,
     FakeTensor,
-    call_implementation,
     numbers_among,
     profiler_is_running,
     taken_apart,
@@ -81,6 +83,17 @@ class Call:
     saves: list[Save] = field(default_factory=list)
 
 
+@dataclass(kw_only=True)
+class Turn(Run):
+    """No operator, but a moment at which FSDP2 gathers a unit's parameters, frees them, or spreads their gradients.
+
+    The unit is that of the ``module``.
+    """
+
+    is_entered: bool
+    """Whether the unit's forward, or its backward, begins; else it is over."""
+
+
 @dataclass
 class Trace:
     """A recorded step.
@@ -104,6 +117,8 @@ class Trace:
     outside_bytes: int = 0
     returned_cache: bool = False
     repeats: bool = False
+    gradients: dict[str, int] = field(default_factory=dict)
+    """Storages of the gradients of parameters, by their paths."""
 
 
 class _Saved:
@@ -225,8 +240,8 @@ class Recorder(StepRecorder[Run]):
 
     # Modules.
 
-    def call(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for a module's call and note its runs."""
+    def call(self, name: str, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a module's call, which ``run`` makes, and note its runs."""
         arguments = [*args, *kwargs.values()]
         call = Call(
             self.now,
@@ -239,11 +254,65 @@ class Recorder(StepRecorder[Run]):
         self._stack.append((name, call))
         self.within = [name]
         try:
-            return call_implementation(module)(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             call.end = self.now
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
+
+    # Units of FSDP2.
+
+    def gathered(self, unit: UnitCalls, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the forward of a module that ``fully_shard`` gathers, which ``run`` makes, and note its turns.
+
+        The backward of a unit begins with the first gradient of what it gave, and is over with those of all that it
+        was given, as FSDP2's hooks have it.
+        """
+        if unit.is_first(module):
+            self._turn(unit.path, is_entered=True)
+            args, kwargs = self._told_at_end(unit.path, (args, kwargs))
+        result = run(*args, **kwargs)
+        if unit.is_last(module):
+            self._turn(unit.path, is_entered=False)
+            begun: list[bool] = []
+
+            def begins(_gradient: Any) -> None:
+                if not begun:
+                    begun.append(True)
+                    self._turn(unit.path, is_entered=True)
+
+            for tensor in with_gradients(result):
+                tensor.register_hook(begins)
+        return result
+
+    def _told_at_end(self, unit: str, tree: Any) -> Any:
+        leaves = with_gradients(tree)
+        if not leaves:
+            return tree
+
+        def ends() -> None:
+            self._turn(unit, is_entered=False)
+
+        passed = dict(zip(map(id, leaves), Told.apply(ends, *leaves), strict=True))
+        return tree_map_only(torch.Tensor, lambda tensor: passed.get(id(tensor), tensor), tree)
+
+    def _turn(self, unit: str, *, is_entered: bool) -> None:
+        node = self._nodes.call_function(Told)
+        node.meta["val"] = ()
+        self.events.append(
+            Turn(
+                node=node,
+                reads=(),
+                makes=(),
+                writes=(),
+                writes_resident=False,
+                module=unit,
+                source="",
+                flops=0,
+                moved_bytes=0,
+                is_entered=is_entered,
+            )
+        )
 
 
 def is_plain(leaf: Any) -> bool:

@@ -1,20 +1,22 @@
-"""What FSDP2 does around blocks that are sharded one by one: gathers, frees, and spreads gradients.
+"""What FSDP2 does around units that are sharded one by one: gathers, frees, and spreads gradients.
 
 This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default prefetching: in
 the forward the buffer of one gather lives until the next unit is gathered; in the backward the next block is gathered
-before the current one runs; the buffer of one reduce-scatter lives until the next. What a block's backward recomputes
+before the current one runs; the buffer of one reduce-scatter lives until the next. A unit that is told to
+(``reshard_after_forward=False``) stays gathered between its forward and its backward. What a unit's backward recomputes
 finds its parameters gathered, so recompute needs no further gather.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from planner.capture.blocks.whole_step import Builder
+from planner.common.units import round_up
+from planner.ir.graph import Value
+from planner.ir.static_memory import StaticMemory
 
 ROOT = ""
 """The unit of all parameters that are in no block."""
@@ -39,12 +41,50 @@ class Parameter:
         return -(-first // ranks) * ranks * math.prod(self.shape[1:])
 
 
-class Sharding:
-    """Adds to a step, where that stands, what FSDP2 allocates for its units: the blocks, and the rest, :data:`ROOT`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Parameters that are gathered together."""
 
-    def __init__(self, builder: Builder, units: dict[str, Sequence[Parameter]], ranks: int) -> None:
+    parameters: Sequence[Parameter]
+    stays: bool = False
+    """Whether they stay gathered after the forward, until their gradients are spread."""
+
+
+Units = Mapping[str, Unit]
+"""By the paths of the modules around whose forward they are gathered; :data:`ROOT` for the model's own."""
+
+
+def resident(around: StaticMemory, units: Units, alignment_bytes: int) -> StaticMemory:
+    """Count padded shards, and no buffers for communication: those come and go within the step."""
+    ranks = around.gradient_shards
+    shards = [p.padded(ranks) // ranks * p.share_item_bytes for unit in units.values() for p in unit.parameters]
+    static = dict(around.static_bytes)
+    static.pop("communication buffers", None)
+    static["parameters"] = sum(round_up(size_bytes, alignment_bytes) for size_bytes in shards)
+    return replace(around, static_bytes=static)
+
+
+class Builder(Protocol):
+    """What a step is built by, as far as sharding adds to it."""
+
+    values: list[Value]
+
+    def aligned(self, size_bytes: int) -> int:
+        """Round a size up as the allocator does."""
+
+    def add_value(self, name: str, size_bytes: int, *, kind: str = ..., retained: bool = ...) -> int:
+        """Add a value, and give its index."""
+
+    def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> Any:
+        """Add an operation that never runs again."""
+
+
+class Sharding:
+    """Adds to a step, where that stands, what FSDP2 allocates for its units."""
+
+    def __init__(self, builder: Builder, units: Units, ranks: int) -> None:
         self.builder, self._add = builder, builder.add_once
-        self.units = {path: parameters for path, parameters in units.items() if parameters}
+        self.units = {path: unit for path, unit in units.items() if unit.parameters}
         self.ranks = ranks
         self.gradients: dict[str, list[int]] = {path: [] for path in self.units}
         self.buffers: dict[str, int] = {}
@@ -55,7 +95,7 @@ class Sharding:
         self.last_reduced: list[int] = []
 
     def before_forward(self, path: str) -> None:
-        """Gather a block; before all of them what belongs to none, for the whole step."""
+        """Gather a unit; before all of them what belongs to none, for the whole step."""
         if path not in self.units:
             return
         before = dict(self.buffers)
@@ -66,40 +106,45 @@ class Sharding:
         self._copy_out(path, [self.buffers[path]])
 
     def after_forward(self, path: str) -> None:
-        """Free a block's parameters; its gather's buffer stays until the next unit is gathered."""
-        self._add("reshard", path, [self.gathered.pop(path)])
+        """Free a unit's parameters; its gather's buffer stays until the next unit is gathered."""
+        if path not in self.units:
+            return
+        if not self.units[path].stays:
+            self._add("reshard", path, [self.gathered.pop(path)])
         self.order.append(path)
 
     def end_forward(self) -> None:
         """Free the last buffer of the forward."""
+        self.after_forward(ROOT)
         self._add("free the last gather", ROOT, self.buffers.values())
         self.buffers.clear()
-        if ROOT in self.units:
-            self.order.append(ROOT)
 
     def begin_backward(self) -> None:
-        """Gather the last block ahead: the model's own hook does so as soon as the loss has its gradient."""
-        if ROOT in self.units:
-            self._prefetch(ROOT)
+        """Gather the last unit ahead: the model's own hook does so as soon as the loss has its gradient."""
+        self.before_backward(ROOT)
 
     def before_backward(self, path: str) -> None:
-        """Gather a block, and the one whose backward comes next."""
-        self._all_gather(path)
-        self._copy_out(path, [])
-        self._add("free the gather", path, [self.buffers.pop(path)])
+        """Gather a unit that is not, and the one whose backward comes next."""
+        if path not in self.units:
+            return
+        if path not in self.gathered:
+            self._all_gather(path)
+            self._copy_out(path, [])
+            self._add("free the gather", path, [self.buffers.pop(path)])
         self._prefetch(path)
 
     def after_backward(self, path: str, gradients: Iterable[int], *, input_has_gradient: bool) -> None:
-        """Spread a block's gradients; where its input needs none, that waits for the end of the backward."""
+        """Spread a unit's gradients; where its input needs none, that waits for the end of the backward."""
+        if path not in self.units:
+            return
         self.gradients[path] += gradients
         if input_has_gradient:
             self._reduce(path)
 
     def end(self, gradients: Iterable[int]) -> None:
         """Spread what is left."""
-        if ROOT in self.units:
-            self.gradients[ROOT] += gradients
-            self._reduce(ROOT)
+        if ROOT in self.gathered:
+            self.after_backward(ROOT, gradients, input_has_gradient=True)
         for path in list(self.gathered):
             self._reduce(path)
 
@@ -111,17 +156,17 @@ class Sharding:
     def _all_gather(self, path: str) -> None:
         if path in self.buffers or path in self.gathered:
             return
-        size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in self.units[path])
+        size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in self.units[path].parameters)
         self.buffers[path] = self._make("all-gather", path, size_bytes, "gathered parameters")
 
     def _copy_out(self, path: str, reads: Sequence[int]) -> None:
-        aligned = [self.builder.aligned(p.padded(self.ranks) * p.item_bytes) for p in self.units[path]]
+        aligned = [self.builder.aligned(p.padded(self.ranks) * p.item_bytes) for p in self.units[path].parameters]
         made = self._make("parameters", path, sum(aligned), "gathered parameters", reads=[*reads, self.buffers[path]])
         self.gathered[path] = made
 
     def _reduce(self, path: str) -> None:
         self._add("reshard", path, [self.gathered.pop(path)])
-        trainable = [p for p in self.units[path] if p.trainable]
+        trainable = [p for p in self.units[path].parameters if p.trainable]
         self._add("free the reduce-scatter before", path, self.last_reduced)
         size_bytes = sum(p.padded(self.ranks) * p.spread_item_bytes for p in trainable)
         share_bytes = sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in trainable)
