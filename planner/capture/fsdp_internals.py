@@ -21,7 +21,7 @@ from planner.capture.sharding import ROOT, Parameter, Unit
 from planner.capture.torch_internals import other_state
 
 
-def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int) -> str | None:
+def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
     """Say how a model is sharded, if that is otherwise than its plan counts on; ``blocks`` are to be units."""
     for path in blocks:
         if not isinstance(model.get_submodule(path), FSDPModule):
@@ -61,13 +61,23 @@ def sharded_units(model: nn.Module) -> list[ShardedUnit]:
     found = []
     for group in _all_groups(model):
         path = paths[group.modules[0]]
+        state: Any = group.modules[0]._get_fsdp_state()
+        ahead, back = ([paths[one._modules[0]] for one in states] for states in _told_ahead(state))
         unit = Unit(
             parameters=tuple(_as_gathered(one, group.mp_policy) for one in group.fsdp_params),
             stays=_stays(group, is_root=path == ROOT),
+            copies=isinstance(group.mesh_info, HSDPMeshInfo),
+            ahead=tuple(ahead),
+            ahead_in_backward=tuple(back) or None,
         )
         parameters = tuple(names[id(_registered(one))] for one in group.fsdp_params)
         found.append(ShardedUnit(path=path, modules=tuple(group.modules), parameters=parameters, unit=unit))
     return found
+
+
+def _told_ahead(state: Any) -> tuple[list[Any], list[Any]]:
+    """Return the units that one is told to gather ahead, in its forward and in its backward."""
+    return state._states_to_forward_prefetch, state._states_to_backward_prefetch
 
 
 def _stays(group: Any, *, is_root: bool) -> bool:
@@ -110,12 +120,24 @@ def types_of_shares(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtyp
     return {name: found[id(parameter)] for name, parameter in named if id(parameter) in found}
 
 
-def is_sharded_by_default(model: nn.Module) -> bool:
-    """Whether a sharded model's parameters are gathered in the types of its shares, and let go after each forward.
+def settings_of(model: nn.Module) -> str:
+    """Say which units of a sharded model are gathered otherwise than by default; ``""`` if none is."""
+    said = []
+    for unit in sharded_units(model):
+        name, one = f"block {unit.path}" if unit.path else "the model", unit.unit
+        if one.stays != (unit.path == ROOT):
+            said.append(f"{name} is sharded with reshard_after_forward={not one.stays}")
+        if one.copies:
+            said.append(f"{name} is sharded over a mesh that also copies it (HSDP)")
+        if one.ahead or one.ahead_in_backward:
+            back = "" if one.ahead_in_backward is None else f", in the backward {' '.join(one.ahead_in_backward)}"
+            said.append(f"{name} is sharded with prefetching of its own: {' '.join(one.ahead)}{back}")
+    return "; ".join(said)
 
-    A plan that was made before the model was sharded knows of nothing else.
-    """
-    return all(unit.unit.stays == (unit.path == ROOT) for unit in sharded_units(model)) and not any(
+
+def computes_in_other_types(model: nn.Module) -> bool:
+    """Whether parameters of a sharded model are gathered in other types than those of its shares."""
+    return any(
         one.sharded_param.is_floating_point() and group.mp_policy.param_dtype not in (None, one.sharded_param.dtype)
         for group in _all_groups(model)
         for one in group.fsdp_params
@@ -198,14 +220,9 @@ def _cast(dtype: torch.dtype | None, tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, cast, tree)
 
 
-def _settings(block: FSDPModule, ranks: int) -> Iterator[str]:
-    state: Any = block._get_fsdp_state()
-    if state._states_to_forward_prefetch or state._states_to_backward_prefetch:
-        yield "with prefetching of its own"
-    for group in _groups(state):
-        if isinstance(group.mesh_info, HSDPMeshInfo):
-            yield "over a mesh that also copies it (HSDP)"
-        if (shards := getattr(group.mesh_info, "shard_mesh_size", 1)) != ranks:
+def _settings(block: FSDPModule, ranks: int | None) -> Iterator[str]:
+    for group in _groups(block._get_fsdp_state()):
+        if ranks is not None and (shards := getattr(group.mesh_info, "shard_mesh_size", 1)) != ranks:
             yield f"over {shards} ranks, and was planned for ranks={ranks}"
         if group.post_forward_mesh_info not in (None, group.mesh_info):
             yield "with a number of ranks as reshard_after_forward"

@@ -52,7 +52,7 @@ def sends_later(model: nn.Module) -> bool:
     return keeps_whole_gradients(model)
 
 
-def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int) -> str | None:
+def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
     """Say how a sharded model is, if that is otherwise than a plan counts on."""
     if not is_sharded(model):
         return None

@@ -48,6 +48,12 @@ class Unit:
     parameters: Sequence[Parameter]
     stays: bool = False
     """Whether they stay gathered after the forward, until their gradients are spread."""
+    copies: bool = False
+    """Whether other ranks have the same shares (HSDP): gradients are then summed over these too."""
+    ahead: Sequence[str] = ()
+    """Units that are gathered ahead as its forward begins."""
+    ahead_in_backward: Sequence[str] | None = None
+    """Those as its backward begins; None for the one whose backward comes next."""
 
 
 Units = Mapping[str, Unit]
@@ -88,7 +94,9 @@ class Sharding:
         self.ranks = ranks
         self.gradients: dict[str, list[int]] = {path: [] for path in self.units}
         self.buffers: dict[str, int] = {}
-        """Gathers whose buffer is there, by unit."""
+        """What gathers that nobody has waited for wrote into, by unit."""
+        self.last_gathered: list[int] = []
+        """What the last gather of the forward wrote into, which is there until the next."""
         self.gathered: dict[str, int] = {}
         self.order: list[str] = []
         """Units in the order in which their forwards end."""
@@ -98,12 +106,12 @@ class Sharding:
         """Gather a unit; before all of them what belongs to none, for the whole step."""
         if path not in self.units:
             return
-        before = dict(self.buffers)
         self._all_gather(path)
-        self._add("free the gather before", path, before.values())
-        for other in before:
-            del self.buffers[other]
+        self._add("free the gather before", path, self.last_gathered)
         self._copy_out(path, [self.buffers[path]])
+        self.last_gathered = [self.buffers.pop(path)]
+        for other in self.units[path].ahead:
+            self._all_gather(other)
 
     def after_forward(self, path: str) -> None:
         """Free a unit's parameters; its gather's buffer stays until the next unit is gathered."""
@@ -116,8 +124,8 @@ class Sharding:
     def end_forward(self) -> None:
         """Free the last buffer of the forward."""
         self.after_forward(ROOT)
-        self._add("free the last gather", ROOT, self.buffers.values())
-        self.buffers.clear()
+        self._add("free the last gather", ROOT, self.last_gathered)
+        self.last_gathered = []
 
     def begin_backward(self) -> None:
         """Gather the last unit ahead: the model's own hook does so as soon as the loss has its gradient."""
@@ -131,7 +139,9 @@ class Sharding:
             self._all_gather(path)
             self._copy_out(path, [])
             self._add("free the gather", path, [self.buffers.pop(path)])
-        self._prefetch(path)
+        place, ahead = self.order.index(path), self.units[path].ahead_in_backward
+        for other in self.order[max(place - 1, 0) : place] if ahead is None else ahead:
+            self._all_gather(other)
 
     def after_backward(self, path: str, gradients: Iterable[int], *, input_has_gradient: bool) -> None:
         """Spread a unit's gradients; where its input needs none, that waits for the end of the backward."""
@@ -148,13 +158,8 @@ class Sharding:
         for path in list(self.gathered):
             self._reduce(path)
 
-    def _prefetch(self, path: str) -> None:
-        place = self.order.index(path)
-        if place > 0:
-            self._all_gather(self.order[place - 1])
-
     def _all_gather(self, path: str) -> None:
-        if path in self.buffers or path in self.gathered:
+        if path in self.buffers or path in self.gathered or path not in self.units:
             return
         size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in self.units[path].parameters)
         self.buffers[path] = self._make("all-gather", path, size_bytes, "gathered parameters")
@@ -169,11 +174,17 @@ class Sharding:
         trainable = [p for p in self.units[path].parameters if p.trainable]
         self._add("free the reduce-scatter before", path, self.last_reduced)
         size_bytes = sum(p.padded(self.ranks) * p.spread_item_bytes for p in trainable)
-        share_bytes = sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in trainable)
+        own_bytes = sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in trainable)
         buffer = self._make("gradients to be spread", path, size_bytes, "gradients", reads=self.gradients[path])
-        share = self.builder.add_value(f"{path} share", share_bytes, kind="gradient", retained=True)
-        self._add("reduce-scatter", path, [buffer], [share])
+        share = self.builder.add_value(f"{path} share", own_bytes, kind="gradient", retained=True)
         self.last_reduced = [buffer]
+        if own_bytes * self.ranks == size_bytes:
+            self._add("reduce-scatter", path, [buffer], [share])
+            return
+        spread = self._make("spread gradients", path, size_bytes // self.ranks, "gradients", reads=[buffer])
+        self._add("cast the share", path, [spread], [share])
+        if self.units[path].copies:
+            self.last_reduced.append(spread)
 
     def _make(self, target: str, path: str, size_bytes: int, kind: str, reads: Sequence[int] = ()) -> int:
         value = self.builder.add_value(f"{target} of {path}.{len(self.builder.values)}", size_bytes, kind=kind)

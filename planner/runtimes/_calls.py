@@ -20,13 +20,14 @@ from planner.capture.inputs import Inputs
 from planner.capture.operands import settle
 from planner.capture.parallel import sends_later, unplanned_sharding
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
-from planner.ir.static_memory import SHARDS
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.runtimes._held_gradients import HeldGradients
 from planner.runtimes._open_calls import OpenCalls
 from planner.session.step import Options
 from planner.session.telling import working
+
+MAY_BE_ABOVE = "gradients are right, and the peak may be above the predicted one"
 
 _WATCHED = "torch runs no captured graph under a dispatch mode (FlopCounterMode and the like):"
 
@@ -160,12 +161,12 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
     return described, cast, training_switches(model), masking_of(model, inputs)
 
 
-def check_sharding(model: nn.Module, blocks: Iterable[str], plan: Plan) -> None:
-    """Warn of a sharding that a plan does not count on; ``blocks`` are to be sharded by themselves."""
-    if found := unplanned_sharding(model, blocks, int(plan.fingerprint.get(SHARDS, 1))):
+def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:
+    """Warn of a sharding that a plan does not count on: that is for ``blocks`` as units, and for so many ranks."""
+    if found := unplanned_sharding(model, blocks, ranks):
         warnings.warn(
-            f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, with "
-            "default settings: gradients are right, and the peak may be above the predicted one",
+            f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, without "
+            f"that: {MAY_BE_ABOVE}",
             stacklevel=9,
         )
 

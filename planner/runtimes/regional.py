@@ -7,6 +7,7 @@ training; hooks, and so DDP's and FSDP2's, run around a block and not inside it.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,10 +20,7 @@ from planner.capture.blocks.regions import Block, Step, placeholders_given
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.forwards import forwards
-from planner.capture.fsdp_internals import (
-    is_sharded_by_default,
-    types_of_shares,
-)
+from planner.capture.fsdp_internals import computes_in_other_types, settings_of, types_of_shares
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
@@ -36,10 +34,11 @@ from planner.ir.graph import OperationCost, TrainingGraph, named_by
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
+from planner.ir.static_memory import SHARDS
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
+from planner.runtimes._calls import MAY_BE_ABOVE, CallsInSituations, Decided, StartsCalls, check_sharding
 from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
 from planner.session.step import (
@@ -51,6 +50,9 @@ from planner.session.step import (
     elsewhere_for,
     static_memory_of,
 )
+
+SHARDING = "sharding"
+"""In a plan's fingerprint: how the model is sharded, where that is not by default."""
 
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
@@ -81,13 +83,19 @@ class RegionalRuntime(CallsInSituations):
         was made before the model was sharded knows nothing of a policy for other types, and of parameters that stay.
         """
         plan = self.plan
-        knows_sharding = self.is_confirmed or self.must_match or is_sharded_by_default(self.model)
-        if plan is not None and knows_sharding and are_no_larger(described(inputs.tensors()), planned_for(plan)):
+        settings = settings_of(self.model)
+        knows_types = self.is_confirmed or not computes_in_other_types(self.model)
+        is_for_this = plan is not None and plan.fingerprint.get(SHARDING, "") == settings and knows_types
+        fits = plan is not None and are_no_larger(described(inputs.tensors()), planned_for(plan))
+        if plan is not None and fits and (is_for_this or self.must_match):
             self.is_confirmed = True
         else:
             with whole(self.model):
                 plan = self._planned(inputs)
-        check_sharding(self.model, str(plan.fingerprint["blocks"]).split(), plan)
+        if plan.fingerprint.get(SHARDING, "") != settings:
+            said = settings.partition(";")[0] or "the model is sharded by default"
+            warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=8)
+        check_sharding(self.model, str(plan.fingerprint["blocks"]).split(), int(plan.fingerprint.get(SHARDS, 1)))
         return plan
 
 
@@ -229,6 +237,8 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     context = context_of(model, spec, around, options)
     lowered = put_together(shapes, trace, blocks, context, units)
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
+    if settings := settings_of(model):
+        facts[SHARDING] = settings
     notes = tuple(
         Finding(
             rule="block-left-eager",
@@ -257,8 +267,8 @@ def _units(model: nn.Module, blocks: Iterable[str]) -> Units:
                 trainable=parameter.requires_grad,
             )
         )
-    stay = {path: known[path].stays if path in known else path == ROOT for path in units}
-    return {path: Unit(parameters=parameters, stays=stay[path]) for path, parameters in units.items()}
+    default = {path: known.get(path, Unit(parameters=(), stays=path == ROOT)) for path in units}
+    return {path: replace(default[path], parameters=parameters) for path, parameters in units.items()}
 
 
 def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:

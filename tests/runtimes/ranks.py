@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
@@ -227,16 +227,22 @@ def sharded_first(rank: int) -> dict[str, Any]:
         "kept": ({"reshard_after_forward": False}, {}),
         "never kept": ({"reshard_after_forward": True}, {}),
         "modules": ({}, {"runtime": "modules"}),
+        "ahead": ({"ahead": True}, {}),
     }
     return {name: _sharded_first(rank, *options) for name, options in ways.items()}
 
 
 def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> dict[str, Any]:
+    ahead = shard.pop("ahead", False)
+
     def sharded() -> nn.Module:
         with torch.device("meta"):
             empty = Model()
         for unit in (*empty.blocks, empty):
-            fully_shard(unit, mesh=mesh, **shard)
+            fully_shard(unit, **{"mesh": mesh, **shard})
+        if ahead:
+            empty.blocks[0].set_modules_to_forward_prefetch([empty.blocks[1], empty.blocks[2]])
+            empty.blocks[3].set_modules_to_backward_prefetch([empty.blocks[2], empty.blocks[1]])
         model = empty.to_empty(device="cpu")
         model.load_state_dict({n: distribute_tensor(v, mesh) for n, v in state.items()})
         return model
@@ -386,27 +392,36 @@ def tensor_parallel(_rank: int) -> dict[str, Any]:
     }
 
 
-def both_ways(_rank: int) -> dict[str, Any]:
-    """Plan a model whose layers two ranks share, and whose parameters two more are sharded over, in two types."""
-    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("shard", "layers"))
-    policies = {
-        "own": MixedPrecisionPolicy(),
-        "16 bits": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    }
-    return {name: _both_ways(mesh, policy) for name, policy in policies.items()}
+def two_meshes(_rank: int) -> dict[str, Any]:
+    """Shard over two of four ranks a model whose layers the other two share, and one of which they have copies."""
+    layers = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("shard", "layers"))
+    copies = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("copy", "shard"))
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
-
-def _both_ways(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> dict[str, Any]:
-    def made() -> nn.Module:
+    def with_shared_layers() -> nn.Module:
         model = make()
         for block in model.blocks:
-            parallelize_module(block, mesh["layers"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
-        for unit in (*model.blocks, model):
-            fully_shard(unit, mesh=mesh["shard"], mp_policy=policy)
-        return model
+            parallelize_module(block, layers["layers"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
+        return fully_sharded(model, mesh=layers["shard"])
 
+    return {
+        "layers": beside_plain(with_shared_layers, data(layers.get_local_rank("shard"))),
+        "copies": beside_plain(
+            lambda: fully_sharded(make(), mesh=copies, mp_policy=half), data(copies.get_local_rank("shard"))
+        ),
+    }
+
+
+def fully_sharded(model: Model, **options: Any) -> Model:
+    for unit in (*model.blocks, model):
+        fully_shard(unit, **options)
+    return model
+
+
+def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+    """Hold a parallel model under a plan against the same without one."""
     alone, others = made(), live()
-    x = data(mesh.get_local_rank("shard"))
+    others.pop(x.untyped_storage().data_ptr())
     peak, running = peak_of(lambda: planner.auto_wrap(made(), **QUICK), x, others)
     step(alone, x)
     plan, found, expected = planner.plan_of(running), gradients(running), gradients(alone)
@@ -416,6 +431,7 @@ def _both_ways(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> dict[str, Any]
         "predicted_bytes": plan.peak_bytes,
         "baseline_bytes": plan.baseline_peak_bytes,
         "budget_bytes": plan.budget_bytes,
+        "runtime": plan.runtime,
         "plan": plan.to_json(),
     }
 
@@ -562,7 +578,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "last_batch": last_batch,
     "shardings": shardings,
     "tensor_parallel": tensor_parallel,
-    "both_ways": both_ways,
+    "two_meshes": two_meshes,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,
     "fails_on_rank_1": fails_on_rank_1,

@@ -37,12 +37,17 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_ranks(tmp_path_factory.mktemp("pipelines"), ",".join((*MORE_PIPELINES, "zero_bubble")))
 
 
-def run_ranks(made: Path, scenarios: str) -> Path:
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("four"), "two_meshes", range(4))
+
+
+def run_ranks(made: Path, scenarios: str, ranks: range = RANKS) -> Path:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(ROOT / "tests" / "runtimes" / "ranks.py"), scenarios, str(made)]
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(len(RANKS))}
-    processes, logs = [], [made / f"{rank}.log" for rank in RANKS]
-    for rank, log in zip(RANKS, logs, strict=True):
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(len(ranks))}
+    processes, logs = [], [made / f"{rank}.log" for rank in ranks]
+    for rank, log in zip(ranks, logs, strict=True):
         with log.open("w") as errors:
             own = {**environment, "RANK": str(rank)}
             processes.append(subprocess.Popen(command, env=own, cwd=ROOT, stderr=errors))
@@ -55,8 +60,8 @@ def run_ranks(made: Path, scenarios: str) -> Path:
     return made
 
 
-def results(folder: Path, scenario: str) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"{scenario}.{rank}.json").read_text(encoding="utf-8")) for rank in RANKS]
+def results(folder: Path, scenario: str, ranks: range = RANKS) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"{scenario}.{rank}.json").read_text(encoding="utf-8")) for rank in ranks]
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
@@ -121,8 +126,9 @@ def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(folder: Path) ->
 
 
 SHARDINGS = {
-    "copied": "blocks.0 is sharded over a mesh that also copies it (HSDP)",
-    "offloaded": "blocks.0 is sharded with a CPUOffloadPolicy",
+    "kept": "block blocks.0 is sharded with reshard_after_forward=False",
+    "copied": "the model is sharded over a mesh that also copies it (HSDP)",
+    "offloaded": "the model is sharded with a CPUOffloadPolicy",
     "whole": "blocks.0 is not sharded by itself",
     "prefetched": "blocks.0 is sharded with prefetching of its own",
     "unsent": "gradients stay whole until a later backward (set_requires_gradient_sync)",
@@ -131,8 +137,7 @@ SHARDINGS = {
 
 def test_a_sharding_that_the_plan_does_not_count_is_right_and_said(folder: Path) -> None:
     for result in results(folder, "shardings"):
-        for planned in ("default", "kept"):
-            assert result.pop(planned) == {"equal": True, "said": []}
+        assert result.pop("default") == {"equal": True, "said": []}
         for sharding, found in result.items():
             assert found["equal"], sharding
             assert len(found["said"]) == 1 and SHARDINGS[sharding] in found["said"][0]
@@ -147,6 +152,16 @@ def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:
         assert result["predicted_bytes"] < result["baseline_bytes"]
         assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
         assert result["refused"]["error"] == "RuntimeUnsupportedError" and "'modules'" in result["refused"]["message"]
+
+
+@pytest.mark.parametrize(("mesh", "runtime"), [("layers", "modules"), ("copies", "regional")])
+def test_sharding_goes_with_a_second_mesh(four: Path, mesh: str, runtime: str) -> None:
+    found = [result[mesh] for result in results(four, "two_meshes", range(4))]
+    assert len({result["plan"] for result in found}) == 1
+    for result in found:
+        assert result["equal"] and result["runtime"] == runtime
+        assert result["predicted_bytes"] <= result["budget_bytes"] < result["baseline_bytes"]
+        assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
 
 
 def check_pipeline(found: list[dict[str, Any]]) -> None:
