@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -86,6 +86,18 @@ def has_distributed_tensors(model: nn.Module) -> bool:
     from torch.distributed.tensor import DTensor  # takes a while to import
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def layers_group(model: nn.Module) -> Any:
+    """Return the group of the ranks that share layers of a model with this one; None for all ranks, if it is not one.
+
+    A rank of another group has other data, or another replica of the model.
+    """
+    from torch.distributed.tensor import DTensor
+
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    mesh = meshes.pop()
+    return mesh.get_group() if mesh.ndim == 1 and not meshes else None
 
 
 def check_not_distributed(model: nn.Module, *, may_be_sharded: bool = False) -> None:

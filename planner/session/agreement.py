@@ -6,14 +6,13 @@ Only text is exchanged. Timeouts are those of torch.distributed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from planner.capture.failures import first_line
-from planner.capture.parallel import has_distributed_tensors, has_several_ranks, units_of
+from planner.capture.parallel import has_distributed_tensors, has_several_ranks, layers_group, units_of
 from planner.errors import PlanMismatchError, PlannerError
 from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan
@@ -38,19 +37,33 @@ def plan_together(
     """
     if not (options.together and has_several_ranks()):
         return plan_lowered(model, prepare(), options, reuse=reuse, must_match=must_match).plan
-    step = prepared_by_all(prepare, partial(fingerprint_of, model))
+    step = prepared_by_all(prepare, lambda step: {**trained(model), **fingerprint_of(model, step)})
     return planned_by_first(
         lambda: plan_lowered(model, step, options, reuse=reuse, must_match=must_match).plan, step.lowered.graph
     )
 
 
-def must_agree(model: nn.Module, options: Options) -> bool:
-    """Whether ranks share every layer of a model, so that one which runs other modules again waits for ever."""
-    is_spread = has_distributed_tensors(model) or bool(units_of(model))
-    return options.together and has_several_ranks() and is_spread
+def trained(model: nn.Module) -> dict[str, str | int]:
+    """Say how many parameters of a model train, which ranks must have in common."""
+    return {"parameters that train": sum(parameter.requires_grad for parameter in model.parameters())}
 
 
-def prepared_by_all(prepare: Callable[[], Step], facts: Callable[[Step], Mapping[str, str | int]]) -> Step:
+def who_agrees(model: nn.Module, options: Options) -> list[Any]:
+    """Return the group of ranks that must run the same modules again, if there is one; None stands for all ranks.
+
+    Ranks that share layers do: one that ran others again would wait for ever. All ranks together make the first plan;
+    later ones, say for a last batch that only some have, only those that share layers.
+    """
+    if not has_several_ranks():
+        return []
+    if options.together and (has_distributed_tensors(model) or units_of(model)):
+        return [None]
+    return [layers_group(model)] if has_distributed_tensors(model) else []
+
+
+def prepared_by_all(
+    prepare: Callable[[], Step], facts: Callable[[Step], Mapping[str, str | int]], group: Any = None
+) -> Step:
     """Return what every rank prepares, if that is the same by its ``facts`` and none fails; raises as said above."""
     prepared: list[Step] = []
 
@@ -58,7 +71,7 @@ def prepared_by_all(prepare: Callable[[], Step], facts: Callable[[Step], Mapping
         prepared.append(prepare())
         return dict(facts(prepared[0]))
 
-    everyone = made_by_all(described, "captured the step")
+    everyone = made_by_all(described, "captured the step", group)
     check_alike(everyone, "step", "All ranks must wrap the same model with inputs of the same sizes")
     return prepared[0]
 
@@ -90,18 +103,19 @@ def check_alike(everyone: Sequence[Mapping[str, str | int]], what: str, advice: 
             raise PlanMismatchError(f"rank {rank} has another {what} than rank 0: {differs}. {advice}")
 
 
-def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph) -> Plan:
-    """Return the plan that rank 0 makes, which every rank can carry out on its graph."""
+def planned_by_first(make: Callable[[], Plan], graph: TrainingGraph, group: Any = None) -> Plan:
+    """Return the plan that the first rank of a group makes, which every rank can carry out on its graph."""
     plan: Plan | None = None
     failure: Exception | None = None
-    if dist.get_rank() == 0:
+    first = dist.get_process_group_ranks(group or dist.group.WORLD)[0]
+    if dist.get_rank() == first:
         plan, failure = _attempt(make)
     message = [_said(failure) if failure else "", plan.to_json() if plan else ""]
-    _exchange(lambda: dist.broadcast_object_list(message, src=0))
+    _exchange(lambda: dist.broadcast_object_list(message, src=first, group=group))
     if failure is not None:
         raise failure
     if message[0]:
-        raise PlannerError(f"rank 0, which plans for all, failed: {message[0]}")
+        raise PlannerError(f"rank {first}, which plans for all, failed: {message[0]}")
     if plan is None:
         plan = Plan.from_json(message[1])
         plan.schedule_for(graph)  # raises if this rank could not carry it out
@@ -119,7 +133,10 @@ def _exchange(collective: Callable[[], None]) -> None:
     try:
         collective()
     except RuntimeError as error:
-        raise PlannerError(f"a rank went away while the ranks agreed on a plan: {first_line(error)}") from error
+        raise PlannerError(
+            "a rank went away while the ranks agreed on a plan, or did something else, as one does that has not "
+            f"wrapped its model: {first_line(error)}"
+        ) from error
 
 
 def _said(error: Exception) -> str:

@@ -27,7 +27,7 @@ from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan, PlanOrigin
-from planner.session.agreement import must_agree, planned_by_first, prepared_by_all
+from planner.session.agreement import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
 from planner.session.step import (
     Options,
     context_of,
@@ -56,26 +56,52 @@ def plan_eager(
 
 
 def study_alike(model: nn.Module, inputs: Inputs, options: Options) -> Study:
-    """Record and cost one eager step, on all ranks alike if they share every layer."""
-    if not must_agree(model, options):
+    """Record and cost one eager step, on all ranks alike if they share every layer.
+
+    No rank runs it for real, and communicates, unless all of them have to.
+    """
+    agreed = who_agrees(model, options)
+    if not agreed:
         return study_eager(model, inputs, options)
-    return prepared_by_all(lambda: study_eager(model, inputs, options), lambda study: study.origin.fingerprint)
+    (group,) = agreed
+    recorded: list[Study | CaptureError] = []
+
+    def record_without_data() -> str:
+        try:
+            recorded.append(study_eager(model, inputs, options, may_run=False))
+        except CaptureError as error:
+            recorded.append(error)
+            return str(error)
+        return ""
+
+    failed = made_by_all(record_without_data, "recorded a step", group)
+
+    def taken() -> Study:
+        (found,) = recorded
+        if isinstance(found, Study):
+            return found
+        if not all(failed):
+            raise found
+        return study_eager(model, inputs, options)
+
+    return prepared_by_all(taken, lambda study: {**trained(model), **study.origin.fingerprint}, group)
 
 
 def plan_alike(model: nn.Module, study: Study, options: Options, **known: Any) -> Plan:
-    """Plan such a step, on rank 0 for all ranks that share every layer; ``known`` is for :func:`plan_study`."""
-    if not must_agree(model, options):
+    """Plan such a step, on one rank for all that share every layer; ``known`` is for :func:`plan_study`."""
+    agreed = who_agrees(model, options)
+    if not agreed:
         return plan_study(study, options, **known)
-    return planned_by_first(lambda: plan_study(study, options, **known), study.graph)
+    return planned_by_first(lambda: plan_study(study, options, **known), study.graph, *agreed)
 
 
-def study_eager(model: nn.Module, inputs: Inputs, options: Options) -> Study:
-    """Record and cost one eager step."""
+def study_eager(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> Study:
+    """Record and cost one eager step; a CaptureError says that it must run for real, and may not."""
     if isinstance(options.eager, Study):
         return options.eager
     check_device(model, inputs)
     check_own_checkpointing(model)
-    return _Recorded(model, inputs, options).study(None)
+    return _Recorded(model, inputs, options, may_run=may_run).study(None)
 
 
 def with_eager(model: nn.Module, options: Options, inputs: Inputs) -> Options:

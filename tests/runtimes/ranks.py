@@ -295,11 +295,23 @@ def fails_on_rank_1(rank: int) -> dict[str, Any]:
     return refused(lambda: wrap(model, rank, "ddp"))
 
 
-def differs(rank: int) -> dict[str, Any]:
-    model = make()
+def fails_where_layers_are_shared(rank: int) -> dict[str, Any]:
+    """Let one rank fail where the others would wait for it in the middle of a layer."""
+    model = parallel(make())
     if rank == 1:
-        del model.blocks[-1]
-    return refused(lambda: wrap(model, rank, "ddp"))
+        model.norm = nn.LayerNorm(3)
+    return refused(lambda: step(planner.auto_wrap(model, **QUICK), data(0)))
+
+
+def differs(rank: int) -> dict[str, Any]:
+    shorter, frozen = make(), make()
+    if rank == 1:
+        del shorter.blocks[-1]
+        frozen.blocks[0].requires_grad_(False)
+    return {
+        "shorter": refused(lambda: wrap(shorter, rank, "ddp")),
+        "frozen": refused(lambda: wrap(frozen, rank, "ddp")),
+    }
 
 
 def wrong_order(rank: int) -> dict[str, Any]:
@@ -404,10 +416,11 @@ def two_meshes(_rank: int) -> dict[str, Any]:
             parallelize_module(block, layers["layers"], {"rise": ColwiseParallel(), "fall": RowwiseParallel()})
         return fully_sharded(model, mesh=layers["shard"])
 
+    rows = ROWS - 100 * layers.get_local_rank("shard")
     return {
-        "layers": beside_plain(with_shared_layers, data(layers.get_local_rank("shard"))),
+        "layers": beside_plain(with_shared_layers, data(layers.get_local_rank("shard")), rows),
         "copies": beside_plain(
-            lambda: fully_sharded(make(), mesh=copies, mp_policy=half), data(copies.get_local_rank("shard"))
+            lambda: fully_sharded(make(), mesh=copies, mp_policy=half), data(copies.get_local_rank("shard")), rows
         ),
     }
 
@@ -418,15 +431,18 @@ def fully_sharded(model: Model, **options: Any) -> Model:
     return model
 
 
-def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
-    """Hold a parallel model under a plan against the same without one."""
+def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor, last_rows: int) -> dict[str, Any]:
+    """Hold a parallel model under a plan against the same without one, also with a last batch that only some have."""
     alone, others = made(), live()
     others.pop(x.untyped_storage().data_ptr())
     peak, running = peak_of(lambda: planner.auto_wrap(made(), **QUICK), x, others)
     step(alone, x)
     plan, found, expected = planner.plan_of(running), gradients(running), gradients(alone)
+    step(running, x[:last_rows]), step(alone, x[:last_rows])
+    last, expected_last = gradients(running), gradients(alone)
     return {
         "equal": found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected),
+        "last_equal": all(torch.equal(last[n], expected_last[n]) for n in expected),
         "peak_bytes": peak,
         "predicted_bytes": plan.peak_bytes,
         "baseline_bytes": plan.baseline_peak_bytes,
@@ -582,6 +598,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,
     "fails_on_rank_1": fails_on_rank_1,
+    "fails_where_layers_are_shared": fails_where_layers_are_shared,
     "differs": differs,
     "wrong_order": wrong_order,
     "1f1b": lambda rank: pipeline(rank, pipelining.Schedule1F1B, "92%"),

@@ -19,7 +19,7 @@ RANKS = range(2)
 
 SCENARIOS = (
     "ddp,fsdp2,mixed_precision,sharded_first,last_batch,shardings,tensor_parallel,fails_on_rank_0,fails_on_rank_1,"
-    "differs,wrong_order,1f1b,documented,pipeline_errors,dies"
+    "fails_where_layers_are_shared,differs,wrong_order,1f1b,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
@@ -159,7 +159,7 @@ def test_sharding_goes_with_a_second_mesh(four: Path, mesh: str, runtime: str) -
     found = [result[mesh] for result in results(four, "two_meshes", range(4))]
     assert len({result["plan"] for result in found}) == 1
     for result in found:
-        assert result["equal"] and result["runtime"] == runtime
+        assert result["equal"] and result["last_equal"] and result["runtime"] == runtime
         assert result["predicted_bytes"] <= result["budget_bytes"] < result["baseline_bytes"]
         assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
 
@@ -227,9 +227,17 @@ def test_a_failure_on_another_rank_is_told_to_all(folder: Path) -> None:
 
 def test_ranks_whose_steps_differ_are_told_in_what(folder: Path) -> None:
     for result in results(folder, "differs"):
-        assert result["error"] == "PlanMismatchError"
-        assert "rank 1 has another step than rank 0" in result["message"]
-        assert "blocks is 'blocks.0 blocks.1 blocks.2' there" in result["message"]
+        for found in result.values():
+            assert found["error"] == "PlanMismatchError"
+            assert "rank 1 has another step than rank 0" in found["message"]
+        assert "blocks is 'blocks.0 blocks.1 blocks.2' there" in result["shorter"]["message"]
+        assert "parameters that train is 22 there and 28 on rank 0" in result["frozen"]["message"]
+
+
+def test_no_rank_waits_in_a_layer_for_one_that_has_failed(folder: Path) -> None:
+    told, own = results(folder, "fails_where_layers_are_shared")
+    assert own["error"] == "CaptureError" and "normalized_shape=[3]" in own["message"]
+    assert told["message"].startswith("rank 1 failed while it captured the step: CaptureError: ")
 
 
 def test_the_order_of_wrapping_is_said(folder: Path) -> None:

@@ -68,7 +68,11 @@ def record(
     except Exception as error:
         depends_on_data = True
         if is_fake(model) or not may_run:
-            hint = "; if it depends on data, build the model for real" if is_fake(model) else ""
+            hint = ""
+            if units_of(model):
+                hint = "; a sharded model is recorded without data, so what runs may not depend on them"
+            elif is_fake(model):
+                hint = "; if it depends on data, build the model for real"
             raise CaptureError(_failed(model, error) + hint) from error
     if not may_run:
         raise CaptureError(f"what the kernels of {type(model).__name__} keep is known only when they run")
