@@ -105,6 +105,7 @@ _TOLD: dict[str, dict[str, Any]] = {
     "ranks": {"type": count, "metavar": "N", "help": "devices that train together"},
     "tensor_parallel": {"type": count, "metavar": "N", "help": "devices that share each layer; planned, not run"},
     "reserve": {"metavar": "SIZE", "help": "what is to stay free: 1GiB, 5%% of the device"},
+    "arena": {"help": "give all that the step allocates fixed places in one arena, and say what that takes"},
     "device": {
         "metavar": "NAME",
         "help": "accelerator to plan for: a name (h100), or a file that 'calibrate' wrote; by default what is here",

@@ -163,6 +163,8 @@ class Training:
     """How many devices share each layer."""
     reserve: Size = 0
     """What is to stay free for the allocator and for others: bytes, ``"1GiB"``, or ``"5%"`` of the device."""
+    arena: bool = False
+    """Whether what the step allocates has fixed places in one arena."""
 
     def __post_init__(self) -> None:
         check_optimizer(self.optimizer)

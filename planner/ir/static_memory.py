@@ -61,6 +61,8 @@ class StaticMemory:
     """Size of each piece that matrix libraries keep, which lie by themselves."""
     has_caching_allocator: bool = False
     """Whether the device's memory is handed out as CUDA does."""
+    arena: bool = False
+    """Whether what the step allocates has fixed places in one arena."""
 
     @property
     def resident_bytes(self) -> tuple[int, ...]:

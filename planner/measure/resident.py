@@ -72,6 +72,7 @@ def static_memory(
         else (sum(resident.values()),),
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
+        arena=training.arena,
     )
 
 

@@ -26,6 +26,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import Evaluation
 from planner.ir.static_memory import StaticMemory
 from planner.plans.allocator import OPTIMIZER_STEP, optimizer_peak_bytes, reserve_warnings, reserved_by_cuda
+from planner.plans.arena import arena_of
 from planner.plans.baselines import baseline_rows
 from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
 from planner.plans.gap import gap_finding
@@ -240,6 +241,7 @@ def plan_from_solution(
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
+        arena=arena_of(problem, schedule, static_memory, limits),
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
         capture_seconds=origin.capture_seconds,
