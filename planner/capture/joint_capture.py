@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from planner.capture.beside_internals import nothing_beside
 from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.elsewhere import Elsewhere, meant
@@ -213,7 +214,8 @@ class IsolatedCall:
         install_output_hooks(self.module, kwargs)
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), deciding, _at_work(work):
+        quietly = nothing_beside()
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quietly, deciding, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:

@@ -15,12 +15,14 @@ ROOT = Path(__file__).parent.parent.parent
 LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
+    "planner.capture.beside_internals",
     "planner.capture.call_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
     "planner.capture.pipelining_internals",
     "planner.capture.torch_internals",
+    "planner.capture.tracing_internals",
 }
 """All that may touch what torch keeps to itself."""
 
