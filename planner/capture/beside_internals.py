@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,31 +11,20 @@ from unittest.mock import patch
 from torch._functorch._aot_autograd import graph_compile
 from torch._logging import _internal as torch_logs
 
+from planner.common.garbage import not_collected
+
 _WRITE_GRAPHS = {"_log_joint_graph": None, "_log_fw_bw_graphs": (None, None)}
 """Functions of AOTAutograd that write graphs out, each with what it gives where no log is enabled."""
 
 
 @contextmanager
 def nothing_beside() -> Iterator[None]:
-    """Capture without what takes time and changes nothing: collections of garbage, and logs without a reader."""
-    with _without_collections(), _without_unread_logs():
-        yield
+    """Capture without what takes time and changes nothing: collections of garbage, and logs without a reader.
 
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Let Python collect no garbage by itself: nearly all that a capture makes lives until it ends, and is walked anew.
-
-    Where somebody asks for a collection it takes place, as Dynamo does at the end of each capture.
+    Nearly all that a capture makes lives until it ends. Dynamo asks for a collection then.
     """
-    if not gc.isenabled():
+    with not_collected(), _without_unread_logs():
         yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from planner.commands import commands
 from planner.commands._interrupts import INTERRUPTED, ending_at_once
 from planner.commands._options import Parser
+from planner.common.garbage import collected_rarely
 from planner.common.program import program
 from planner.errors import PlannerError
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from planner.common import cache_folder
 
             cache_folder.turn_off()
-        with ending_at_once():
+        with ending_at_once(), collected_rarely():
             code: int = args.run(args)
             sys.stdout.flush()
         return code

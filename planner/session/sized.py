@@ -55,15 +55,20 @@ class SizedStep:
         nodes = self.step.lowered.joint.graph.nodes
         return SizedEager({expression for node in nodes for expression in _sizes_of(node)})
 
-    def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
-        """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
+    def lowered_at(self, given: Sequence[Any], sizes: Sizes) -> LoweredStep:
+        """Return the step for what the program is given, its operations as they were at the sizes that are known."""
         values_bytes = self._values_bytes(sizes)
         lowered = self.step.lowered
         joint = replace(lowered.joint, inputs=[x for x in given if isinstance(x, Tensor)])
         around = self._around(self.inputs(joint.inputs))
         graph = resized(lowered.graph, values_bytes, around.static_bytes)
-        step = replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
-        costs = scaled(self._single_costs, lowered.graph, graph, self._workspaces_of_all(sizes))
+        return replace(self.step, lowered=replace(lowered, graph=graph, joint=joint), static_memory=around)
+
+    def at(self, given: Sequence[Any], sizes: Sizes, eager: EagerStep | None = None) -> tuple[LoweredStep, Study]:
+        """Return the step and its study for what the program is given; UnknownSizeError if no formula says them."""
+        step = self.lowered_at(given, sizes)
+        graph, around = step.lowered.graph, step.static_memory
+        costs = scaled(self._single_costs, self.step.lowered.graph, graph, self._workspaces_of_all(sizes))
         in_place = joined(graph, step.may_overwrite, costs, self.study.in_place)
         study = replace(
             self.study,

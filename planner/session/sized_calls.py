@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 
 from planner.capture.expressions import expression_of
 from planner.capture.fake_internals import without_data
 from planner.capture.joint import fake_mode_of
 from planner.capture.symbolic import SYMBOLIC_VALUE, SizedFloat, SizedInt, Sizes
-from planner.capture.torch_internals import FakeTensorMode
+from planner.capture.torch_internals import FakeTensorMode, storage_id
+
+Memories = dict[tuple[int, torch.dtype], Tensor]
+"""What tensors of one call look at, flat, by storage and type."""
 
 
 class UnknownSizeError(Exception):
@@ -49,13 +55,24 @@ class _Call:
         self._arguments = fx.map_arg((node.args, node.kwargs), copied)
         self._node = graph.call_function(node.target, *self._arguments)  # type: ignore[arg-type]
         self._values.append((self._node, _sized(node, known, mode)))
+        self._share_memory()
+
+    def _share_memory(self) -> None:
+        """Let tensors look at one memory that did when the step was made plain, or at a part of one."""
+        layouts = [one for _, value in self._values for one in tree_leaves(value) if isinstance(one, _Layout)]
+        readers = Counter(storage_id(layout.plain) for layout in layouts)
+        for layout in layouts:
+            layout.is_alone = readers[storage_id(layout.plain)] == 1 and layout.is_whole
 
     def at(self, sizes: Sizes) -> fx.Node:
         def number(argument: Any) -> Any:
             return sizes.number(argument.made_by) if isinstance(argument, (SizedInt, SizedFloat)) else argument
 
+        memories: Memories = {}
         for node, value in self._values:
-            node.meta["val"] = map_aggregate(value, lambda one: one.at(sizes) if isinstance(one, _Layout) else one)
+            node.meta["val"] = map_aggregate(
+                value, lambda one: one.at(sizes, memories) if isinstance(one, _Layout) else one
+            )
         self._node.args, self._node.kwargs = map_aggregate(self._arguments, number)
         return self._node
 
@@ -71,7 +88,7 @@ def _sized(node: fx.Node, known: Sizes, mode: FakeTensorMode) -> Any:
     return layouts(node.meta["val"], node.meta.get(SYMBOLIC_VALUE))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Layout:
     """How a tensor is laid out at any sizes."""
 
@@ -80,7 +97,13 @@ class _Layout:
     """In symbols."""
     strides: tuple[Any, ...]
     """Likewise; None along what is one element long, for the one from which the next dimension goes on."""
+    offset: Any
+    """Likewise."""
+    memory_bytes: Any
+    """Likewise; None where nothing is known of the memory behind it."""
     mode: FakeTensorMode
+    is_alone: bool = True
+    """Whether no other tensor of the call looks at its memory, nor is there more of that."""
 
     @classmethod
     def of(cls, plain: Tensor, symbolic: Any, known: Sizes, mode: FakeTensorMode) -> _Layout:
@@ -102,10 +125,18 @@ class _Layout:
                 strides.append(None)
             else:
                 raise UnknownSizeError("a kernel lays its result out in its own way")
-        return cls(plain, shape, tuple(strides), mode)
+        offset = expression_of(symbolic.storage_offset())
+        memory_bytes = expression_of(symbolic.untyped_storage().nbytes())
+        is_known = (known.of(offset), known.of(memory_bytes)) == (plain.storage_offset(), _memory_bytes(plain))
+        return cls(plain, shape, tuple(strides), offset, memory_bytes if is_known else None, mode)
 
-    def at(self, sizes: Sizes) -> Tensor:
-        """Return such a tensor without data."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all that there is in its memory."""
+        return self.memory_bytes is None or self.plain.nbytes == _memory_bytes(self.plain)
+
+    def at(self, sizes: Sizes, memories: Memories) -> Tensor:
+        """Return such a tensor without data, on memory that is shared as it was."""
         plain, shape = self.plain, [*map(sizes.of, self.shape)]
         strides = [0] * len(shape)
         for d in reversed(range(len(shape))):
@@ -115,9 +146,20 @@ class _Layout:
                 strides[d] = _whole(shape, strides, d + 1)
             else:
                 raise UnknownSizeError("a kernel lays its result out in its own way")
-        if shape == [*plain.shape] and strides == [*plain.stride()]:
-            return plain
-        return without_data(self.mode, shape, strides, plain.dtype, plain.device)
+        if self.is_alone or self.memory_bytes is None:
+            if shape == [*plain.shape] and strides == [*plain.stride()]:
+                return plain
+            return without_data(self.mode, shape, strides, plain.dtype, plain.device)
+        key = storage_id(plain), plain.dtype
+        if key not in memories:
+            elements = sizes.of(self.memory_bytes) // plain.element_size()
+            memories[key] = torch.empty(elements, dtype=plain.dtype, device="meta")
+        offset = sizes.of(self.offset)
+        return without_data(self.mode, shape, strides, plain.dtype, plain.device, memories[key], offset)
+
+
+def _memory_bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def _whole(shape: Sequence[int], strides: Sequence[int], dimension: int) -> int:

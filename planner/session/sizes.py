@@ -11,7 +11,6 @@ from torch import nn
 
 from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, LossFunction, check_plannable, varying_dimensions
-from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import IsolatedCall, Stopped, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.random_states import random_states_kept
@@ -20,6 +19,7 @@ from planner.capture.torch_internals import call_implementation, with_symbolic_s
 from planner.common import timings
 from planner.errors import CaptureError
 from planner.session.recorded import study_eager, with_eager
+from planner.session.sized_study import Program, SizedStudies
 from planner.session.step import Options, captured, elsewhere_for, lower_as_run, study_lowered, with_loss
 from planner.session.step_planning import chunked
 
@@ -28,8 +28,9 @@ class StudiesBySize:
     """Studies of a model's step at sizes of its inputs.
 
     The first size is captured as it is, where no other is expected. Else the program is captured with symbols for what
-    differs, and serves all sizes: made plain for one, it is the step that a capture at that size gives. A size that it
-    does not hold for (of one row, often) is captured by itself.
+    differs, and serves all sizes: made plain for one, it is the step that a capture at that size gives. Once two sizes
+    agree on a formula, it gives all others. A size that the program does not hold for (of one row, often) is captured
+    by itself.
     """
 
     def __init__(self, model: nn.Module, options: Options) -> None:
@@ -38,6 +39,8 @@ class StudiesBySize:
         """Of inputs that were asked about, or will be."""
         self._call: IsolatedCall | None = None
         """What is captured with symbols."""
+        self._studies = SizedStudies(model)
+        """Of that."""
         self._may_vary = True
 
     def are_of(self, other: nn.Module) -> bool:
@@ -60,27 +63,34 @@ class StudiesBySize:
         check_plannable(model, inputs)
         if beside_eager:
             options = with_eager(model, options, inputs)
-        step = lower_as_run(model, self._captured(inputs, options), options)
+        program = self._program(inputs, options)
+        has_formula = program is not None and options.loss is None and options.chunk == 1
+        if has_formula and not beside_eager and (study := self._studies.at(*program, options)) is not None:
+            return study
+        joint = captured(model, inputs, options) if program is None else at_sizes(*program)
+        step = lower_as_run(model, joint, options)
         if isinstance(options.chunk, int) and options.chunk != 1:
             step = chunked(model, step, options.chunk, options)
-        return study_lowered(model, step, options)
+        study = study_lowered(model, step, options)
+        if has_formula:
+            self._studies.learn(*program, step, study, options)
+        return study
 
-    def _captured(self, inputs: Inputs, options: Options) -> JointGraph:
+    def _program(self, inputs: Inputs, options: Options) -> Program | None:
+        """Return the program with symbols that serves these inputs, and what they give it."""
         is_first = not self._sizes
         self._sizes.append(_sizes_of(inputs))
-        if not is_first and self._may_vary:
-            try:
-                joint = self._of_symbols(inputs, options)
-            except CaptureError:
-                self._may_vary = False  # it is the symbols that cannot be captured
-            else:
-                if joint is not None:
-                    return joint
-        return captured(self._model, inputs, options)
+        if is_first or not self._may_vary:
+            return None
+        try:
+            return self._of_symbols(inputs, options)
+        except CaptureError:
+            self._may_vary = False  # it is the symbols that cannot be captured
+            return None
 
     @timings.stage("capture")
-    def _of_symbols(self, inputs: Inputs, options: Options) -> JointGraph | None:
-        """Return the program with symbols made plain for these inputs; None if it does not hold for them."""
+    def _of_symbols(self, inputs: Inputs, options: Options) -> Program | None:
+        """Return the program with symbols for these inputs; None if it does not hold for them."""
         varying = varying_dimensions(inputs, self._sizes)
         if not varying or min(tensor.shape[d] for tensor, dimensions in varying for d in dimensions) < 2:
             return None  # torch takes a size of one for a number
@@ -93,7 +103,7 @@ class StudiesBySize:
                     self._call(*inputs.args, **inputs.kwargs)
         except Stopped as stopped:
             joint, *given = stopped.args
-            return at_sizes(joint, *given) if given else joint
+            return (joint, *given) if given else None
         except (OtherProgramError, AssumptionBrokenError):
             pass
         return None

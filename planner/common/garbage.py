@@ -1,0 +1,34 @@
+"""How often Python looks for garbage in circles: what the planner makes has few, and is walked in vain each time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_RARELY = (50_000, 20, 100)
+"""New objects before the young are walked, and how often that is done before all are."""
+
+
+@contextmanager
+def collected_rarely() -> Iterator[None]:
+    """Let Python walk its objects rarely for as long as the context lasts."""
+    before = gc.get_threshold()
+    gc.set_threshold(*_RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def not_collected() -> Iterator[None]:
+    """Let Python collect no garbage by itself meanwhile; where somebody asks for a collection it takes place."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
