@@ -64,16 +64,16 @@ class StudiesBySize:
         if beside_eager:
             options = with_eager(model, options, inputs)
         program = self._program(inputs, options)
-        has_formula = program is not None and options.loss is None and options.chunk == 1
-        if has_formula and not beside_eager and (study := self._studies.at(*program, options)) is not None:
-            return study
+        sized = program if options.loss is None and options.chunk == 1 else None  # else more than the program is sized
+        if sized and not beside_eager and (found := self._studies.at(*sized, options)) is not None:
+            return found
         joint = captured(model, inputs, options) if program is None else at_sizes(*program)
         step = lower_as_run(model, joint, options)
         if isinstance(options.chunk, int) and options.chunk != 1:
             step = chunked(model, step, options.chunk, options)
         study = study_lowered(model, step, options)
-        if has_formula:
-            self._studies.learn(*program, step, study, options)
+        if sized:
+            self._studies.learn(*sized, step, study, options)
         return study
 
     def _program(self, inputs: Inputs, options: Options) -> Program | None:
