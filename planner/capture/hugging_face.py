@@ -85,21 +85,6 @@ def install_output_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
                 install(module)
 
 
-def fails_for_output_hooks(error: BaseException) -> bool:
-    """Whether a capture came to that lock: one model asked another inside it for hidden states."""
-    frames = getattr(error, "real_stack", None)
-    library = sys.modules.get(_COLLECTS_OUTPUTS)
-    return bool(frames) and library is not None and frames[-1].filename == library.__file__
-
-
-def install_all_output_hooks(model: nn.Module) -> None:
-    """Let all modules that may be asked for such outputs have those hooks."""
-    install = getattr(sys.modules.get(_COLLECTS_OUTPUTS), _INSTALLS, None)
-    for module in filter(_collects_outputs, model.modules()):
-        if install is not None:
-            install(module)
-
-
 def _collects_outputs(module: nn.Module) -> bool:
     forward = getattr(module.forward, "__func__", None)
     while forward is not None:

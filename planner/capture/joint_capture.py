@@ -24,7 +24,7 @@ from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.elsewhere import Elsewhere, meant
 from planner.capture.failures import explain_forward, raised_at
-from planner.capture.hugging_face import fails_for_output_hooks, install_all_output_hooks, install_output_hooks
+from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import as_eager_runs
@@ -191,6 +191,8 @@ class IsolatedCall:
         self.module = module
         self.implementation = implementation
         self._backend = (kind or Backend)(partition, **options)
+        self._as_eager = False
+        """Whether the call is captured only if it is told that it is not compiled."""
         self._functions: dict[Any, OwnedFunction] = {}
         """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
 
@@ -227,23 +229,24 @@ class IsolatedCall:
                     raise
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compile the call and run it: as compiled programs do what they do, or else as eager does."""
-        with answering() as answers:
+        """Compile the call and run it: as compiled programs do what they do, or as eager does where that fails."""
+        with answering(as_eager=self._as_eager) as answers:
 
             def run() -> Any:
                 return self._function(self.module).compiled(_backend_at_work, (self.implementation, *args), kwargs)
 
             try:
                 return run()
-            except TorchDynamoException as error:
-                lacks_hooks = fails_for_output_hooks(error)
-                if not (lacks_hooks or answers.were_asked):
+            except TorchDynamoException as refusal:
+                if self._as_eager or not answers.were_asked:
                     raise
-            if lacks_hooks:
-                install_all_output_hooks(self.module)
-            else:
                 answers.as_eager()
-            return run()
+                try:
+                    result = run()
+                except TorchDynamoException:
+                    raise refusal from refusal.__cause__
+            self._as_eager = True
+            return result
 
     def _function(self, module: nn.Module) -> OwnedFunction:
         trained = None if GUARDS_PARAMETERS else training_switches(module)

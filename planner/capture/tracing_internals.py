@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch._dynamo.source import RandomValueSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, SymNodeVariable, TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable
 from torch._dynamo.variables import torch as functions_of_torch
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.node import has_side_effect
 
 _ASKS = [code for name, code in dis.opmap.items() if re.fullmatch(".*JUMP.*IF_(TRUE|FALSE).*|UNARY_NOT", name)]
@@ -45,11 +46,11 @@ def deciding(decide: Callable[[fx.Node], bool | None], marker: Callable[[Any, bo
         yield
 
 
-def given_to(placeholder: fx.Node) -> torch.Tensor | int | None:
-    """Return what a program that is being traced is given for a placeholder, None where that cannot be looked at."""
+def given_to(placeholder: fx.Node) -> Any:
+    """Return the tensor or size that a program is given for a placeholder, None for a number that varies."""
     argument = placeholder.meta.get("grapharg")
     if argument is None or argument.pass_arg_as_tensor:
-        return None  # a number of Python's
+        return None
     example = argument.example
     return example.node.hint if isinstance(example, torch.SymInt) else example
 
@@ -77,14 +78,16 @@ class Answers(dict[Any, Any]):
 
 
 @contextmanager
-def answering() -> Iterator[Answers]:
-    """While Dynamo traces, answer the program."""
+def answering(*, as_eager: bool = False) -> Iterator[Answers]:
+    """While Dynamo traces, answer the program: as it does by itself, or as eager does."""
     answers = Answers()
+    if as_eager:
+        answers.as_eager()
     with patch.object(functions_of_torch, "tracing_state_functions", lambda: answers):
         yield answers
 
 
-def _with_subclasses(kind: type) -> Iterator[Any]:
+def _with_subclasses(kind: Any) -> Iterator[Any]:
     yield kind
     for each in kind.__subclasses__():
         yield from _with_subclasses(each)

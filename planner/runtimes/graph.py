@@ -14,8 +14,8 @@ from torch import fx, nn
 
 from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
-from planner.capture.failures import explain_failures
 from planner.capture.branches import OtherBranchError
+from planner.capture.failures import explain_failures
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
@@ -219,7 +219,7 @@ class GraphRuntime(PlannedCalls):
         self._calls = [self._new_pair(assume=True)]
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
-        """Return what is captured with fixed sizes, and with symbols; without masks that are flags, or whatever they are."""
+        """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
         new = partial(
             IsolatedCall,
             self.model,

@@ -96,7 +96,9 @@ class Step:
         """Capture every block that can be; give why others cannot, by their paths."""
         calls, left = self._calls(self.find_blocks())
         blocks: dict[str, Block] = {}
-        captures = Captures(elsewhere=self.elsewhere, choose_outputs=differentiable_outputs, assume=False, branches=False)
+        captures = Captures(
+            elsewhere=self.elsewhere, choose_outputs=differentiable_outputs, assume=False, branches=False
+        )
         for path, (block, inputs, outputs) in calls.items():
             try:
                 own = {name: self.state[f"{path}.{name}"] for name in state_of(block)}
