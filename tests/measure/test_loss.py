@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import planner
-from tests.models import Stack, mean_square, perceptron, rows
+from tests.models import Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 
 BUDGET = {"budget": "85%", "time_limit_seconds": 0.5}
@@ -23,7 +23,7 @@ class OnData(Stack):
         super().__init__(has_loss=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 1 if x.sum() > 1e9 else x)
+        return super().forward(x + 1 if looked_at(self, x) > 1e9 else x)
 
 
 class Forces(nn.Module):

@@ -33,7 +33,7 @@ from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
 from planner.solving.modules.variants import cheapest, variants_of
-from tests.models import WIDTH, Convolutions, images, rows
+from tests.models import WIDTH, Convolutions, images, looked_at, rows
 
 
 class Mlp(nn.Module):
@@ -60,7 +60,7 @@ class Stack(nn.Module):
 
 class Branching(Stack):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x if x.sum() > 1e9 else -x)
+        return super().forward(x if looked_at(self, x) > 1e9 else -x)
 
 
 def problem_of(model: nn.Module, x: torch.Tensor) -> tuple[Problem, tuple[Region, ...]]:

@@ -16,7 +16,7 @@ from torch import nn
 import planner
 from planner.capture.memory import record
 from planner.runtimes._routes import outermost
-from tests.models import Stack, mean_square, perceptron, rows
+from tests.models import Stack, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, peak_of, step, train
 
 
@@ -42,7 +42,7 @@ class DroppingAndLooking(DroppingByTorch):
     """Cannot be recorded without data."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.max() > 1e9:
+        if looked_at(self, x) > 1e9:
             raise ValueError(x)
         return super().forward(x)
 

@@ -272,7 +272,7 @@ def test_a_forward_that_fails() -> None:
 def test_data_dependent_python_is_named() -> None:
     class Branches(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x if x.sum() > 0 else -x)
+            return super().forward(x if (x.sum() * next(self.parameters()).sum()) > 0 else -x)
 
     with pytest.raises(CaptureError, match=r"cannot be captured as one graph.*test_api\.py:\d+"):
         planner.plan(Branches(), data(), budget="60%", runtime="graph")

@@ -16,6 +16,7 @@ import planner
 from planner.errors import UsageError
 from planner.plans.module_choices import modules_of
 from planner.session import recorded
+from tests.models import looked_at
 
 WIDTH = 32
 REFUSAL = "'chain-dp' decides on a whole graph, and what modules the runtime 'modules' checkpoints is found by"
@@ -39,7 +40,7 @@ class Branching(Stack):
     """Cannot be captured: what runs depends on data."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x if x.sum() > 1e9 else -x)
+        return super().forward(x if looked_at(self, x) > 1e9 else -x)
 
 
 class Breaking(Stack):
