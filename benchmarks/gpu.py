@@ -18,7 +18,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = common.parser("gpu", __doc__)
     parser.add_argument("--seconds", metavar="S", type=float, default=480.0, help="all together (default: 480)")
     parser.add_argument("--rehearsal", action="store_true", help="small sizes: to see that everything runs")
+    parser.add_argument("--slower", metavar="F", type=float, default=1.0, help="times all limits, on a busy machine")
     parser.add_argument("--only", metavar="CASES", help="with commas, of facts, tiny, model, offload, ...")
     parser.add_argument("--page", action="store_true", help="write the page of results that are there; run nothing")
     args = parser.parse_args(arguments)
@@ -159,11 +160,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if not torch.cuda.is_available():
         raise UsageError("there is no GPU here: this benchmark runs on one, the others without")
-    deadline = time.monotonic() + args.seconds
+    deadline = time.monotonic() + args.slower * args.seconds
     result = {**common.environment("gpu", arguments), "rehearsal": args.rehearsal, "rows": []}
     with tempfile.TemporaryDirectory() as folder:
         device = devices.here(torch.device("cuda")).name
         chosen = list(cases(device, folder, rehearsal=args.rehearsal))
+        chosen = [replace(case, seconds=args.slower * case.seconds) for case in chosen]
         if args.only:
             chosen = [case for case in chosen if case.what["case"] in args.only.split(",")]
 

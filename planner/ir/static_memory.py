@@ -63,6 +63,10 @@ class StaticMemory:
     """Whether the device's memory is handed out as CUDA does."""
     arena: bool = False
     """Whether what the step allocates has fixed places in one arena."""
+    has_expandable_segments: bool = False
+    """Whether it is taken from the device by pages, at the end of one segment."""
+    allocator_settings: str = ""
+    """What is set of the allocator that is not simulated."""
 
     @property
     def resident_bytes(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from planner.common.options import Training
 from planner.common.units import parse_size, round_up
 from planner.ir.layers import layer_among
 from planner.ir.static_memory import StaticMemory
-from planner.measure import libraries
+from planner.measure import allocator_settings, libraries
 from planner.measure.optimizers import optimizer_memory
 
 Blocks = Callable[[], Collection[str]]
@@ -73,6 +73,8 @@ def static_memory(
         library_bytes=of_libraries,
         has_caching_allocator=spec.kind == "cuda",
         arena=training.arena,
+        has_expandable_segments=spec.kind == "cuda" and allocator_settings.expandable_segments(),
+        allocator_settings=allocator_settings.not_simulated() if spec.kind == "cuda" else "",
     )
 
 

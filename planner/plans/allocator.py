@@ -4,7 +4,7 @@
 takes memory in segments, hands out pieces of them, and keeps what comes back.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` and ``c10/core/AllocatorConfig.h`` of
-PyTorch 2.11 and later, one stream and all options at their defaults: no expandable segments, no
+PyTorch 2.11 and later, one stream and all options at their defaults but expandable segments: no
 largest block to split, no rounding to powers of two, no garbage collection.
 """
 
@@ -31,6 +31,7 @@ SMALL_SEGMENT_BYTES = 2 * 2**20  # segment of the small pool (kSmallBuffer)
 LARGE_REQUEST_BYTES = 10 * 2**20  # smallest request with a segment of its own size (kMinLargeAlloc)
 LARGE_SEGMENT_BYTES = 20 * 2**20  # segment for requests between those two (large_segment_size, once kLargeBuffer)
 ROUND_LARGE_BYTES = 2 * 2**20  # a segment of its own size is rounded up to this (kRoundLarge)
+_ADDRESSES = 2**60  # that a segment which can grow never fills
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +69,15 @@ class Allocator:
     first, then the lowest. A call takes O(log n) comparisons among n free blocks.
     """
 
+    # What is left of a large block must be above 1 MiB, and sizes are multiples of 512 bytes.
+    _least_large_split_bytes = SMALL_REQUEST_BYTES + MIN_BLOCK_BYTES
+
     def __init__(self) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.block_bytes = self.peak_block_bytes = 0
         self.reserved_bytes = 0
         self._small = _Pool(least_split_bytes=MIN_BLOCK_BYTES)
-        # What is left of a large block must be above 1 MiB, and sizes are multiples of 512 bytes.
-        self._large = _Pool(least_split_bytes=SMALL_REQUEST_BYTES + MIN_BLOCK_BYTES)
+        self._large = _Pool(least_split_bytes=self._least_large_split_bytes)
         self._blocks: dict[int, _Block] = {}
 
     def allocate(self, size_bytes: int) -> int:
@@ -83,13 +86,7 @@ class Allocator:
             raise UsageError(f"cannot allocate {size_bytes} bytes")
         rounded_bytes = round_up(size_bytes, MIN_BLOCK_BYTES)
         pool = self._small if rounded_bytes <= SMALL_REQUEST_BYTES else self._large
-        place = bisect_left(pool.free, (rounded_bytes, 0))
-        if place < len(pool.free):
-            block = self._blocks[pool.free.pop(place)[1]]
-        else:
-            block = _Block(pool, self.reserved_bytes, _segment_bytes(rounded_bytes))
-            self._blocks[block.address] = block
-            self.reserved_bytes += block.size_bytes
+        block = self._found(pool, rounded_bytes) or self._made(pool, rounded_bytes)
         if block.size_bytes - rounded_bytes >= pool.least_split_bytes:
             self._split(block, rounded_bytes)
         block.requested_bytes = rounded_bytes
@@ -116,6 +113,18 @@ class Allocator:
             self._join(block, block.after)
         insort(block.pool.free, (block.size_bytes, block.address))
 
+    def _found(self, pool: _Pool, size_bytes: int) -> _Block | None:
+        """Take the free block that fits best."""
+        place = bisect_left(pool.free, (size_bytes, 0))
+        return self._blocks[pool.free.pop(place)[1]] if place < len(pool.free) else None
+
+    def _made(self, pool: _Pool, size_bytes: int) -> _Block:
+        """Take a segment from the device."""
+        block = _Block(pool, self.reserved_bytes, _segment_bytes(size_bytes))
+        self._blocks[block.address] = block
+        self.reserved_bytes += block.size_bytes
+        return block
+
     def _split(self, block: _Block, size_bytes: int) -> None:
         """Cut a block down to a size and put the rest, the upper part, among the free ones."""
         rest = _Block(block.pool, block.address + size_bytes, block.size_bytes - size_bytes)
@@ -139,12 +148,68 @@ class Allocator:
         del self._blocks[joined.address]
 
 
+class ExpandableAllocator(Allocator):
+    """The same with ``expandable_segments:True``: one segment a pool, which grows at its end by pages.
+
+    Every block is split, so what is handed out is what is asked for.
+    """
+
+    _least_large_split_bytes = MIN_BLOCK_BYTES
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: dict[int, _Block] = {}
+        """By the pool's place, the block at the end of its segment."""
+
+    def _found(self, pool: _Pool, size_bytes: int) -> _Block | None:
+        """Take the free block that fits best; the one at the end could grow, so that any other fits better."""
+        place = bisect_left(pool.free, (size_bytes, 0))
+        if place == len(pool.free):
+            return None
+        if self._blocks[pool.free[place][1]] is self._end(pool) and place + 1 < len(pool.free):
+            place += 1
+        return self._blocks[pool.free.pop(place)[1]]
+
+    def _made(self, pool: _Pool, size_bytes: int) -> _Block:
+        """Let the segment grow by whole pages, from the free block at its end on if there is one."""
+        end = self._end(pool)
+        page_bytes = SMALL_SEGMENT_BYTES if pool is self._small else LARGE_SEGMENT_BYTES
+        there_bytes = end.size_bytes if end is not None and end.is_free else 0
+        grown_bytes = round_up(size_bytes - there_bytes, page_bytes)
+        self.reserved_bytes += grown_bytes
+        if end is not None and end.is_free:
+            self._leave_pool(end)
+            end.size_bytes += grown_bytes
+            return end
+        start = 0 if pool is self._small else _ADDRESSES
+        address = start if end is None else end.address + end.size_bytes
+        block = _Block(pool, address, grown_bytes, before=end)
+        if end is not None:
+            end.after = block
+        self._blocks[address] = self._last[id(pool)] = block
+        return block
+
+    def _end(self, pool: _Pool) -> _Block | None:
+        block = self._last.get(id(pool))
+        while block is not None and block.after is not None:
+            block = block.after
+        if block is not None:
+            self._last[id(pool)] = block
+        return block
+
+    def _join(self, block: _Block, joined: _Block) -> None:
+        super()._join(block, joined)
+        if self._last.get(id(block.pool)) is joined:
+            self._last[id(block.pool)] = block
+
+
 def simulate_reserved(
     graph: TrainingGraph,
     costs: Sequence[OperationCost],
     schedule: Schedule,
     *,
     resident_bytes: Sequence[int] = (),
+    expandable: bool = False,
 ) -> Allocator:
     """Run a schedule against a new allocator, twice in a row, as training does, and return that.
 
@@ -163,7 +228,7 @@ def simulate_reserved(
             born[copy.born].append(number)
             died[copy.died].append(number)
 
-    allocator = Allocator()
+    allocator = ExpandableAllocator() if expandable else Allocator()
     for resident in filter(None, resident_bytes):
         allocator.allocate(resident)
     handles = [-1] * len(copies)
@@ -203,12 +268,27 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
     """Predict what CUDA's caching allocator takes from the device; None where there is none."""
     if not static_memory.has_caching_allocator:
         return None
-    found = simulate_reserved(problem.graph, problem.costs, schedule, resident_bytes=static_memory.resident_bytes)
+    found = simulate_reserved(
+        problem.graph,
+        problem.costs,
+        schedule,
+        resident_bytes=static_memory.resident_bytes,
+        expandable=static_memory.has_expandable_segments,
+    )
     return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
 
 
-def reserve_warnings(problem: Problem, reserved: ReservedMemory | None) -> Iterator[Finding]:
-    """Warn where fragmentation would eat what the budget leaves free."""
+def reserve_warnings(
+    problem: Problem, reserved: ReservedMemory | None, static_memory: StaticMemory
+) -> Iterator[Finding]:
+    """Warn where fragmentation would eat what the budget leaves free, and of what is set and not simulated."""
+    if static_memory.allocator_settings:
+        yield Finding(
+            rule="allocator-settings",
+            evidence=static_memory.allocator_settings,
+            cause="allocated and reserved memory are predicted by the rules of torch's own allocator without that",
+            fix="leave room beside the budget, or train without this setting; the bytes asked for are what they were",
+        )
     static_bytes = problem.graph.static_bytes
     available_bytes = problem.budget_bytes + problem.graph.total_static_bytes - static_bytes.get("reserve", 0)
     if reserved is None or reserved.reserved_bytes <= available_bytes:

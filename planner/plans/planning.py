@@ -259,7 +259,7 @@ def plan_from_solution(
         else None,
         warnings=(
             *_warnings(problem, evaluation, solution, limits or SolveLimits()),
-            *reserve_warnings(problem, reserved),
+            *reserve_warnings(problem, reserved, static_memory),
             *origin.warnings,
         ),
         eager=origin.eager,

@@ -16,6 +16,9 @@ _NAME = "lowest"
 IN_BLOCKS = "lowest in blocks"
 """The plan of which an error said that its blocks need least, by which of two of the same peak may differ."""
 
+_said: dict[str, Solution] = {}
+"""Of which this process said so, also where nothing is kept on disk."""
+
 
 def applies_to(problem: Problem) -> bool:
     """Whether every schedule is a plan: nothing waits on a host, and nothing is confined to modules or blocks."""
@@ -25,7 +28,8 @@ def applies_to(problem: Problem) -> bool:
 def find(problem: Problem, name: str = _NAME) -> Schedule | None:
     """Return the schedule of the lowest peak that is known, whatever the budget is; None if nothing is."""
     posed = _without_budget(problem)
-    solution = solution_cache.find(posed, solution_cache.key_of(posed, name, SolveLimits()))
+    key = solution_cache.key_of(posed, name, SolveLimits())
+    solution = solution_cache.find(posed, key) or _said.get(key)
     return solution.schedule if solution is not None else None
 
 
@@ -33,7 +37,10 @@ def keep(problem: Problem, schedule: Schedule, name: str = _NAME) -> None:
     """Keep a schedule that has a lower peak than what is known."""
     posed = _without_budget(problem)
     solution = Solution.simulated(posed.evaluate(schedule), schedule, name)
-    solution_cache.keep(solution_cache.key_of(posed, name, SolveLimits()), solution)
+    key = solution_cache.key_of(posed, name, SolveLimits())
+    solution_cache.keep(key, solution)
+    if name == IN_BLOCKS:
+        _said[key] = solution
 
 
 def _without_budget(problem: Problem) -> Problem:

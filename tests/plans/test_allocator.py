@@ -19,7 +19,7 @@ from planner.ir.graph import Operation, OperationCost, TrainingGraph, Value
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.plans import allocator as rules
-from planner.plans.allocator import Allocator, simulate_reserved
+from planner.plans.allocator import Allocator, ExpandableAllocator, simulate_reserved
 from tests import example_graphs, oracle
 
 KIB, MIB = 2**10, 2**20
@@ -295,6 +295,32 @@ def test_all_rules_together_give_what_a_plain_search_gives(seed: int) -> None:
         assert now[0] <= now[1] <= now[2]
         highest = tuple(map(max, highest, now))  # type: ignore[assignment]
     assert highest == peaks(allocator)
+
+
+def grown(*sizes: int) -> ExpandableAllocator:
+    allocator = ExpandableAllocator()
+    for size in sizes:
+        allocator.allocate(size)
+    return allocator
+
+
+def test_segments_that_grow_do_so_by_pages() -> None:
+    assert grown(1).reserved_bytes == 2 * MIB and grown(MIB, MIB, 1).reserved_bytes == 4 * MIB
+    assert grown(MIB + 1).reserved_bytes == 20 * MIB
+    assert grown(21 * MIB).reserved_bytes == 40 * MIB
+    assert grown(21 * MIB, 19 * MIB).reserved_bytes == 40 * MIB  # no hole between the two
+    assert figures(grown(21 * MIB, 20 * MIB)) == (41 * MIB, 41 * MIB, 60 * MIB)
+
+
+def test_the_end_of_a_segment_that_grows_is_taken_last() -> None:
+    allocator = ExpandableAllocator()
+    first = allocator.allocate(8 * MIB)
+    allocator.allocate(6 * MIB)  # leaves 6 MiB at the end
+    allocator.free(first)
+    assert allocator.allocate(5 * MIB) == first
+    assert allocator.reserved_bytes == 20 * MIB
+    allocator.allocate(7 * MIB)  # the end grows on from what is free there
+    assert allocator.reserved_bytes == 40 * MIB
 
 
 def step(*sizes: int, reads: Sequence[Sequence[int]], retained: Sequence[int] = ()) -> TrainingGraph:
