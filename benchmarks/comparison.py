@@ -11,15 +11,19 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
+from benchmarks.peers import INDUCTOR
 from planner.common.atomic import write_bytes
 
 GOALS = {"partitioner": 0.5, "every second layer": 0.35, "save products": 0.35, "every layer": 0.6}
 """What of each alternative's overhead a plan may cost, as a geometric mean."""
 
+COMPILED_GOALS = {f"{INDUCTOR}, budget": 0.4}
+"""Likewise, where all ways are compiled, over what ``torch.compile`` alone takes."""
+
 NOISE = 0.02
 """Overheads below this cannot be told from none on a machine that is shared."""
 
-NOT_COMPARED = ("eager", "Inductor")
+NOT_COMPARED = ("eager", INDUCTOR)
 """Ways that recompute nothing."""
 
 
@@ -29,15 +33,18 @@ def against(rows: Sequence[Result]) -> Result:
     Of several plans that is the one whose predicted overhead is lowest: to take the one that was measured to be
     fastest would count what is only noise as ours.
     """
-    ours = [row for row in rows if _planned(row)]
-    free = next(row for row in rows if not row["ours"])["peak_bytes"]
+    compiled = is_compiled(rows)
+    ours = [row for row in rows if _planned(row, compiled)]
+    free = next(row for row in rows if not row["ours"] and row["way"] == (INDUCTOR if compiled else "eager"))
+    if "time_ratio" not in free:
+        return {"compared": [], "lowest_peak_bytes": {"ours": None, "theirs": None}}
     compared = []
     for row in rows:
         if not _counts(row) or row["way"] in NOT_COMPARED:
             continue
         theirs = row["time_ratio"] - 1
         at_most = [own for own in ours if own["peak_bytes"] <= row["peak_bytes"]]
-        if theirs <= NOISE or not at_most or row["peak_bytes"] >= free:
+        if theirs <= NOISE or not at_most or row["peak_bytes"] >= free["peak_bytes"]:
             continue
         own = min(at_most, key=lambda own: own["predicted_overhead"])
         paid = own["time_ratio"] - 1
@@ -64,9 +71,14 @@ def error_of(ratios: Sequence[float]) -> float:
     return 1.2533 * (third - first) / 1.349 / math.sqrt(len(ratios))
 
 
-def _planned(row: Result) -> bool:
-    """Whether a row is a plan that runs kernel by kernel, as alternatives do; what is compiled is only shown."""
-    return row["ours"] and "time_ratio" in row and not row.get("compiled")
+def is_compiled(rows: Sequence[Result]) -> bool:
+    """Whether all ways are compiled, so that what they are held against is, too."""
+    return any(row["way"].startswith(f"{INDUCTOR}, ") for row in rows)
+
+
+def _planned(row: Result, compiled: bool = False) -> bool:
+    """Whether a row is a plan that runs as alternatives do, kernel by kernel or compiled; others are only shown."""
+    return row["ours"] and "time_ratio" in row and row.get("compiled", False) is compiled
 
 
 def _counts(row: Result) -> bool:
@@ -76,7 +88,8 @@ def _counts(row: Result) -> bool:
 def summary(models: Sequence[Result]) -> list[Result]:
     """Return for each kind of alternative what plans pay of its overhead, over all models."""
     found = []
-    for kind, goal in GOALS.items():
+    compiled = any(is_compiled(entry["rows"]) for entry in models if "rows" in entry)
+    for kind, goal in (COMPILED_GOALS if compiled else GOALS).items():
         points = [
             {**point, "model": entry["model"]}
             for entry in models
@@ -113,6 +126,8 @@ def markdown(result: Result, pictures: str | None = None) -> str:
         f"than {percent(NOISE / 4)}. Behind each overhead stands its standard error; *worse* counts points where "
         "the plan pays more by over twice that of the difference."
     )
+    if any(is_compiled(entry["rows"]) for entry in result["models"]):
+        legend = _COMPILED_LEGEND
     brief = ["alternative", "points", "planned / theirs (geometric mean)", "goal", "worse", "worst", "where"]
     parts = [common.table(brief, [_summary_cells(row) for row in result.get("summary", ())])]
     lows = [[entry["model"], *(mebibytes(entry["lowest_peak_bytes"][who]) for who in ("ours", "theirs"))]
@@ -123,6 +138,18 @@ def markdown(result: Result, pictures: str | None = None) -> str:
         if pictures is not None:
             parts.append(f"![Overhead over peak of {entry['model']}]({pictures}/{entry['model']}.svg)")
     return common.page("Against what people use", result, legend, *parts)
+
+
+_COMPILED_LEGEND = (
+    "All ways but eager are compiled. *Inductor* is `torch.compile` alone, and overhead is the median over rounds of "
+    "step time over its in the same round, less one; *budget* is `activation_memory_budget`. *Planned* is the runtime "
+    "`inductor`; its predicted peak is in brackets. Peaks are MiB that a step allocates on top of what is resident, "
+    "measured. Gradients are held against eager's from the same random state; *other draws* says that dropout under "
+    "`torch.compile` draws other numbers. Compared are overheads above "
+    f"{percent(NOISE, 0)}, with the plan of the lowest predicted overhead at the same or a lower measured peak; its "
+    f"own counts as no less than {percent(NOISE / 4)}. Behind each overhead stands its standard error; *worse* counts "
+    "points where the plan pays more by over twice that of the difference."
+)
 
 
 def _summary_cells(row: Result) -> list[object]:

@@ -148,8 +148,12 @@ def _partitioner(loaded: ZooModel, ratio: float, solver: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _inductor(loaded: ZooModel) -> Iterator[Any]:
-    yield torch.compile(_own_call(loaded.model), fullgraph=True, dynamic=False)
+def _inductor(loaded: ZooModel, ratio: float = 1.0) -> Iterator[Any]:
+    """Compile by defaults, but for an ``activation_memory_budget``."""
+    import torch._functorch.config as functorch_config
+
+    with functorch_config.patch(activation_memory_budget=ratio):
+        yield torch.compile(_own_call(loaded.model), fullgraph=True, dynamic=False)
 
 
 def _own_call(model: nn.Module) -> Callable[..., Any]:
@@ -178,7 +182,24 @@ def _ckptplan(loaded: ZooModel) -> Iterator[Any]:
     yield chain
 
 
-def peers(ratios: Sequence[float], *, inductor: bool) -> list[Peer]:
+INDUCTOR = "Inductor"
+"""What ``torch.compile`` alone is called in tables."""
+
+
+def compiled_peers(ratios: Sequence[float]) -> list[Peer]:
+    """Return eager, ``torch.compile`` alone, and what that makes of each ``activation_memory_budget`` below 1."""
+    return [
+        Peer("eager", _nothing),
+        Peer(INDUCTOR, _inductor, compiles=True),
+        *(
+            Peer(f"{INDUCTOR}, budget {ratio:g}", partial(_inductor, ratio=ratio), compiles=True)
+            for ratio in ratios
+            if ratio < 1
+        ),
+    ]
+
+
+def peers(ratios: Sequence[float]) -> list[Peer]:
     """Return the alternatives in the order of the tables; plain eager is first."""
     solvers = ["dp", "ilp"]
     return [
@@ -195,6 +216,5 @@ def peers(ratios: Sequence[float], *, inductor: bool) -> list[Peer]:
             for ratio in ratios
             if ratio < 1 or solver == solvers[0]
         ),
-        *([Peer("Inductor", _inductor, compiles=True)] if inductor else []),
         Peer("ckptplan", _ckptplan),
     ]

@@ -17,11 +17,12 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
+from planner.capture.call_nodes import CallNodes
 from planner.capture.elsewhere import meant
 from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.layouts import as_kernel_gives
@@ -267,8 +268,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         super().__init__(resident, names)
         self.fakes, self.sums = fakes, sums
         self.events: list[EventT | Run] = []
-        self._nodes = fx.Graph()
-        self._stand_ins: dict[Any, torch.Tensor] = {}
+        self._nodes = CallNodes(fakes)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -311,7 +311,7 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         if not makes and not (isinstance(function, OpOverload) and is_mutable(function)):
             return None
         run = Run(
-            node=self._node(function, args, kwargs, result),
+            node=self._nodes.node(function, args, kwargs, result),
             reads=reads,
             makes=tuple(makes),
             writes=self.numbers(writes),
@@ -327,38 +327,3 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
     def source(self) -> str:
         """Return the line of the user's code that runs; ``""`` where nobody asks for it."""
         return ""
-
-    def _node(self, function: Any, args: Any, kwargs: Any, result: Any) -> fx.Node:
-        """Describe a call by tensors like its own, which hold none of the step's storages and share as those do."""
-        numbers: dict[tuple[int, torch.dtype], int] = {}
-        parts = {tensor: strided_parts(tensor) for tensor in sparse_in((args, kwargs, result))}
-
-        def like(tensor: torch.Tensor) -> torch.Tensor:
-            number = numbers.setdefault((storage_id(tensor), tensor.dtype), len(numbers))
-            return self._stand_in(tensor, number)
-
-        def described(tensor: torch.Tensor) -> Any:
-            return like(tensor) if tensor.layout is torch.strided else list(map(like, parts[tensor]))
-
-        def operand(tensor: torch.Tensor) -> fx.Node:
-            node = self._nodes.placeholder("operand")
-            node.meta["val"] = described(tensor)
-            return node
-
-        with self.fakes, torch.no_grad():
-            node = self._nodes.call_function(function, *tree_map_only(torch.Tensor, operand, (args, kwargs)))
-            node.meta["val"] = tree_map_only(torch.Tensor, described, result)
-        return node
-
-    def _stand_in(self, tensor: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a tensor laid out like another, in the so-many-th memory of a call; calls alike have it in common."""
-        storage_bytes = tensor.untyped_storage().nbytes()
-        memory = number, storage_bytes, tensor.dtype, tensor.device
-        layout = (*memory, tensor.shape, tensor.stride(), tensor.storage_offset())
-        if layout not in self._stand_ins:
-            if memory not in self._stand_ins:
-                elements = storage_bytes // tensor.element_size()
-                self._stand_ins[memory] = torch.empty(elements, dtype=tensor.dtype, device=tensor.device)
-            flat = self._stand_ins[memory]
-            self._stand_ins[layout] = flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        return self._stand_ins[layout]

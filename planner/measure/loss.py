@@ -77,8 +77,8 @@ class _Counted:
         self.outputs = tuple((tuple(t.shape), g is not None) for t, g in zip(followed.leaves, gradients, strict=True))
         here = device_here(model, spec)
         nodes = [run.node for run in self.recorder.events]
-        workspace_bytes = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [0] * len(nodes)
-        self.timeline_bytes = _timeline(self.recorder, workspace_bytes)
+        tried = workspace.of_calls(nodes, here, workspace.effort_for(model)) if here else [None] * len(nodes)
+        self.timeline_bytes = _timeline(self.recorder, [size_bytes or 0 for size_bytes in tried])
 
     @property
     def memory(self) -> LossMemory:

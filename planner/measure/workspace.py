@@ -97,8 +97,8 @@ def measure(
     return _seen(lowered.operation_nodes, signatures, device, affordable, lowered.called)
 
 
-def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int]:
-    """See how much workspace calls of planned graphs need; 0 where one cannot be tried, or is too large to be."""
+def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int | None]:
+    """See how much workspace calls of planned graphs need; None where one cannot be tried, or is too large to be."""
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
 
     def is_small(node: fx.Node) -> bool:
@@ -112,7 +112,7 @@ def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Tria
 
     signatures = {index: operands.signature(node) for index, node in able.items()}
     seen = _seen(nodes, signatures, device, small, kernel_of)
-    return [0 if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
+    return [None if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
 
 
 def _seen(

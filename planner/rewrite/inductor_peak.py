@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
+from planner.capture import operands
 from planner.capture.autograd_accumulation import is_copied
+from planner.capture.call_nodes import CallNodes
 from planner.capture.inductor_internals import Draft
 from planner.capture.inputs import tensors_in
 from planner.capture.joint import values_of
@@ -23,6 +26,7 @@ from planner.capture.torch_internals import (
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.ir.graph import OperationCost
 from planner.ir.static_memory import LossMemory
+from planner.measure.workspace import TrialLimits, of_calls
 
 
 def peak_of_drafts(
@@ -31,15 +35,33 @@ def peak_of_drafts(
     lowered: LoweredGraph,
     costs: Sequence[OperationCost],
     loss: LossMemory,
+    effort: TrialLimits,
 ) -> int:
     """Return the most bytes that a step holds on top of what is resident, from the drafts of its two graphs.
 
-    The graph that they were drafted for, and its costs, say which calls need workspace. It is an upper bound: a call of
+    Each different call of an operator is tried for its workspace, as far as ``effort`` allows. Where that does not, the
+    graph that the drafts are of, and its costs, say which calls need workspace, and it is an upper bound: a call of
     other sizes than any in the graph needs the most workspace of its operator.
     """
+    seen = _followed(forward, backward, lowered, costs, loss, {})
+    device = tensors_in(forward.inputs)[0].device
+    tried = dict(zip(seen.calls, of_calls(list(seen.calls.values()), device, effort), strict=True))
+    known = {signature: size_bytes for signature, size_bytes in tried.items() if size_bytes is not None}
+    return _followed(forward, backward, lowered, costs, loss, known).peak_bytes
+
+
+def _followed(
+    forward: Draft,
+    backward: Draft,
+    lowered: LoweredGraph,
+    costs: Sequence[OperationCost],
+    loss: LossMemory,
+    known: Mapping[str, int],
+) -> _Allocations:
+    """Run the drafts, and follow what they allocate; ``known`` is the workspace of calls, by their signatures."""
     outputs = lowered.joint.num_forward_outputs
     mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
-    recorder = _Allocations(lowered, costs, forward.inputs)
+    recorder = _Allocations(lowered, costs, forward.inputs, CallNodes(mode), known)
     with mode, recorder:
         made = list(forward.run(list(forward.inputs)))
         results, saved = made[:outputs], made[outputs:]
@@ -55,7 +77,7 @@ def peak_of_drafts(
         taken = set(map(storage_id, tensors_in([forward.inputs, results, tangents])))
         given = zip(forward.inputs, gradients, strict=False)
         recorder.reach(sum(of.nbytes for of, g in given if isinstance(g, torch.Tensor) and is_copied(of, g, taken)))
-    return recorder.peak_bytes
+    return recorder
 
 
 class _Allocations(PeakRecorder):
@@ -64,8 +86,18 @@ class _Allocations(PeakRecorder):
     supports_higher_order_operators = True
     """Inductor's code calls those that keep and replay a random state; run as they are, they would replay it here."""
 
-    def __init__(self, lowered: LoweredGraph, costs: Sequence[OperationCost], resident: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        lowered: LoweredGraph,
+        costs: Sequence[OperationCost],
+        resident: Sequence[Any],
+        nodes: CallNodes,
+        known: Mapping[str, int],
+    ) -> None:
         super().__init__(lowered.graph.alignment_bytes, resident)
+        self.calls: dict[str, fx.Node] = {}
+        """Calls of operators that may need workspace and can be tried alone, by signature."""
+        self._nodes, self._known = nodes, known
         self._device = tensors_in(resident)[0].device
         self._workspace: dict[Any, int] = {}
         for node, cost in zip(lowered.operation_nodes, costs, strict=True):
@@ -85,11 +117,18 @@ class _Allocations(PeakRecorder):
             return self.__torch_dispatch__(args[1], types, args[2:], kwargs)
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if isinstance(function, OpOverload) and not function.is_view and function.overloadpacket not in _ONLY_ALLOCATE:
-            # What is called in the graph with the same sizes says it, else what is called at all, else the worst.
-            name = str(function.overloadpacket)
-            known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
-            self.reach(self._workspace.get(next(known, None), 0))
+            node = self._nodes.node(function, args, kwargs or {}, result)
+            signature = operands.signature(node)
+            if operands.runs_alone(node, in_place=True):
+                self.calls[signature] = node
+            self.reach(self._known[signature] if signature in self._known else self._at_most(function, args))
         return result
+
+    def _at_most(self, function: OpOverload, args: Any) -> int:
+        """Say what a call needs that was not tried: what one of the same sizes needs, else any, else the worst."""
+        name = str(function.overloadpacket)
+        known = (key for key in ((name, _shapes(args)), name, None) if key in self._workspace)
+        return self._workspace.get(next(known, None), 0)
 
     def _random_state(self) -> torch.Tensor:
         """Make what a random state takes; on CUDA that is on the host, and does not count."""

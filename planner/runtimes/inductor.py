@@ -27,6 +27,7 @@ from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsu
 from planner.findings.finding import Finding, Severity
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
+from planner.measure.workspace import effort_for
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
@@ -186,7 +187,9 @@ class InductorRuntime(GraphRuntime):
     def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
         forward, backward = drafts
         loss = self.options.loss or LossMemory()
-        return step.lowered.graph.total_static_bytes + peak_of_drafts(forward, backward, step.lowered, step.costs, loss)
+        effort = effort_for(self.model)
+        peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.costs, loss, effort)
+        return step.lowered.graph.total_static_bytes + peak_bytes
 
 
 class _Search:

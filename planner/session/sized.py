@@ -177,7 +177,7 @@ class SizedStep:
         signatures, texts, calls = self._with_workspace
         found = dict(zip(texts, of_calls([*calls.at(sizes)], of_model(self.model), TO_RUN), strict=True))
         operations = self.step.lowered.graph.operations
-        return {index: found[text] + operations[index].state_bytes for index, text in signatures.items()}
+        return {index: (found[text] or 0) + operations[index].state_bytes for index, text in signatures.items()}
 
     @cached_property
     def _with_workspace(self) -> tuple[dict[int, str], list[str], SizedCalls]:

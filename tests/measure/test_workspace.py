@@ -185,7 +185,8 @@ def test_no_more_memory_is_filled_than_an_operation_reads(monkeypatch: pytest.Mo
         for call in calls:
             call.meta["val"] = call.target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in call.args))
     found = workspace.of_calls(calls, torch.device("cpu"), workspace.TO_PLAN)
-    assert found[:3] == [0, 0, 0] and max(made, default=0) <= workspace.TO_PLAN.operation_bytes / 4
+    assert found[:3] == [0 if rows == 2**14 else None] * 3  # what does not fit here is not known
+    assert max(made, default=0) <= workspace.TO_PLAN.operation_bytes / 4
     assert made == [64 * rows] * (rows < 2**20)  # what is summed up is read
 
 
