@@ -73,6 +73,7 @@ def plan(
     ranks: int = 1,
     tensor_parallel: int = 1,
     reserve: Size = 0,
+    arena: bool = False,
     offload: bool = False,
     host_budget: Size | None = None,
     offload_at_least: Size = LEAST_BYTES,
@@ -134,6 +135,8 @@ def plan(
         How many devices share each layer. The plan is for one of them, and cannot be run.
     reserve : int, float or str
         What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
+    arena : bool
+        Whether the plan says what one arena takes in which all that the step allocates has a fixed place.
     offload : bool
         Whether values may also wait in the host's memory between forward and backward.
     host_budget : int, float or str, optional
@@ -282,6 +285,7 @@ def auto_wrap(
     data_parallel: str = "none",
     ranks: int = 1,
     reserve: Size = 0,
+    arena: bool = False,
     offload: bool = False,
     host_budget: Size | None = None,
     offload_at_least: Size = LEAST_BYTES,
@@ -307,6 +311,9 @@ def auto_wrap(
         See :func:`plan`.
     cost_model, profile, optimizer, master_weights, gradient_accumulation, data_parallel, ranks, reserve, progress
         See :func:`plan`.
+    arena : bool
+        Whether all that a step allocates, loss included, lies at fixed places in one arena, from the third step on.
+        On a CPU under Linux, with a C++ compiler; else a RuntimeUnsupportedError says what is missing.
     offload, host_budget, offload_at_least, offload_lossy
         See :func:`plan`. With ``plan`` they are the plan's.
     maximum_shapes : int

@@ -344,11 +344,19 @@ def not_compiled_alone(function: CallT) -> CallT:
     return function
 
 
-def at_end_of_backward(outputs: Sequence[torch.Tensor], call: Callable[[], None]) -> None:
-    """Call something when the backward has ended that goes through some of these outputs."""
+def at_end_of_backward(
+    outputs: Sequence[torch.Tensor], call: Callable[[], None], *, begun: Callable[[], None] | None = None
+) -> None:
+    """Call something when the backward has ended that goes through some of these outputs, and when it comes to one."""
     engine = torch.autograd.Variable._execution_engine
+
+    def comes(_gradients: Any) -> None:
+        engine.queue_callback(call)
+        if begun is not None:
+            begun()
+
     for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-        node.register_prehook(lambda _gradients: engine.queue_callback(call))
+        node.register_prehook(comes)
 
 
 def depends_on_data(error: BaseException | None) -> bool:
