@@ -6,8 +6,8 @@ each where it fits among those that were placed before and live at the same time
 TensorFlow Lite does (Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020, greedy by
 size); by how long they live, which suits training, where what is saved first is freed last; by both; by the moment at
 which they meet most others (greedy by breadth there, and the contention of TelaMalloc, Maas et al., ASPLOS 2022). As
-long as the best arena is above the bound, what lies on its top is then placed earlier, and all others again after it
-(squeaky wheel optimization, Joslin and Clements 1999). Integer programmes and searches prove more (OLLA, Steiner et al.
+long as the best arena is above the bound, what lies on top is then placed earlier in each order, and all others again
+after it (squeaky wheel optimization, Joslin and Clements 1999). Integer programmes and searches prove more (OLLA, Steiner et al.
 2022; MODeL, Steiner et al., ICML 2023; MiniMalloc, Moffitt, ASPLOS 2023); here the bound is the proof, and mostly met.
 """
 
@@ -32,8 +32,11 @@ _Rule = Callable[["_Blocks"], _Numbers]
 _PLACEMENT_SECONDS, _COMPARISON_SECONDS = 2e-5, 2e-9
 """What placing a block takes, and looking at one that was placed before: where work is counted, and not seconds."""
 
-_MOST_ROUNDS = 100
-"""How often blocks on the top are moved forward: more has not been seen to help."""
+_ROUNDS = 100
+"""How often each order is changed: more has not been seen to help."""
+
+_ENOUGH = 1e-3
+"""So near to the bound, as a share of it, no smaller arena is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +76,18 @@ def lay_out(
     """
     clock = (limits or SolveLimits(time_limit_seconds=2.0)).clock()
     prepared = _Blocks.of(blocks, alignment_bytes)
-    found: list[tuple[int, str, _Numbers, _Numbers]] = []
-    for name, rule in _RULES.items():
-        order = rule(prepared)
-        place = prepared.places(order)
-        found.append((prepared.height(place), name, order, place))
-        clock.work(prepared.seconds)
-        if found[-1][0] == prepared.bound or clock.left() < 0:
+    enough = prepared.bound * (1 + _ENOUGH)
+    orders = {name: rule(prepared) for name, rule in _RULES.items()}
+    best, found_by = prepared.places(orders[_FIRST]), _FIRST
+    for name in _ROUNDS * [*orders]:
+        if prepared.height(best) <= enough or clock.left() < 0:
             break
-    height, name, order, place = min(found, key=lambda each: each[0])
-    best = place
-    for _ in range(_MOST_ROUNDS):
-        if height == prepared.bound or clock.left() < 0:
-            break
-        order = prepared.moved_up(order, place)
-        place = prepared.places(order)
+        place = prepared.places(orders[name])
         clock.work(prepared.seconds)
-        if prepared.height(place) < height:
-            height, best = prepared.height(place), place
-    return prepared.arena(best, name)
+        if prepared.height(place) < prepared.height(best):
+            best, found_by = place, name
+        orders[name] = prepared.moved_up(orders[name], place)
+    return prepared.arena(best, found_by)
 
 
 def greedy_by_size(blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Arena:
@@ -210,9 +206,11 @@ def _by_crowd(blocks: _Blocks, *, then: _Rule) -> _Numbers:
     return np.lexsort((later, -(fullest * 100 // max(blocks.bound, 1))))
 
 
+_FIRST = "fullest moment first, then longest"
+
 _RULES: dict[str, _Rule] = {
+    _FIRST: partial(_by_crowd, then=_by_span),
     "longest first": _by_span,
-    "fullest moment first, then longest": partial(_by_crowd, then=_by_span),
     "largest first": _by_size,
     "largest times longest first": _by_area,
     "fullest moment first, then largest": partial(_by_crowd, then=_by_size),
