@@ -25,7 +25,7 @@ from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_model
 from planner.capture.joint_capture import is_fake
 from planner.capture.meta import placed
-from planner.capture.parallel import has_several_ranks, is_sharded, whole
+from planner.capture.parallel import has_several_ranks, is_sharded, shards_of, whole
 from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import Progress
@@ -352,12 +352,8 @@ def auto_wrap(
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:
         check_can_run(plan)
-    if sharded:
-        from planner.capture.fsdp_internals import shards_of  # takes a while to import
-
-        shards = shards_of(model)
-        if data_parallel == "none" and shards > 1:
-            asked = {**asked, "data_parallel": "fsdp2", "ranks": shards}
+    if data_parallel == "none" and (shards := shards_of(model)) > 1:
+        asked = {**asked, "data_parallel": "fsdp2", "ranks": shards}
     options = Options.of({**asked, "compare": False}, chunk=check_chunk(chunk), taken_over=plan, together=True)
     if plan is not None and not options.budget.is_given:
         options = replace(options, budget=Budget(budget=plan.budget_bytes))

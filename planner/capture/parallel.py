@@ -43,6 +43,15 @@ def units_of(model: nn.Module) -> list[ShardedUnit]:
     return sharded_units(model)
 
 
+def shards_of(model: nn.Module) -> int:
+    """Return over how many ranks a model is sharded; 1 if it is not."""
+    if not is_sharded(model):
+        return 1
+    from planner.capture.fsdp_internals import shards_of
+
+    return shards_of(model)
+
+
 def sends_later(model: nn.Module) -> bool:
     """Whether a sharded model is told to keep its gradients whole, to send them in a later backward."""
     if _FSDP not in sys.modules:

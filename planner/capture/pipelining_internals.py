@@ -58,6 +58,11 @@ class RankOfPipeline:
         return cls(schedule, stages, _several(schedule, stages), None)
 
     @property
+    def is_single(self) -> bool:
+        """Whether each rank has one stage."""
+        return isinstance(self.schedule, PipelineScheduleSingle)
+
+    @property
     def group(self) -> Any:
         """The process group of the pipeline."""
         return self.stages[0].group

@@ -16,10 +16,12 @@ from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
+from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs, Varying, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
+from planner.capture.parallel import is_sharded
 from planner.capture.programs import Program
 from planner.capture.symbolic import OtherProgramError, Sizes, holds_for, with_others
 from planner.capture.torch_internals import (
@@ -78,11 +80,20 @@ class GraphRuntime(PlannedCalls):
         """By the graph with symbols that was captured."""
         self._inputs: Inputs | None = None
         """Of the call at hand."""
+        self._in_hooks = is_sharded(model)
+        """Whether FSDP2's hooks run around the graphs, which then are of the model's ``forward``."""
+        self._own_call = model.forward if self._in_hooks else call_implementation(model)
         self._expected: list[int] | None = None
         self._new_calls()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program that there is for a call, or capture one."""
+        if not self._in_hooks:
+            return self._run(*args, **kwargs)
+        with forwards({self.model: self._run}):
+            return call_implementation(self.model)(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)
@@ -223,7 +234,7 @@ class GraphRuntime(PlannedCalls):
         new = partial(
             IsolatedCall,
             self.model,
-            call_implementation(self.model),
+            self._own_call,
             self.partition,
             choose_outputs=self._choose_outputs,
             finish=self._finish,

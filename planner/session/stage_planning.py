@@ -16,8 +16,9 @@ from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, check_model, check_plannable
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
-from planner.capture.parallel import is_sharded
+from planner.capture.parallel import is_sharded, shards_of, units_of, unplanned_sharding, whole
 from planner.capture.pipelining_internals import RankOfPipeline
+from planner.capture.sharding import ROOT, Unit, resident
 from planner.common.units import round_up
 from planner.errors import UsageError
 from planner.ir.graph import TrainingGraph
@@ -32,6 +33,8 @@ from planner.plans.pipeline_types import StagePlan
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.session.agreement import check_alike, made_by_all
 from planner.session.step import Options, captured, lower_as_run, study_lowered
+
+SHARES = "shares of gradients"
 
 RECEIVED = "received gradients"
 """Kind of the buffers that gradients arrive in, one for each micro-batch."""
@@ -111,13 +114,32 @@ def plan_rank(
 
 def _checked(rank: RankOfPipeline) -> dict[str, str | int]:
     for stage in rank.stages:
-        if isinstance(stage.submod, DistributedDataParallel) or is_sharded(stage.submod):
+        if isinstance(stage.submod, DistributedDataParallel):
             raise UsageError(
-                f"stage {stage.stage_index} is inside DDP or FSDP2, whose buffers are not planned within a pipeline: "
-                "make stages of plain modules, or run them without a plan"
+                f"stage {stage.stage_index} is inside DDP, whose buffers are not planned within a pipeline: make "
+                "stages of plain modules, shard them with fully_shard(stage), or run them without a plan"
             )
-        check_model(stage.submod)
+        check_model(stage.submod, may_be_sharded=True)
+        if is_sharded(stage.submod) and (why := _unplanned(rank, stage.submod)):
+            raise UsageError(
+                f"stage {stage.stage_index} is sharded with FSDP2, and {why}: within a pipeline that is not planned"
+            )
     return rank.facts
+
+
+def _unplanned(rank: RankOfPipeline, module: nn.Module) -> str:
+    """Say what stands in the way of planning a sharded stage; ``""`` if nothing does."""
+    if not rank.is_single:
+        return "the schedule has several stages on each rank. Use Schedule1F1B or ScheduleGPipe"
+    units = units_of(module)
+    if [unit.path for unit in units] != [ROOT]:
+        return "in parts. Shard the whole stage at once, fully_shard(stage), and nothing inside"
+    unit = units[0].unit
+    if not unit.stays or unit.ahead or unit.ahead_in_backward:
+        return "with settings of its own. Leave reshard_after_forward and prefetching as they are"
+    if any(p.item_bytes != p.share_item_bytes or p.spread_item_bytes != p.item_bytes for p in unit.parameters):
+        return "in mixed precision"
+    return unplanned_sharding(module, (), None) or ""
 
 
 def _sizes(rank: RankOfPipeline, example: Inputs) -> list[tuple[Inputs, list[_Layout]]]:
@@ -133,9 +155,11 @@ def _sizes(rank: RankOfPipeline, example: Inputs) -> list[tuple[Inputs, list[_La
         inputs = Inputs(args if index == 0 else tuple(layout.empty(device) for layout in given), kwargs)
         if not inputs.tensors():
             raise UsageError("the first stage is on this rank: give example inputs, as schedule.step is called with")
-        check_plannable(own[index].submod, inputs)
-        with run_without_data(own[index].submod, inputs) as (_, outputs, _):
-            found[index] = inputs, _layouts(outputs)
+        module = own[index].submod
+        with whole(module):
+            check_plannable(module, inputs)
+            with run_without_data(module, inputs) as (_, outputs, _):
+                found[index] = inputs, _layouts(outputs)
         return found[index][1]
 
     given: list[_Layout] = []
@@ -165,19 +189,28 @@ class _Rank:
         return_outputs: bool,
     ) -> None:
         self.rank, self.target, self.options, self.return_outputs = rank, target, options, return_outputs
+        self.ranks = shards_of(rank.stages[0].submod)
         self.spec = device_spec(rank.stages[0].submod, options.target.device)
-        self.stages = [self._captured(stage, *size) for stage, size in zip(rank.stages, sizes, strict=True)]
+        self.unit = next((unit.unit for stage in rank.stages for unit in units_of(stage.submod)), None)
+        """What a sharded stage gathers for all micro-batches."""
+        self.stages = []
+        for stage, size in zip(rank.stages, sizes, strict=True):
+            with whole(stage.submod):
+                self.stages.append(self._captured(stage, *size))
 
     def planned(self) -> tuple[StagePlan, list[PlannedStage]]:
         """Plan all stages under the rank's budget; NoPlanFitsError if none was found."""
         rank, stages = self.rank, self.stages
         left = left_by(rank.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
+        end_bytes = left[-1] + self._merged_bytes()
+        if self.unit is not None:
+            left, end_bytes = self._gathered(self.unit, left)
         device = Device(
             rank.stages[0].group_rank,
             [stage.part for stage in stages],
             self._around(),
             loads(rank.order, len(stages), left[:-1]),
-            left[-1] + self._merged_bytes(),
+            end_bytes,
         )
         budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
@@ -188,6 +221,22 @@ class _Rank:
                 message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"rank {device.index}", report=report
             )
         return made, [self._to_run(stage, plan) for stage, plan in zip(stages, made.plans, strict=True)]
+
+    def _gathered(self, unit: Unit, left: Sequence[int]) -> tuple[list[int], int]:
+        """Add what a sharded stage holds during each pass, and at the end, whole gradients apart.
+
+        The first forward gathers its parameters, for all passes; the gather's buffer is there until it is over. When
+        all passes are over the parameters go, and then the whole gradients, which are copied to be spread.
+        """
+        padded = [(p, p.padded(self.ranks)) for p in unit.parameters]
+        gathered_bytes = sum(self.aligned(count * p.item_bytes) for p, count in padded)
+        buffer_bytes = self.aligned(sum(count * p.item_bytes for p, count in padded))
+        spread_bytes = self.aligned(sum(count * p.spread_item_bytes for p, count in padded if p.trainable))
+        whole_bytes = sum(stage.part.gradient_bytes for stage in self.stages)
+        passes = [held + gathered_bytes for held in left[:-1]]
+        passes[0] += buffer_bytes
+        merged_bytes = spread_bytes // self.ranks - whole_bytes + self._merged_bytes()
+        return [*passes, left[-1]], left[-1] + max(spread_bytes, merged_bytes)
 
     def _captured(self, stage: Any, inputs: Inputs, outputs: Sequence[_Layout]) -> _Captured:
         module, begun = stage.submod, time.perf_counter()
@@ -243,8 +292,7 @@ class _Rank:
 
     def _around(self) -> StaticMemory:
         """Count what is resident: modules, what every micro-batch is given, and buffers for gradients to arrive in."""
-        modules = nn.ModuleList(stage.module for stage in self.stages)
-        around = static_memory(modules, (), self.spec, self.options.training)
+        around = self._resident()
         count = self.rank.micro_batches
         given_bytes = sum(self.aligned(t.nbytes) for stage in self.stages for t in stage.inputs.tensors()) * count
         if any(stage.is_last for stage in self.stages) and isinstance(self.target, torch.Tensor):
@@ -259,6 +307,20 @@ class _Rank:
         if received_bytes := count * sum(map(self.aligned, received)):
             beside[RECEIVED] = received_bytes
         return replace(around, static_bytes={**around.static_bytes, **beside})
+
+    def _resident(self) -> StaticMemory:
+        """Count the modules, or this rank's shares of them."""
+        modules = [stage.module for stage in self.stages]
+        training = self.options.training
+        if self.unit is None:
+            return static_memory(nn.ModuleList(modules), (), self.spec, training)
+        (module,) = modules
+        with whole(module):
+            around = static_memory(module, (), self.spec, replace(training, data_parallel="fsdp2", ranks=self.ranks))
+        around = resident(around, {ROOT: self.unit}, self.spec.alignment_bytes)
+        # Those of the micro-batches before are whole, and beside the shares of earlier steps.
+        static = {SHARES if kind == "gradients" else kind: size for kind, size in around.static_bytes.items()}
+        return replace(around, static_bytes=static)
 
     def _merged_bytes(self) -> int:
         """Return what the outputs of all micro-batches take that are put together for the caller."""

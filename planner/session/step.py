@@ -34,6 +34,7 @@ from planner.capture.joint import JointGraph, is_attention
 from planner.capture.joint_capture import capture, loss_outputs
 from planner.capture.lowering import LoweredGraph, lower
 from planner.capture.module_facts import module_facts, outside_bytes
+from planner.capture.parallel import units_of
 from planner.capture.provenance import kinds_of
 from planner.capture.torch_internals import VERSION, outside_tracing
 from planner.common import timings
@@ -223,10 +224,12 @@ def static_memory_of(
 
 
 def captured(model: nn.Module, inputs: Inputs, options: Options) -> JointGraph:
-    """Capture a step as it is on the device that the plan is for."""
+    """Capture a step as it is on the device that the plan is for; around a sharded model's ``forward`` hooks run."""
     options.search.tell("capturing forward and backward")
     choose_outputs = partial(loss_outputs, loss=options.loss)
-    return capture(model, inputs, elsewhere=elsewhere_for(model, options), choose_outputs=choose_outputs)
+    implementation = model.forward if units_of(model) else None
+    elsewhere = elsewhere_for(model, options)
+    return capture(model, inputs, implementation=implementation, elsewhere=elsewhere, choose_outputs=choose_outputs)
 
 
 def elsewhere_for(model: nn.Module, options: Options) -> Elsewhere | None:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -470,26 +471,41 @@ def scheduled(
     rank: int,
     micro_batches: int = MICRO_BATCHES,
     around: Callable[[nn.Module], nn.Module] = lambda m: m,
+    group: Any = None,
 ) -> tuple[list[Any], Any]:
     """Make the stages of a rank, two for schedules of several, with something around each, and the schedule."""
-    is_single = issubclass(kind, PipelineScheduleSingle)
-    indices = [rank] if is_single else [rank, 2 * RANKS - 1 - rank] if "ZBV" in kind.__name__ else [rank, RANKS + rank]
-    count = RANKS * len(indices)
-    stages = [PipelineStage(around(Part(index)), index, count, torch.device("cpu")) for index in indices]
+    is_single, ranks = issubclass(kind, PipelineScheduleSingle), dist.get_world_size(group)
+    indices = [rank] if is_single else [rank, 2 * ranks - 1 - rank] if "ZBV" in kind.__name__ else [rank, ranks + rank]
+    place = {"num_stages": ranks * len(indices), "device": torch.device("cpu"), "group": group}
+    stages = [PipelineStage(around(Part(index)), index, **place) for index in indices]
     return stages, kind(stages[0] if is_single else stages, micro_batches, loss_fn=F.mse_loss)
 
 
-def given(stages: list[Any]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+def given(stages: list[Any], seed: int = 2) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
     """Return what ``schedule.step`` is called with on the rank of these stages."""
-    args = (data(RANKS),) if stages[0].is_first else ()
-    return args, {"target": data(RANKS + 1)} if stages[-1].is_last else {}
+    args = (data(seed),) if stages[0].is_first else ()
+    return args, {"target": data(seed + 1)} if stages[-1].is_last else {}
 
 
-def pipeline(rank: int, kind: type[Any], budget: str, **options: Any) -> dict[str, Any]:
+def sharded_pipeline(_rank: int) -> dict[str, Any]:
+    """Run pipelines of two stages, each of which two ranks share the parameters of."""
+    meshes = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("pipeline", "shard"))
+    rank, seed = meshes.get_local_rank("pipeline"), 10 * meshes.get_local_rank("shard")
+    around = partial(fully_shard, mesh=meshes["shard"])
+    place = {"around": around, "group": meshes["pipeline"].get_group()}
+    return {
+        "1f1b": pipeline(rank, pipelining.Schedule1F1B, "92%", place, seed),
+        "gpipe": pipeline(rank, pipelining.ScheduleGPipe, "75%", place, seed),
+    }
+
+
+def pipeline(
+    rank: int, kind: type[Any], budget: str, place: dict[str, Any] | None = None, seed: int = 2, **options: Any
+) -> dict[str, Any]:
     """Run a schedule without a plan and with one, from the same random state."""
-    _, expected, _ = run_pipeline(rank, kind, **options)
+    _, expected, _ = run_pipeline(rank, kind, None, place, seed, **options)
     asked = {"budget": budget, "time_limit_seconds": 1.0, "deterministic": True}
-    peak, found, plan = run_pipeline(rank, kind, asked, **options)
+    peak, found, plan = run_pipeline(rank, kind, asked, place, seed, **options)
     assert plan is not None
     return {
         "equal": all(map(torch.equal, found, expected)),
@@ -503,12 +519,17 @@ def pipeline(rank: int, kind: type[Any], budget: str, **options: Any) -> dict[st
 
 
 def run_pipeline(
-    rank: int, kind: type[Any], asked: dict[str, Any] | None = None, **options: Any
+    rank: int,
+    kind: type[Any],
+    asked: dict[str, Any] | None = None,
+    place: dict[str, Any] | None = None,
+    seed: int = 2,
+    **options: Any,
 ) -> tuple[int, list[torch.Tensor], planner.StagePlan | None]:
     """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for."""
     others = live()
-    stages, schedule = scheduled(kind, rank)
-    args, kwargs = given(stages)
+    stages, schedule = scheduled(kind, rank, **(place or {}))
+    args, kwargs = given(stages, seed)
     plan = planner.wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
 
     def run() -> None:
@@ -523,7 +544,8 @@ def run_pipeline(
         stage.submod.zero_grad(set_to_none=True)
     resident_bytes = sum(size_bytes for place, size_bytes in live().items() if place not in others)
     peak_bytes, _ = measure_peak(run, torch.device("cpu"))
-    return resident_bytes + peak_bytes, [p.grad for stage in stages for p in stage.submod.parameters()], plan
+    found = [gradient for stage in stages for gradient in gradients(stage.submod).values()]
+    return resident_bytes + peak_bytes, found, plan
 
 
 def documented(rank: int) -> dict[str, Any]:
@@ -595,6 +617,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "shardings": shardings,
     "tensor_parallel": tensor_parallel,
     "two_meshes": two_meshes,
+    "sharded_pipeline": sharded_pipeline,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,
     "fails_on_rank_1": fails_on_rank_1,
