@@ -78,7 +78,8 @@ class PlannedCalls(ABC):
         """Run the model, planned if gradients are on."""
         if self.runs_plainly():
             return call_implementation(self.model)(*args, **kwargs)
-        self._open.check()
+        if not self.options.is_stage:
+            self._open.check()
         held_bytes = self._held.bytes_of(self.model, self.plan)
         with entered(of_model(self.model, args, kwargs)), self._placed(args, kwargs) as places_backward:
             result = self.run(args, kwargs)

@@ -17,8 +17,9 @@ class HeldGradients:
 
     def __init__(self, model: nn.Module, options: Options) -> None:
         self._name = type(model).__name__
-        # A budget for what a step adds is not for what is there before it.
-        self._is_counted = options.training.gradient_accumulation or options.budget.budget is None
+        # A budget for what a step adds is not for what is there before it; a pipeline's plan counts its micro-batches.
+        adds_up = options.training.gradient_accumulation or options.is_stage
+        self._is_counted = adds_up or options.budget.budget is None
         self._is_said = False
         self._parameters: list[weakref.ref[nn.Parameter]] = []
         """Those of the last plan: to look for them in every step takes as long as a dozen small operations."""

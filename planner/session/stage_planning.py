@@ -134,6 +134,8 @@ def _unplanned(rank: RankOfPipeline, module: nn.Module) -> str:
     units = units_of(module)
     if [unit.path for unit in units] != [ROOT]:
         return "in parts. Shard the whole stage at once, fully_shard(stage), and nothing inside"
+    if shards_of(module) == 1:
+        return "over this rank alone. Leave fully_shard out"
     unit = units[0].unit
     if not unit.stays or unit.ahead or unit.ahead_in_backward:
         return "with settings of its own. Leave reshard_after_forward and prefetching as they are"
@@ -330,7 +332,8 @@ class _Rank:
     def _to_run(self, stage: _Captured, plan: Plan) -> PlannedStage:
         """Return a plan as the module's own runtime is to have it: the gradients that it is given are its own."""
         resident = {kind: size_bytes for kind, size_bytes in plan.static_bytes.items() if kind != RECEIVED}
-        return PlannedStage(module=stage.module, plan=replace(plan, static_bytes=resident), options=stage.options)
+        options = replace(stage.options, is_stage=True)
+        return PlannedStage(module=stage.module, plan=replace(plan, static_bytes=resident), options=options)
 
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""

@@ -84,6 +84,8 @@ class Options:
     """What a loss outside the captured graph takes; None if none is known."""
     eager: Study | CaptureError | None = None
     """The model's own step, recorded, or why it could not be; None where nobody asked."""
+    is_stage: bool = False
+    """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
     together: bool = False
     """Whether all ranks of torch.distributed plan this step at once, and are to have one plan."""
 

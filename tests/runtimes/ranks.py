@@ -522,13 +522,13 @@ def run_pipeline(
     rank: int,
     kind: type[Any],
     asked: dict[str, Any] | None = None,
-    place: dict[str, Any] | None = None,
+    around: dict[str, Any] | None = None,
     seed: int = 2,
     **options: Any,
 ) -> tuple[int, list[torch.Tensor], planner.StagePlan | None]:
     """Return the peak of a later step, with all that is resident, gradients, and the plan if one is asked for."""
     others = live()
-    stages, schedule = scheduled(kind, rank, **(place or {}))
+    stages, schedule = scheduled(kind, rank, **(around or {}))
     args, kwargs = given(stages, seed)
     plan = planner.wrap_pipeline(schedule, *args, **kwargs, **options, **asked) if asked else None
 
@@ -538,14 +538,19 @@ def run_pipeline(
         torch.manual_seed(0)
         schedule.step(*args, **kwargs, **options)
 
-    run()
-    for stage in stages:
-        stage.clear_runtime_states()
-        stage.submod.zero_grad(set_to_none=True)
-    resident_bytes = sum(size_bytes for place, size_bytes in live().items() if place not in others)
-    peak_bytes, _ = measure_peak(run, torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run()
+    assert not [one for one in said if "budget" in str(one.message)], said
+    peaks = []
+    for _ in range(6 if around else 1):  # gloo's threads may be the last to hold what is spread: see peak_of
+        for stage in stages:
+            stage.clear_runtime_states()
+            stage.submod.zero_grad(set_to_none=True)
+        resident_bytes = sum(size_bytes for place, size_bytes in live().items() if place not in others)
+        peaks.append(resident_bytes + measure_peak(run, torch.device("cpu"))[0])
     found = [gradient for stage in stages for gradient in gradients(stage.submod).values()]
-    return resident_bytes + peak_bytes, found, plan
+    return min(peaks), found, plan
 
 
 def documented(rank: int) -> dict[str, Any]:
@@ -566,10 +571,12 @@ def wrapped(rank: int, kind: type[Any], micro_batches: int = MICRO_BATCHES, **op
     planner.wrap_pipeline(schedule, *args, **{"budget": "80%", **kwargs, **options})
 
 
-def alone(module: nn.Module) -> nn.Module:
-    """Shard a module over its own rank."""
+def in_parts(module: Any) -> nn.Module:
+    """Shard a module, and a part of it by itself."""
     meshes = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("pipeline", "shard"))
-    return fully_shard(module, mesh=meshes["shard"])
+    for part in (module[0], module):
+        fully_shard(part, mesh=meshes["shard"])
+    return module
 
 
 def zero_bubble(rank: int) -> dict[str, Any]:
@@ -603,7 +610,7 @@ def pipeline_errors(rank: int) -> dict[str, Any]:
         "differ": refused(lambda: wrapped(rank, gpipe, MICRO_BATCHES + 2 * rank)),
         "tight": refused(lambda: wrapped(rank, gpipe, budget="1%" if rank else "80%")),
         "no_target": refused(lambda: wrapped(rank, gpipe, target=None)),
-        "sharded": refused(lambda: planner.wrap_pipeline(scheduled(gpipe, rank, around=alone)[1], budget="80%")),
+        "sharded": refused(lambda: planner.wrap_pipeline(scheduled(gpipe, rank, around=in_parts)[1], budget="80%")),
         "no_schedule": refused(lambda: planner.wrap_pipeline(Part(0), data(0), budget="80%")),
     }
 

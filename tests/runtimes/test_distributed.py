@@ -39,7 +39,7 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_ranks(tmp_path_factory.mktemp("four"), "two_meshes", range(4))
+    return run_ranks(tmp_path_factory.mktemp("four"), "two_meshes,sharded_pipeline", range(4))
 
 
 def run_ranks(made: Path, scenarios: str, ranks: range = RANKS) -> Path:
@@ -177,6 +177,11 @@ def test_every_rank_of_a_pipeline_keeps_its_predicted_peak(folder: Path) -> None
     check_pipeline(found)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_rank_of_a_pipeline_of_sharded_stages_keeps_its_predicted_peak(four: Path, schedule: str) -> None:
+    check_pipeline([result[schedule] for result in results(four, "sharded_pipeline", range(4))])
+
+
 def test_the_pipeline_of_the_documentation_runs(folder: Path) -> None:
     assert [result["micro_batches_in_flight"] for result in results(folder, "documented")] == [2, 1]
 
@@ -202,7 +207,7 @@ def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path
             assert "every backward would run twice. Use ScheduleInterleaved1F1B" in result[schedule]["message"]
         assert result["differ"]["error"] == "PlanMismatchError"
         assert "rank 1 has another pipeline than rank 0: micro-batches is 6 there and 4" in result["differ"]["message"]
-        assert "is inside DDP or FSDP2, whose buffers are not planned" in result["sharded"]["message"]
+        assert "is sharded with FSDP2, and in parts" in result["sharded"]["message"]
         assert "make the stages and the schedule as without a plan" in result["no_schedule"]["message"]
     assert last["tight"]["error"] == "NoPlanFitsError" and "rank 1 of the pipeline binds" in last["tight"]["message"]
     assert last["no_target"]["error"] == "UsageError" and "give the target" in last["no_target"]["message"]
