@@ -297,11 +297,9 @@ class Recorder(StepRecorder[Run]):
         return tree_map_only(torch.Tensor, lambda tensor: passed.get(id(tensor), tensor), tree)
 
     def _turn(self, unit: str, *, is_entered: bool) -> None:
-        node = self._nodes.call_function(Told)
-        node.meta["val"] = ()
         self.events.append(
             Turn(
-                node=node,
+                node=self._nodes.node(Told, (), {}, ()),
                 reads=(),
                 makes=(),
                 writes=(),
