@@ -69,7 +69,7 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
         return None
     placeholders = graph.find_nodes(op="placeholder")
     if any(map(is_drawn_on_host, placeholders)):
-        raise CaptureError("the forward takes branches by data, and draws from Python's random state")
+        raise CaptureError("what it runs depends on data, and it draws from Python's or numpy's random state")
     origins = list(map(_Origin, calls))
     needed = set().union(*(origin.nodes for origin in origins))
     overwritten = set().union(*(origin.overwritten for origin in origins))

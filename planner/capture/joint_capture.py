@@ -52,7 +52,7 @@ from planner.capture.torch_internals import (
     storage_id,
     training_switches,
 )
-from planner.capture.tracing_internals import answering
+from planner.capture.tracing_internals import answering, drawing, is_drawn_on_host
 from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
@@ -217,7 +217,7 @@ class IsolatedCall:
         work = _Work(self._backend)
         deciding = branches_decided() if self._backend.branches else nullcontext()
         quietly = nothing_beside()
-        with random_states_kept(if_it_fails=True), dynamo_settings(), quietly, deciding, _at_work(work):
+        with random_states_kept(if_it_fails=True), dynamo_settings(), quietly, drawing(), deciding, _at_work(work):
             try:
                 return self._compiled(args, kwargs)
             except TorchDynamoException:
@@ -352,7 +352,9 @@ class Backend:
         narrowed = detach_others(graph_module, differentiable)
         keep_recurrent(narrowed)
         given = [hint_of(x) for x in example_inputs]
-        assumption = simplify_masks(narrowed, given, assume=self.assume)
+        # What Python's random state gives is drawn before a check could fail, and would be drawn once more after it.
+        may_assume = self.assume and not any(map(is_drawn_on_host, narrowed.graph.find_nodes(op="placeholder")))
+        assumption = simplify_masks(narrowed, given, assume=may_assume)
         if self.elsewhere is not None:
             self.elsewhere.replace_calls(narrowed)
         is_sized = any(isinstance(x, torch.SymInt) for x in example_inputs) or _takes_numbers(narrowed)

@@ -1,13 +1,15 @@
 """What Dynamo answers a program that it traces; private torch APIs, tried by tests/capture.
 
 It refuses a jump on data: here somebody may say which way that goes. It says that the program is compiled: here it may
-say what eager says.
+say what eager says. It knows four functions of Python's that draw a random number: here it knows them all, and numpy's.
 """
 
 from __future__ import annotations
 
 import dis
+import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,16 +18,38 @@ from unittest.mock import patch
 
 import torch
 from torch import fx
-from torch._dynamo.source import RandomValueSource
+from torch._dynamo.source import FloatTensorSource, RandomValueSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables import ConstantVariable, TensorVariable, user_defined
 from torch._dynamo.variables import torch as functions_of_torch
+from torch._dynamo.variables.builder import GraphArg, wrap_fx_proxy
+from torch._dynamo.variables.functions import SkipFunctionVariable
+from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.node import has_side_effect
 
 _ASKS = [code for name, code in dis.opmap.items() if re.fullmatch(".*JUMP.*IF_(TRUE|FALSE).*|UNARY_NOT", name)]
 """The instructions that ask whether something holds."""
 _ASSERTION = "LOAD_ASSERTION_ERROR"
+
+_OF_PYTHON = frozenset(
+    getattr(random, name)
+    for name in (
+        "random", "uniform", "triangular", "betavariate", "expovariate", "gammavariate",
+        "gauss", "lognormvariate", "normalvariate", "paretovariate", "vonmisesvariate", "weibullvariate",
+    )
+)  # fmt: skip
+"""Python's functions that draw one number."""
+
+_WHOLE = frozenset((random.randint, random.randrange))
+"""Those that draw a whole one."""
+
+_OF_NUMPY = {
+    "random": 0, "random_sample": 0, "rand": 0, "randn": 0, "standard_normal": 0, "exponential": 1, "weibull": 1,
+    "pareto": 1, "chisquare": 1, "uniform": 2, "normal": 2, "beta": 2, "gamma": 2, "lognormal": 2, "laplace": 2,
+    "vonmises": 2, "triangular": 3,
+}  # fmt: skip
+"""Numpy's that do so where no size is asked for, with how many arguments come before the size."""
 
 kept_by_tracing = has_side_effect
 """Lets calls of a function stay in a traced program though nobody reads what they return."""
@@ -44,6 +68,63 @@ def deciding(decide: Callable[[fx.Node], bool | None], marker: Callable[[Any, bo
                 table[code] = partial(_jump, table[code], decide, marker)
             stack.enter_context(patch.object(kind, "dispatch_table", table))
         yield
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """While Dynamo traces, let single numbers that Python and numpy draw be drawn before the program, which takes them.
+
+    They come in the order in which the forward draws them, from the states that it draws from.
+    """
+    whole, skipped, plain = user_defined.call_random_fn, SkipFunctionVariable.call_function, NumpyVariable.call_function
+
+    def of_c(function: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
+        if function.value == random.random:
+            return _drawn(tracer, random.random, args, kwargs)
+        return skipped(function, tracer, args, kwargs)
+
+    def of_python(tracer: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        if function in _WHOLE:
+            return whole(tracer, function, args, kwargs)
+        return _drawn(tracer, function, args, kwargs)
+
+    def of_numpy(function: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
+        constant = all(x.is_python_constant() for x in (*args, *kwargs.values()))
+        if constant and _draws_one(function.value, args, kwargs):
+            return _drawn(tracer, function.value, args, kwargs)
+        return plain(function, tracer, args, kwargs)
+
+    functions = staticmethod(lambda: _OF_PYTHON | _WHOLE)
+    with (
+        patch.object(user_defined.UserDefinedObjectVariable, "_supported_random_functions", functions),
+        patch.object(user_defined, "call_random_fn", of_python),
+        patch.object(SkipFunctionVariable, "call_function", of_c),
+        patch.object(NumpyVariable, "call_function", of_numpy),
+    ):
+        yield
+
+
+def _drawn(tracer: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Return a number that is drawn before the program runs, which takes it in full precision, as Python has it."""
+    args, kwargs = [x.as_python_constant() for x in args], {k: x.as_python_constant() for k, x in kwargs.items()}
+    output = tracer.output
+    source = RandomValueSource(len(output.random_calls))
+    output.random_calls.append((function, args, kwargs))
+    example = torch.tensor(0.5, dtype=torch.float64)  # any will do, and to draw one would leave another state
+    fake = tracer.fake_mode.from_tensor(example, static_shapes=True)
+    taken = output.root_tracer.create_graph_input(source.name, torch.Tensor, fake, source=FloatTensorSource(source))
+    taken.node.meta["grapharg"] = GraphArg(
+        source, example, pass_arg_as_tensor=True, fake_tensor=fake, is_tensor=False, example_strong_ref=example
+    )
+    return wrap_fx_proxy(tracer, output.create_proxy("call_method", "item", (taken,), {}))
+
+
+def _draws_one(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function of numpy's, called so, draws one number."""
+    of_numpy = sys.modules["numpy"].random
+    before = next((count for name, count in _OF_NUMPY.items() if function == getattr(of_numpy, name)), -1)
+    given = [x.as_python_constant() for x in (*args, *kwargs.values())]
+    return len(args) <= before and "size" not in kwargs and all(type(x) in (int, float) for x in given)
 
 
 def given_to(placeholder: fx.Node) -> Any:
