@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import planner
-from planner import zoo
+from benchmarks.blocks import built, counted
 from tests.cuda import gpu
 from tests.tiers import tiered
 
@@ -21,31 +19,11 @@ MODELS: dict[str, dict[str, int]] = {
     "minimind-26m": {"layers": 2},
     "resnet50": {"layers": 2},
     "vit-b16": {"layers": 2},
-    "bert-large": {"layers": 1, "batch_size": 2},
+    "bert-large": {"layers": 2},
     "unet": {"layers": 2},
     "convnext-tiny": {"layers": 2},
     "whisper-small-encoder": {"layers": 1, "batch_size": 2},
 }
-
-
-def step(model: nn.Module, example: dict[str, Any]) -> None:
-    """Run a step that holds what the model returned to its end."""
-    output = model(**example)
-    loss = output if isinstance(output, torch.Tensor) else output.loss
-    loss.backward()
-    model.zero_grad()
-
-
-def counted(model: nn.Module, example: dict[str, Any]) -> dict[str, int]:
-    """Return the peaks of what the allocator counts in steps that follow the first."""
-    step(model, example)
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(2):
-        step(model, example)
-    stats = torch.cuda.memory_stats()
-    return {kind: stats[f"{kind}_bytes.all.peak"] for kind in ("requested", "allocated", "reserved")}
 
 
 @pytest.mark.parametrize("budget", ["100%", "70%"])
@@ -53,11 +31,7 @@ def counted(model: nn.Module, example: dict[str, Any]) -> dict[str, int]:
 def test_a_plan_says_what_is_asked_allocated_and_reserved(name: str, budget: str) -> None:
     gc.collect()
     torch.cuda.empty_cache()
-    built = zoo.build(
-        name, **MODELS[name]
-    )  # on a GPU some kernels that fill parameters are compiled, not so on stand-ins
-    model = built.model.to("cuda")
-    example = {key: value.to("cuda") for key, value in built.example_kwargs.items()}
+    model, example = built(name, **MODELS[name])
     options = {"runtime": "graph", "time_limit_seconds": 1}
     try:
         planner.auto_wrap(model, example_kwargs=example, budget=budget, **options)
