@@ -138,7 +138,7 @@ def settle(device: torch.device) -> None:
     with torch.enable_grad():
         one = torch.ones(16, 16, device=device, requires_grad=True)
         made = torch.addmm(one[0], one, one)
-        made.register_hook(lambda _: (torch.addmm(one[0], one, one), None)[1])
+        made.register_hook(lambda _: (torch.addmm(one[0], one, one), None)[1])  # type: ignore[no-untyped-call]
         torch.autograd.backward((made @ one).sum())
 
 

@@ -1,6 +1,6 @@
 """What matrix libraries keep on a GPU for good: torch's defaults by version, unless the environment says otherwise.
 
-The rules are those of ``aten/src/ATen/cuda/CublasHandlePool.cpp``; held against torch 2.11 to 2.14 in
+The rules are those of ``aten/src/ATen/cuda/CublasHandlePool.cpp``; held against torch 2.11 and 2.14 in
 ``tests/cuda/test_workspace.py``.
 """
 

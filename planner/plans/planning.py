@@ -102,7 +102,7 @@ def make_plan(
                 problem,
                 static_memory,
                 lambda asked: solved_in_best_order(asked, search if asked is problem else again, _solved),
-                lambda: _lowest_known(problem, search, lowest_known.IN_BLOCKS),
+                lambda: None if search.deterministic else lowest_known.said(problem),
             )
     except InfeasibleBudgetError as error:
         raise _no_plan_fits(problem, error, search, origin, static_memory) from error
@@ -314,9 +314,9 @@ def _smallest(
     return min(own_bytes, *(whole_peak_bytes(problem, other, static_memory) for other in others)), proven_bytes
 
 
-def _lowest_known(problem: Problem, limits: SolveLimits, *name: str) -> Schedule | None:
+def _lowest_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
     """Return the lowest plan that was ever found; what is deterministic depends on nothing that was found before."""
-    return lowest_known.find(problem, *name) if not limits.deterministic and lowest_known.applies_to(problem) else None
+    return lowest_known.find(problem) if not limits.deterministic and lowest_known.applies_to(problem) else None
 
 
 def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
@@ -347,7 +347,7 @@ def _no_plan_fits(
     if error.lowest is not None and problem.host is None:  # a solver knows what is asked for, and not blocks
         smallest_bytes = max(smallest_bytes, whole_peak_bytes(problem, error.lowest, static_memory))
         if static_memory.has_caching_allocator and not search.deterministic and lowest_known.applies_to(problem):
-            lowest_known.keep(problem, error.lowest, lowest_known.IN_BLOCKS)
+            lowest_known.say(problem, error.lowest)
     proven_bytes = max(proven_bytes, problem.budget_bytes + 1 if error.is_proven else 0) + static_bytes
     where = locate_operation(graph, error.operation)
     none_below = f"; no plan needs less than {format_bytes(proven_bytes)}" if proven_bytes < smallest_bytes else ""

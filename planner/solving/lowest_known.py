@@ -43,6 +43,25 @@ def keep(problem: Problem, schedule: Schedule, name: str = _NAME) -> None:
         _said[key] = solution
 
 
+_said: dict[str, Schedule] = {}
+"""By the problem without its budget."""
+
+
+def say(problem: Problem, schedule: Schedule) -> None:
+    """Remember, in this process, the schedule whose blocks an error called feasible; it may be in any order.
+
+    Blocks of two schedules with the same peak differ, so the next search may come back with the other.
+    """
+    posed = _without_budget(problem)
+    _said[solution_cache.key_of(posed, _NAME, SolveLimits())] = schedule
+
+
+def said(problem: Problem) -> Schedule | None:
+    """Return what :func:`say` remembers of a step."""
+    posed = _without_budget(problem)
+    return _said.get(solution_cache.key_of(posed, _NAME, SolveLimits()))
+
+
 def _without_budget(problem: Problem) -> Problem:
     """Pose the problem that only peaks matter to."""
     # Seconds decide no peak, and are not the same where they were measured.

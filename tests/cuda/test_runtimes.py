@@ -76,3 +76,26 @@ def test_a_planned_step_waits_for_the_device_no_more_than_eager() -> None:
     after = gpu.calls()
     assert after.synchronisations == before.synchronisations
     assert after.copies_to_host == before.copies_to_host
+
+
+@gpu.only_fake
+def test_a_mask_is_looked_at_no_more_often_than_in_eager() -> None:
+    """Transformers looks at each batch's padding, and so does a captured step whose masks are flags."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=100, **sizes)).to("cuda").train()
+    tokens = torch.ones(2, 64, dtype=torch.int64).to("cuda")
+
+    def waits() -> tuple[int, int]:
+        for _ in range(3):
+            before, mask = gpu.calls(), tokens.clone()
+            model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+            after = gpu.calls()
+            model.zero_grad()
+        return after.synchronisations - before.synchronisations, after.copies_to_host - before.copies_to_host
+
+    in_eager = waits()
+    given = {"input_ids": tokens, "attention_mask": tokens, "labels": tokens}
+    options: dict[str, Any] = {"runtime": "graph", "time_limit_seconds": 1, "cost_model": "roofline"}
+    planner.auto_wrap(model, example_kwargs=given, activation_budget="80%", **options)
+    assert waits() <= in_eager
