@@ -13,11 +13,6 @@ from planner.ir.schedule import Schedule
 from planner.solving import solution_cache
 
 _NAME = "lowest"
-IN_BLOCKS = "lowest in blocks"
-"""The plan of which an error said that its blocks need least, by which of two of the same peak may differ."""
-
-_said: dict[str, Solution] = {}
-"""Of which this process said so, also where nothing is kept on disk."""
 
 
 def applies_to(problem: Problem) -> bool:
@@ -25,22 +20,18 @@ def applies_to(problem: Problem) -> bool:
     return problem.host is None and problem.regions is None and not any(o.region for o in problem.graph.operations)
 
 
-def find(problem: Problem, name: str = _NAME) -> Schedule | None:
+def find(problem: Problem) -> Schedule | None:
     """Return the schedule of the lowest peak that is known, whatever the budget is; None if nothing is."""
     posed = _without_budget(problem)
-    key = solution_cache.key_of(posed, name, SolveLimits())
-    solution = solution_cache.find(posed, key) or _said.get(key)
+    solution = solution_cache.find(posed, solution_cache.key_of(posed, _NAME, SolveLimits()))
     return solution.schedule if solution is not None else None
 
 
-def keep(problem: Problem, schedule: Schedule, name: str = _NAME) -> None:
+def keep(problem: Problem, schedule: Schedule) -> None:
     """Keep a schedule that has a lower peak than what is known."""
     posed = _without_budget(problem)
-    solution = Solution.simulated(posed.evaluate(schedule), schedule, name)
-    key = solution_cache.key_of(posed, name, SolveLimits())
-    solution_cache.keep(key, solution)
-    if name == IN_BLOCKS:
-        _said[key] = solution
+    solution = Solution.simulated(posed.evaluate(schedule), schedule, _NAME)
+    solution_cache.keep(solution_cache.key_of(posed, _NAME, SolveLimits()), solution)
 
 
 _said: dict[str, Schedule] = {}
