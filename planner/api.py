@@ -207,13 +207,7 @@ def _settled(options: Options) -> Options:
     check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, options.search.solver)
     check_strategy(options.strategy, runtime, offload=options.offload.offload, in_chunks=in_chunks)
     options.budget.check(or_none=options.strategy is not None)
-    return _run_by(runtime, options)
-
-
-def _run_by(runtime: str, options: Options) -> Options:
-    """Return the options for a runtime. Where operations are fused, what each takes alone says little."""
-    options = replace(options, runtime=runtime)
-    return options.without_measuring() if runtime == "inductor" else options
+    return replace(options, runtime=runtime)
 
 
 def profile(
@@ -575,7 +569,7 @@ def backend(
     >>> compiled = torch.compile(model, backend=planner.backend(budget="1GiB", runtime="graph"))
     >>> compiled(torch.randn(256, 64)).sum().backward()
     """
-    options = _run_by(runtime, Options.of({**locals(), "compare": False}))
+    options = Options.of({**locals(), "compare": False})
     if runtime not in RUNTIMES:
         raise UsageError(f"a backend is of runtime {' or '.join(map(repr, RUNTIMES))}, not {runtime!r}")
     if is_share(budget):

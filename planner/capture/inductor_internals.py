@@ -92,7 +92,9 @@ def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
     from torch._inductor import lowering
 
     target = node.target
-    if not isinstance(target, OpOverload) or not (torch.Tag.pointwise in target.tags or target.namespace == "prims"):
+    if not isinstance(target, OpOverload):
+        return False
+    if target.namespace != "prims" and not {torch.Tag.pointwise, torch.Tag.reduction}.intersection(target.tags):
         return False
     is_written = target in lowering.lowerings and target not in lowering.fallbacks
     return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
@@ -152,9 +154,9 @@ def _compile_with_inductor(
 
     Its decompositions and its passes over the joint graph come before our partition, so what is planned is
     what is compiled. Random operations stay those of eager: Inductor's own draw from a seed and a place in a
-    kernel, and are not what the recompute of a partition of ours would replay. A kernel is fused only with one
-    whose result it reads: with one that merely reads the same, a recompute runs long before it is needed. That is asked
-    first, since Inductor takes long to find out what else stands against it.
+    kernel, and are not what the recompute of a partition of ours would replay. Kernels are fused only where the
+    others keep the plan's order (:func:`_keeps_the_order`). That is asked first, since Inductor takes long to find out
+    what else stands against it.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -169,12 +171,12 @@ def _compile_with_inductor(
 
     may_fuse = Scheduler.can_fuse
 
-    def reads_and_may_fuse(scheduler: Any, first: Any, second: Any, *arguments: Any, **options: Any) -> bool:
-        reads = any(name in second.ancestors for name in first.get_operation_names())
-        return reads and bool(may_fuse(scheduler, first, second, *arguments, **options))
+    def in_order(scheduler: Any, first: Any, second: Any, *arguments: Any, **options: Any) -> bool:
+        keeps = _keeps_the_order(scheduler, first, second)
+        return keeps and bool(may_fuse(scheduler, first, second, *arguments, **options))
 
     def with_our_fusions(*arguments: Any, **options: Any) -> Any:
-        with patch.object(Scheduler, "can_fuse", reads_and_may_fuse):
+        with patch.object(Scheduler, "can_fuse", in_order):
             return compile_one(compile_fx_inner, *arguments, **options)
 
     settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
@@ -183,6 +185,51 @@ def _compile_with_inductor(
     with torch._functorch.config.patch(caches | OUTSIDE_AUTOCAST):
         run: Any = compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)
         return run  # type: ignore[no-any-return]
+
+
+_SMALL = 8
+"""What a kernel makes is small beside what it reads if that is so many times as large."""
+
+
+def _keeps_the_order(scheduler: Any, first: Any, second: Any) -> bool:
+    """Whether two kernels may become one without moving what the plan has in between.
+
+    One kernel takes the place of the earlier, and all that it needs goes before it. Where library kernels lie between
+    the two, that would pull a part of the step forward, and leave behind what that part would have freed. Only a kernel
+    that needs none of them may go ahead of them, as the sum for a bias does, if it reads what the earlier one makes:
+    then nothing is in memory for longer but what it makes, which must leave the step, or be small.
+    """
+    earlier, later = sorted((first, second), key=lambda node: node.min_order)
+    between = [node for node in _library_calls(scheduler) if earlier.min_order < node.min_order < later.min_order]
+    if not between:
+        return True
+    made = earlier.get_buffer_names()
+    if made.isdisjoint(dependency.name for dependency in later.read_writes.reads):
+        return False
+    if any(name in later.ancestors for node in between for name in node.get_operation_names()):
+        return False
+    kept = later.get_buffer_names() - _of_outputs()
+    sizes = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in kept]
+    read = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in made]
+    return bool(_SMALL * sum(sizes) <= sum(read))
+
+
+def _library_calls(scheduler: Any) -> list[Any]:
+    from torch._inductor.scheduler import ExternKernelSchedulerNode
+
+    known: list[Any] | None = vars(scheduler).get("_library_calls")
+    if known is None:
+        nodes = scheduler.name_to_node.values()
+        calls = [node for node in nodes if isinstance(node, ExternKernelSchedulerNode)]
+        # What nobody reads was left out before places were given.
+        known = scheduler._library_calls = [node for node in calls if hasattr(node, "min_order")]
+    return known
+
+
+def _of_outputs() -> set[str]:
+    from torch._inductor.virtualized import V
+
+    return set(V.graph.get_output_names())
 
 
 def _load_without_kernels(path: str, constants: dict[str, Any]) -> Any:

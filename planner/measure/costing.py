@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +25,7 @@ from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, workspace
 from planner.measure.devices import device_here
+from planner.measure.fusion import fused_costs, written_by_inductor
 from planner.measure.workspace import Tried
 
 SECONDS_TO_MEASURE = 60.0
@@ -67,6 +68,7 @@ def cost_step(
     here = device_here(model, spec)
     own = profile or cost_model == MeasuredCosts.name
     costs = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
+    written = written_by_inductor(lowered)
     notes: tuple[Finding, ...] = ()
     tried: dict[int, Tried | None] = {}
     seen: dict[int, int | None] = {}
@@ -96,11 +98,11 @@ def cost_step(
         known = _without_loss(graph, filled(graph.operations, costs, made))
         costing = Costing(known, cost_model, made, tuple(_warnings(outcome)))
     elif cost_model == AutoCosts.name and here is not None and not is_fake(model):
-        costing = _measured_for_a_moment(lowered, costs, tried, here)
+        costing = _measured_for_a_moment(_without_signatures(lowered, written), costs, tried, here)
     else:
         costing = Costing(costs, RooflineCosts.name if cost_model == AutoCosts.name else cost_model)
     # What was seen here holds, whatever a profile says that was perhaps made with less effort.
-    costs = _with_workspace(costing.costs, seen)
+    costs = fused_costs(lowered, _with_workspace(costing.costs, seen), written, spec)
     # A random operation that runs again puts the generator's state by meanwhile. Its first run needs none of it;
     # telling the two apart is not worth five kilobytes.
     states = {i: costs[i].workspace_bytes + o.state_bytes for i, o in enumerate(graph.operations) if o.state_bytes}
@@ -114,6 +116,13 @@ def operation_costs(graph: TrainingGraph, spec: DeviceSpec, cost_model: str) -> 
     except cost_models.UnknownNameError as error:
         raise UsageError(str(error)) from error
     return _without_loss(graph, factory(spec).costs(graph.operations))
+
+
+def _without_signatures(lowered: LoweredGraph, which: Collection[int]) -> LoweredGraph:
+    """Return a graph some of whose operations are not run alone."""
+    operations = enumerate(lowered.graph.operations)
+    kept = tuple(replace(operation, signature="") if i in which else operation for i, operation in operations)
+    return replace(lowered, graph=replace(lowered.graph, operations=kept)) if which else lowered
 
 
 def _with_workspace(costs: Sequence[OperationCost], known: Mapping[int, int | None]) -> tuple[OperationCost, ...]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.scheduler import ExternKernelSchedulerNode
 
 import planner
-from planner.capture.inductor_internals import Draft, draft_with_inductor, missing_compiler
+from planner.capture import inductor_internals
+from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_with_inductor, missing_compiler
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.runtimes.inductor import InductorRuntime
@@ -138,6 +143,40 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
     model = planner.auto_wrap(Towers(), plan=plan)
     with pytest.raises(PlanMismatchError, match="compiled here, the plan holds"):
         model(inputs())
+
+
+def test_kernels_become_one_only_where_the_plan_keeps_its_order(monkeypatch: pytest.MonkeyPatch):
+    def kernel(name: str, order: int, reads: str = "", after: str = "", kind: type = SimpleNamespace) -> Any:
+        made = kind.__new__(kind)
+        made.min_order, made.ancestors = order, set(after.split())
+        made.get_buffer_names, made.get_operation_names = (lambda: {name}), (lambda: {name})
+        made.read_writes = SimpleNamespace(reads=[SimpleNamespace(name=read) for read in reads.split()])
+        return made
+
+    library = partial(kernel, kind=ExternKernelSchedulerNode)
+    first, product, near = kernel("first", 0), library("product", 2, "first", "first"), kernel("near", 1, "first")
+    waits = kernel("waits", 3, "first product", "first product")  # needs the product
+    large, small, other = kernel("large", 3, "first"), kernel("small", 3, "first"), kernel("other", 3, "input")
+    leaves = kernel("leaves", 3, "first")
+    nodes = [first, near, product, waits, large, small, other, leaves]
+    sizes = {"first": 800, "small": 100}
+    scheduler = SimpleNamespace(
+        name_to_node=dict(enumerate(nodes)),
+        name_to_buf={
+            next(iter(node.get_buffer_names())): SimpleNamespace(
+                node=SimpleNamespace(
+                    get_layout=lambda node=node: SimpleNamespace(
+                        storage_size=lambda: sizes.get(next(iter(node.get_buffer_names())), 101)
+                    )
+                )
+            )
+            for node in nodes
+        },
+    )
+    monkeypatch.setattr(inductor_internals, "_of_outputs", lambda: {"leaves"})
+    written = {"near": near, "waits": waits, "large": large, "small": small, "other": other, "leaves": leaves}
+    may_join = {name for name, node in written.items() if _keeps_the_order(scheduler, first, node)}
+    assert may_join == {"near", "small", "leaves"}
 
 
 def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):

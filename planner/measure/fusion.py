@@ -1,0 +1,63 @@
+"""What operations cost in code that Inductor writes: what becomes one kernel goes to memory where that begins and ends.
+
+An operation that Inductor writes itself is computed in the kernel of its neighbours. Its price is its arithmetic, and
+what it reads that a library call, or the caller, left in memory, and what it makes that a library call reads, or that
+leaves the step. To compute such a chain again inside its reader costs reads, and neither a launch nor a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cost_models.devices import DeviceSpec
+from cost_models.roofline import RooflineCosts
+from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
+from planner.capture.inputs import tensors_in
+from planner.capture.joint import values_of
+from planner.capture.lowering import LoweredGraph
+from planner.ir.graph import OperationCost
+
+
+def written_by_inductor(lowered: LoweredGraph) -> frozenset[int]:
+    """Return the operations, by index, that Inductor writes itself; none where it does not compile the graph."""
+    if not lowered.joint.functional:
+        return frozenset()
+    nodes = enumerate(lowered.operation_nodes)
+    return frozenset(index for index, node in nodes if node is not None and is_in_a_kernel_of_inductors(node))
+
+
+def fused_costs(
+    lowered: LoweredGraph, costs: Sequence[OperationCost], written: frozenset[int], spec: DeviceSpec
+) -> tuple[OperationCost, ...]:
+    """Return the costs with those of operations that Inductor writes itself as they are inside a kernel."""
+    if not written:
+        return tuple(costs)
+    graph = lowered.graph
+    indices = sorted(written)
+    inside = [replace(graph.operations[index], moved_bytes=_moved_bytes(lowered, index, written)) for index in indices]
+    priced = dict(zip(indices, RooflineCosts(spec).costs(inside), strict=True))
+    return tuple(
+        replace(cost, seconds=max(0.0, priced[index].seconds - spec.launch_seconds)) if index in priced else cost
+        for index, cost in enumerate(costs)
+    )
+
+
+def _moved_bytes(lowered: LoweredGraph, index: int, written: frozenset[int]) -> int:
+    """Count what an operation moves between a kernel and memory: sizes that broadcast are read once."""
+    graph, operation = lowered.graph, lowered.graph.operations[index]
+    read = sum(graph.values[value].size_bytes for value in operation.inputs if graph.producer[value] not in written)
+    made = sum(
+        graph.values[value].size_bytes
+        for value in operation.outputs
+        if graph.values[value].retained or not written.issuperset(graph.readers[value])
+    )
+    return read + _resident_bytes(lowered, index) + made
+
+
+def _resident_bytes(lowered: LoweredGraph, index: int) -> int:
+    """Count what an operation reads of parameters, buffers and inputs, which are no values of the graph."""
+    node = lowered.operation_nodes[index]
+    assert node is not None
+    resident = [source for source in node.all_input_nodes if not lowered.storage_of.get(source)]
+    return sum(tensor.nbytes for tensor in tensors_in(values_of(resident)))

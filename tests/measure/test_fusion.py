@@ -1,0 +1,36 @@
+"""Prices of what Inductor writes itself: they are those of a kernel, not of operations one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.measure import costing, fusion
+
+
+def test_inside_a_kernel_nothing_goes_to_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def fused(*arguments: Any) -> Any:
+        seen.append((*arguments, fusion.fused_costs(*arguments)))
+        return seen[-1][-1]
+
+    monkeypatch.setattr(costing, "fused_costs", fused)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    planner.plan(model, torch.randn(128, 64), budget="1GiB", runtime="inductor", compare=False, time_limit_seconds=1.0)
+    lowered, alone, written, _spec, together = seen[0]
+    operations = lowered.graph.operations
+    by_target = {operation.target: index for index, operation in reversed([*enumerate(operations)])}
+    assert written.isdisjoint({by_target["aten.mm.default"], by_target["aten.addmm.default"]})
+    assert all(alone[i] == together[i] for i in range(len(operations)) if i not in written)
+    assert all(together[index].seconds < alone[index].seconds for index in written)
+    activation_bytes = 128 * 256 * 4
+    erf = by_target["aten.erf.default"]
+    assert fusion._moved_bytes(lowered, erf, written) == 0  # it reads a product of the kernel, and a sum there reads it
+    reads_library = [i for i in written if any(lowered.graph.producer[v] not in written for v in operations[i].inputs)]
+    assert reads_library and all(fusion._moved_bytes(lowered, i, written) > 0 for i in reads_library)
+    assert max(fusion._moved_bytes(lowered, i, written) for i in written) <= 3 * activation_bytes
