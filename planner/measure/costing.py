@@ -25,7 +25,7 @@ from planner.ir.graph import TrainingGraph
 from planner.ir.problem import Progress
 from planner.measure import cuda_workspace, profiling, workspace
 from planner.measure.devices import device_here
-from planner.measure.fusion import fused_costs, written_by_inductor
+from planner.measure.fusion import fused_costs, written_by_inductor, yardstick_of
 from planner.measure.workspace import Tried
 
 SECONDS_TO_MEASURE = 60.0
@@ -68,7 +68,8 @@ def cost_step(
     here = device_here(model, spec)
     own = profile or cost_model == MeasuredCosts.name
     costs = operation_costs(graph, spec, RooflineCosts.name if own else cost_model)
-    written = written_by_inductor(lowered)
+    estimates, written = costs, written_by_inductor(lowered)
+    yardstick = yardstick_of(lowered, written)
     notes: tuple[Finding, ...] = ()
     tried: dict[int, Tried | None] = {}
     seen: dict[int, int | None] = {}
@@ -98,11 +99,12 @@ def cost_step(
         known = _without_loss(graph, filled(graph.operations, costs, made))
         costing = Costing(known, cost_model, made, tuple(_warnings(outcome)))
     elif cost_model == AutoCosts.name and here is not None and not is_fake(model):
-        costing = _measured_for_a_moment(_without_signatures(lowered, written), costs, tried, here)
+        costing = _measured_for_a_moment(_without_signatures(lowered, written - {yardstick}), costs, tried, here)
     else:
         costing = Costing(costs, RooflineCosts.name if cost_model == AutoCosts.name else cost_model)
     # What was seen here holds, whatever a profile says that was perhaps made with less effort.
-    costs = fused_costs(lowered, _with_workspace(costing.costs, seen), written, spec)
+    scale = 1.0 if yardstick is None else costing.costs[yardstick].seconds / estimates[yardstick].seconds
+    costs = fused_costs(lowered, _with_workspace(costing.costs, seen), written, spec, scale)
     # A random operation that runs again puts the generator's state by meanwhile. Its first run needs none of it;
     # telling the two apart is not worth five kilobytes.
     states = {i: costs[i].workspace_bytes + o.state_bytes for i, o in enumerate(graph.operations) if o.state_bytes}

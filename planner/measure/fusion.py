@@ -18,6 +18,8 @@ from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.ir.graph import OperationCost
 
+_PLAIN = ("aten.add.Tensor", "aten.mul.Tensor")
+
 
 def written_by_inductor(lowered: LoweredGraph) -> frozenset[int]:
     """Return the operations, by index, that Inductor writes itself; none where it does not compile the graph."""
@@ -27,10 +29,24 @@ def written_by_inductor(lowered: LoweredGraph) -> frozenset[int]:
     return frozenset(index for index, node in nodes if node is not None and is_in_a_kernel_of_inductors(node))
 
 
+def yardstick_of(lowered: LoweredGraph, written: frozenset[int]) -> int | None:
+    """Return the largest sum or product that Inductor writes: how long it takes alone says how fast memory is here."""
+    operations = lowered.graph.operations
+    plain = (index for index in written if operations[index].target in _PLAIN and operations[index].signature)
+    return max(plain, key=lambda index: operations[index].moved_bytes, default=None)
+
+
 def fused_costs(
-    lowered: LoweredGraph, costs: Sequence[OperationCost], written: frozenset[int], spec: DeviceSpec
+    lowered: LoweredGraph,
+    costs: Sequence[OperationCost],
+    written: frozenset[int],
+    spec: DeviceSpec,
+    scale: float = 1.0,
 ) -> tuple[OperationCost, ...]:
-    """Return the costs with those of operations that Inductor writes itself as they are inside a kernel."""
+    """Return the costs with those of operations that Inductor writes itself as they are inside a kernel.
+
+    ``scale`` is how much longer than its roofline the yardstick takes.
+    """
     if not written:
         return tuple(costs)
     graph = lowered.graph
@@ -38,7 +54,9 @@ def fused_costs(
     inside = [replace(graph.operations[index], moved_bytes=_moved_bytes(lowered, index, written)) for index in indices]
     priced = dict(zip(indices, RooflineCosts(spec).costs(inside), strict=True))
     return tuple(
-        replace(cost, seconds=max(0.0, priced[index].seconds - spec.launch_seconds)) if index in priced else cost
+        replace(cost, seconds=scale * max(0.0, priced[index].seconds - spec.launch_seconds))
+        if index in priced
+        else cost
         for index, cost in enumerate(costs)
     )
 

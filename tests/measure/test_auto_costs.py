@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import planner
 from cost_models.measured import Measurement
@@ -184,11 +184,20 @@ def test_the_command_says_and_clears_it(folder: Path, capsys: pytest.CaptureFixt
     assert "of measured times, kept in" in shown and "removed from" in removed and "and 0 B of measured" in empty
 
 
-def test_fused_code_is_not_costed_operation_by_operation() -> None:
-    model, x, ask = Stack(), torch.randn(64, WIDTH), {"budget": "150%", "runtime": "inductor"}
-    plan, estimated = planner.plan(model, x, **ask), planner.plan(model, x, cost_model="roofline", **ask)
-    assert plan.cost_model == "roofline"
-    assert plan.eager is not None and plan.eager == estimated.eager  # one measure for both
+def test_of_fused_code_library_calls_are_measured_and_one_plain_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    timed = profiling._time
+
+    def time(node: fx.Node, *others: Any) -> Any:
+        ran.append(str(node.target))
+        return timed(node, *others)
+
+    monkeypatch.setattr(profiling, "_time", time)
+    model, x = Stack(), torch.randn(64, WIDTH)
+    plan = planner.plan(model, x, budget="1GiB", runtime="inductor", compare=False)
+    assert plan.cost_model == "measured"
+    alone = [target for target in ran if not target.startswith(("aten.mm.", "aten.addmm."))]
+    assert ran and len(alone) <= 1
 
 
 @pytest.mark.parametrize("able", [False, True])
