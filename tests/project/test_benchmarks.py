@@ -334,6 +334,33 @@ def test_alternatives_are_compared_at_the_same_or_a_lower_peak():
     assert layer["met"] and layer["points"] == 1
 
 
+def test_compiled_ways_are_compared_with_what_compiling_alone_takes(tmp_path: Path) -> None:
+    def row(way: str, peak: int, ratio: float, predicted: float | None = None, gradients: str = "equal") -> Any:
+        ours = {} if predicted is None else {"predicted_overhead": predicted, "predicted_peak_bytes": peak,
+                                             "planning_seconds": 1.0, "compiled": True}  # fmt: skip
+        return {"way": way, "ours": predicted is not None, "status": "run", "peak_bytes": peak, "time_ratio": ratio,
+                "gradients": gradients, **ours}  # fmt: skip
+
+    rows = [
+        row("eager", 120, 1.5),
+        row("Inductor", 100, 1.0),
+        row("Inductor, budget 0.5", 60, 1.20, gradients="other draws"),
+        row("Inductor, budget 0.9", 110, 1.30),  # takes more than alone: no saving
+        row("planned at the peak of Inductor, budget 0.5", 60, 1.05, 0.04),
+        row("planned at 40% of Inductor's", 40, 1.15, 0.1),
+    ]
+    entry = {"model": "m", "dropout": True, "rows": rows, **comparison.against(rows)}
+    (point,) = entry["compared"]
+    assert (point["way"], point["quotient"]) == ("Inductor, budget 0.5", pytest.approx(0.25))
+    (kind,) = comparison.summary([entry])
+    assert kind["kind"] == "Inductor, budget" and kind["met"]
+    result = {**common.environment("compare", []), "models": [entry], "summary": [kind]}
+    assert "| Inductor, budget | 1 | 0.25 | 0.4 |" in comparison.markdown(result)
+    failed = [row("eager", 120, 1.0), {"way": "Inductor", "ours": False, "status": "failed", "peak_bytes": 0}]
+    failed.append({**failed[1], "way": "Inductor, budget 0.5"})
+    assert comparison.against(failed)["compared"] == []
+
+
 def test_a_plan_is_worse_where_it_pays_more_by_over_twice_the_error():
     def worse(paid: float, error: float) -> bool:
         shared = {"status": "run", "gradients": "equal", "time_ratio_error": error}

@@ -121,7 +121,7 @@ def test_convolutions_and_a_loss_outside_keep_the_bound():
     x = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     plan = planner.plan(model, x, activation_budget="120%", runtime="inductor", time_limit_seconds=1.0)
     proof = planner.verify(model, x, plan, timed_steps=1)
-    assert proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    assert 0.97 * plan.peak_bytes <= proof.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
     assert proof.agrees, proof.differences
 
 
