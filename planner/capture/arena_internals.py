@@ -1,7 +1,6 @@
-"""Torch's CPU allocator with a step's memory at fixed places before it; written in C++, made when it is first asked for.
+"""Before torch's CPU allocator, one that knows fixed places for a step's memory: ``arena.cpp``, compiled when asked for.
 
-``arena.cpp`` beside this file says why it is safe. Private to torch is that its allocator can be replaced; tests/capture
-try it.
+That file says why it is safe. That torch's allocator can be replaced is not written down; tests/capture try it.
 """
 
 from __future__ import annotations

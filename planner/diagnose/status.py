@@ -21,6 +21,7 @@ from planner.capture.torch_internals import at_end_of_backward, is_transformed
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import Plan
 from planner.runtimes import Running
+from planner.runtimes._arena import ArenaInUse
 
 _STEPS = 20
 """So many of the last steps are timed."""
@@ -52,6 +53,8 @@ class Status:
     """Their median."""
     peak_bytes: int | None = None
     """Of the step after the last time that the status was asked for."""
+    arena: ArenaInUse | None = None
+    """What holds the steps at fixed places; None where none was asked for, or none has run so."""
 
     @property
     def overhead(self) -> float | None:
@@ -90,6 +93,8 @@ class Status:
             ("overhead", f"{plan.over_eager(plan.overhead):+.1%}", _or_not_yet(self.overhead, "{:+.1%}".format)),
         ]
         lines = [f"{name:<8}  {promised:>10}  {seen:>10}" for name, promised, seen in rows]
+        if self.arena is not None:
+            lines.append(f"arena     {self.arena}")
         return "\n".join([*lines, *(f"warning: {line}" for line in self.warnings)])
 
 
@@ -116,6 +121,11 @@ class Meter:
         """The plan in force."""
         return self._running.plan
 
+    @property
+    def arena(self) -> ArenaInUse | None:
+        """What holds the steps at fixed places."""
+        return getattr(self._running, "arena", None)
+
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
         self._take()
@@ -131,6 +141,7 @@ class Meter:
             steps=len(self._seconds),
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
+            arena=self.arena,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

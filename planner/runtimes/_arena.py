@@ -21,6 +21,7 @@ from planner.capture.arena_internals import BACKWARD, BETWEEN, FORWARD, Memory, 
 from planner.capture.device import of_model
 from planner.capture.inputs import differentiable_in
 from planner.capture.torch_internals import at_end_of_backward
+from planner.common.units import format_bytes
 from planner.errors import RuntimeUnsupportedError
 from planner.solving.arena import Block, lay_out
 
@@ -44,7 +45,8 @@ class ArenaInUse:
     def __str__(self) -> str:
         """Say what it takes in one line."""
         share = self.size_bytes / self.peak_bytes if self.peak_bytes else 1.0
-        return f"{self.places} places in {self.size_bytes} bytes, {share:.4f} of their peak"
+        kept = f", {format_bytes(self.outside_bytes)} outside" if self.outside_bytes else ""
+        return f"{format_bytes(self.size_bytes)} for {self.places} tensors, {share:.3f} of their peak{kept}"
 
 
 class _Kind:

@@ -112,8 +112,10 @@ class PlannedCalls(ABC):
             return True
         return not torch.is_grad_enabled()
 
-    def stop(self) -> None:  # noqa: B027 - most have nothing to undo
-        """Do nothing: between calls the model's parts are as they were."""
+    def stop(self) -> None:
+        """Let nothing have a place any more: between calls the model's parts are as they were."""
+        if self._arenas is not None:
+            self._arenas.stop()
 
     def complete_options(self, inputs: Inputs) -> None:
         """Complete the options for these inputs; what a percentage came to before still holds."""

@@ -20,6 +20,7 @@ from planner.errors import CaptureError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes import Prepare, Running
+from planner.runtimes._arena import ArenaInUse
 from planner.runtimes._calls import StartsCalls, situation_of
 from planner.session.step import Options
 
@@ -73,6 +74,11 @@ class AutoRuntime:
         """The plan in force."""
         made = self._current.plan
         return made if made is None or self._note is None else _with(made, self._note)
+
+    @property
+    def arena(self) -> ArenaInUse | None:
+        """What holds the steps at fixed places."""
+        return getattr(self._current, "arena", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
