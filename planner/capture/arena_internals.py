@@ -1,4 +1,4 @@
-"""Before torch's CPU allocator, one that knows fixed places for a step's memory: ``arena.cpp``, compiled when asked for.
+"""Before torch's CPU allocator, one that knows fixed places for a step's memory: ``arena.cpp``, compiled on demand.
 
 That file says why it is safe. That torch's allocator can be replaced is not written down; tests/capture try it.
 """

@@ -150,7 +150,10 @@ class AboutModel:
     def parents(self) -> Sequence[Parser]:
         """Return the options on the model, and on what surrounds the step; names are checked where they are known."""
         training = Parser(add_help=False)
-        add(training.add_argument_group("what else is on the device"), Training)
+        around = (
+            field.name for field in fields(Training) if field.name != "arena"
+        )  # which is how the step itself lies
+        add(training.add_argument_group("what else is on the device"), Training, *around)
         return model_options(), training
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from planner.commands import _asked, _planning
-from planner.commands._options import AboutModel, budget_options, pipeline_of, pipeline_options, planning_options
+from planner.commands._options import AboutModel, add, budget_options, pipeline_of, pipeline_options, planning_options
 from planner.commands._terminal import hand_out
 from planner.common.options import Search, Target, Training
 from planner.errors import UsageError
@@ -27,6 +27,7 @@ class _Plan(AboutModel):
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         budget_options(parser)
+        add(parser, Training, "arena")
         results = planning_options(parser)
         results.add_argument("--save", metavar="PLAN", help="write the plan to a file that auto_wrap can apply")
         results.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
@@ -43,6 +44,8 @@ class _Plan(AboutModel):
         if args.verify and args.tensor_parallel > 1:
             raise UsageError("--tensor-parallel is planned for, not run: leave out --verify")
         if pipeline := pipeline_of(args):
+            if args.arena:
+                raise UsageError("--arena lays out the step of one device: leave it out, or plan without stages")
             return _run_pipeline(args, pipeline)
         if not _planning.names_a_budget(args):
             return _planning.report_budgets(args)
@@ -70,6 +73,7 @@ def _run_pipeline(args: argparse.Namespace, pipeline: dict[str, Any]) -> int:
             import planner
 
             asked = _asked.keywords(args, Target, Search, Training)
+            del asked["arena"]
             plan = _asked.ask(planner.plan_pipeline, loaded, progress, budget=args.budget, **pipeline, **asked)
     except NoPipelineFitsError as error:
         hand_out(error.report, args.json, partial(render_infeasible_pipeline, error.report))

@@ -7,8 +7,8 @@ TensorFlow Lite does (Pisarchyk and Lee, "Efficient Memory Management for Deep N
 size); by how long they live, which suits training, where what is saved first is freed last; by both; by the moment at
 which they meet most others (greedy by breadth there, and the contention of TelaMalloc, Maas et al., ASPLOS 2022). As
 long as the best arena is above the bound, what lies on top is then placed earlier in each order, and all others again
-after it (squeaky wheel optimization, Joslin and Clements 1999). Integer programmes and searches prove more (OLLA, Steiner
-et al., 2022; MODeL, Steiner et al., ICML 2023; MiniMalloc, Moffitt, ASPLOS 2023); here the bound is the proof.
+after it (squeaky wheel optimization, Joslin and Clements 1999). Integer programmes and searches prove more (OLLA and
+MODeL, Steiner et al., 2022 and ICML 2023; MiniMalloc, Moffitt, ASPLOS 2023); here the bound is the proof.
 """
 
 from __future__ import annotations

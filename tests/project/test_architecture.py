@@ -16,6 +16,7 @@ LINES_AT_MOST = 800
 
 PRIVATE_TORCH = {
     "planner.capture.beside_internals",
+    "planner.capture.arena_internals",
     "planner.capture.call_internals",
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
