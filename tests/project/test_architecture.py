@@ -240,7 +240,7 @@ def _is_private(attribute: str) -> bool:
 def _is_own(node: ast.Attribute) -> bool:
     """Whether a private attribute is the object's own, the name of an operator, or a type of the standard library."""
     base = ast.unparse(node.value)
-    return base in ("self", "cls", "aten", "argparse") or base.startswith(("aten.", "torch.ops."))
+    return base in ("self", "super()", "cls", "aten", "argparse") or base.startswith(("aten.", "torch.ops."))
 
 
 def _package(dotted: str) -> str:
