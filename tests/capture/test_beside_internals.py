@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import Stopped, until_stopped
+from planner.capture.tracing_internals import nothing_beside
 from planner.errors import CaptureError
 from tests.models import Stack, rows
 
@@ -75,3 +78,40 @@ def test_graphs_are_written_out_only_for_who_reads_them() -> None:
     assert unread == 0
     assert read >= 3
     assert "def forward" in ended.stderr
+
+
+def sums_of(shapes: ShapeEnv) -> list[tuple[str, type, Any, Any]]:
+    """Compute with two sizes, some of it twice, with a replacement in between; say what came of it."""
+    made = []
+    one, other = (
+        shapes.create_symintnode(
+            shapes.create_symbol(hint, ConstantSource(f"size{hint}"), dynamic_dim=DimDynamic.DYNAMIC), hint=hint
+        )
+        for hint in (6, 9)
+    )
+    for at in range(3):
+        results = [one + other, one * other * 4, other - one, one * other == 54, one + other < 9 * one, other >= one]
+        made += [(str(r.node.expr), type(r), r.node.pytype, r.node.hint) for r in results]
+        if at == 1:
+            shapes._set_replacement(other.node._expr, one.node._expr + 3, "a test")
+    return made
+
+
+def test_sizes_are_computed_once_and_as_ever() -> None:
+    expected = sums_of(ShapeEnv())
+    with nothing_beside():
+        assert sums_of(ShapeEnv()) == expected
+    assert sums_of(ShapeEnv()) == expected
+    assert expected[0] != expected[-6], "the replacement shows"
+
+
+def test_a_second_result_is_an_object_of_its_own() -> None:
+    """Tracing knows symbolic numbers by who they are."""
+    shapes = ShapeEnv()
+    size = shapes.create_symintnode(
+        shapes.create_symbol(6, ConstantSource("size"), dynamic_dim=DimDynamic.DYNAMIC), hint=6
+    )
+    with nothing_beside():
+        first, second = size * 2, size * 2
+    assert first.node is not second.node
+    assert first.node._expr is second.node._expr
