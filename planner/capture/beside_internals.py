@@ -25,6 +25,9 @@ _ARITHMETIC = {
 }
 """Methods of torch's symbolic numbers that two whole numbers go into, and what comes out."""
 
+_REPLACEMENTS = "_replacements_version_counter"
+"""What torch counts when a symbol is replaced; 2.11 does not, and computes everything anew there."""
+
 
 @contextmanager
 def nothing_beside() -> Iterator[None]:
@@ -84,11 +87,13 @@ def _remembered(
         if not (_is_plain(one) and _is_plain(other)) or get_proxy_mode() is not None or _are_watched(one.shape_env):
             return compute(one, other)
         shapes = one.shape_env
-        version = shapes._replacements_version_counter
+        version = getattr(shapes, _REPLACEMENTS, None)
+        if version is None:
+            return compute(one, other)
         key = name, one._expr, other._expr, one._optimized_summation, other._optimized_summation, shapes, version
         if key not in known:
             made = compute(one, other)
-            if shapes._replacements_version_counter == version:
+            if getattr(shapes, _REPLACEMENTS) == version:
                 known[key] = made._expr, made._optimized_summation
             return made
         expression, is_sum = known[key]
