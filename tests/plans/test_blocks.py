@@ -15,6 +15,7 @@ from planner.plans import blocks
 from planner.plans.blocks import solved_in_blocks, whole_peak_bytes
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import take_over
+from planner.solving import lowest_known
 from tests.example_graphs import Builder
 from tests.planned import make_plan, make_problem
 
@@ -99,3 +100,12 @@ def test_of_two_plans_with_one_peak_the_one_that_an_error_spoke_of_is_taken(monk
     with pytest.raises(InfeasibleBudgetError):
         solved_in_blocks(problem, CUDA, solve)
     assert solved_in_blocks(problem, CUDA, solve, lambda: known).schedule is known
+
+
+def test_what_an_error_spoke_of_may_be_in_any_order() -> None:
+    graph, costs = tower(3)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=1)
+    assert lowest_known.said(problem) is None
+    schedule = Schedule(order=tuple(reversed(range(len(graph.operations)))))
+    lowest_known.say(problem, schedule)
+    assert lowest_known.said(replace(problem, budget_bytes=2)) is schedule
