@@ -40,6 +40,8 @@ class _Pool:
 
     least_split_bytes: int
     free: list[tuple[int, int]] = field(default_factory=list)
+    end: int = 0
+    """Where a segment that can grow ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -151,56 +153,42 @@ class Allocator:
 class ExpandableAllocator(Allocator):
     """The same with ``expandable_segments:True``: one segment a pool, which grows at its end by pages.
 
-    Every block is split, so what is handed out is what is asked for.
+    Every block is split, so what is handed out is what is asked for. A call that lets a segment grow takes O(n).
     """
 
     _least_large_split_bytes = MIN_BLOCK_BYTES
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[int, _Block] = {}
-        """By the pool's place, the block at the end of its segment."""
+        self._large.end = _ADDRESSES
 
     def _found(self, pool: _Pool, size_bytes: int) -> _Block | None:
         """Take the free block that fits best; the one at the end could grow, so that any other fits better."""
         place = bisect_left(pool.free, (size_bytes, 0))
         if place == len(pool.free):
             return None
-        if self._blocks[pool.free[place][1]] is self._end(pool) and place + 1 < len(pool.free):
+        if sum(pool.free[place]) == pool.end and place + 1 < len(pool.free):
             place += 1
         return self._blocks[pool.free.pop(place)[1]]
 
     def _made(self, pool: _Pool, size_bytes: int) -> _Block:
         """Let the segment grow by whole pages, from the free block at its end on if there is one."""
-        end = self._end(pool)
+        end = next((b for b in self._blocks.values() if b.pool is pool and b.address + b.size_bytes == pool.end), None)
+        is_free = end is not None and end.is_free
+        there_bytes = end.size_bytes if end is not None and is_free else 0
         page_bytes = SMALL_SEGMENT_BYTES if pool is self._small else LARGE_SEGMENT_BYTES
-        there_bytes = end.size_bytes if end is not None and end.is_free else 0
         grown_bytes = round_up(size_bytes - there_bytes, page_bytes)
-        self.reserved_bytes += grown_bytes
-        if end is not None and end.is_free:
-            self._leave_pool(end)
-            end.size_bytes += grown_bytes
-            return end
-        start = 0 if pool is self._small else _ADDRESSES
-        address = start if end is None else end.address + end.size_bytes
-        block = _Block(pool, address, grown_bytes, before=end)
+        block = _Block(pool, pool.end, grown_bytes, before=end)
         if end is not None:
             end.after = block
-        self._blocks[address] = self._last[id(pool)] = block
-        return block
-
-    def _end(self, pool: _Pool) -> _Block | None:
-        block = self._last.get(id(pool))
-        while block is not None and block.after is not None:
-            block = block.after
-        if block is not None:
-            self._last[id(pool)] = block
-        return block
-
-    def _join(self, block: _Block, joined: _Block) -> None:
-        super()._join(block, joined)
-        if self._last.get(id(block.pool)) is joined:
-            self._last[id(block.pool)] = block
+        self._blocks[block.address] = block
+        self.reserved_bytes += grown_bytes
+        pool.end += grown_bytes
+        if end is None or not is_free:
+            return block
+        self._leave_pool(end)
+        self._join(end, block)
+        return end
 
 
 def simulate_reserved(
