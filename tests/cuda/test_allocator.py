@@ -32,13 +32,11 @@ def differences(kind: type[Allocator], sequences: int) -> list[str]:
                 simulated.free(held.pop(gone)[1])
             else:
                 size = random_size(rng)
-                tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
-                held[number] = tensor, simulated.allocate(size)
+                held[number] = torch.empty(size, dtype=torch.uint8, device="cuda"), simulated.allocate(size)
             now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             if now != (simulated.block_bytes, simulated.reserved_bytes):
                 found.append(f"sequence {seed}, call {number}: {now}")
                 break
-        tensor = torch.empty(0)
         held.clear()
     return found
 
