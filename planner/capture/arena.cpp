@@ -8,6 +8,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <cstdint>
@@ -168,6 +169,8 @@ int64_t arena_install() {
   c10::Allocator* found = c10::GetAllocator(c10::DeviceType::CPU);
   if (!found->raw_deleter()) return 0;
   before = found;
+  // A process that is forked meanwhile, to load data, must not find the lock taken for good.
+  pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   c10::SetAllocator(c10::DeviceType::CPU, own, UINT8_MAX);
   return c10::GetAllocator(c10::DeviceType::CPU) == own;
 }

@@ -93,6 +93,7 @@ class Arenas:
             )
         if lacking := arena_internals.missing():
             raise RuntimeUnsupportedError(f"arena=True needs {lacking}, and there is none: leave arena out")
+        arena_internals.leave()  # which compiles it, unless it was before
         self.in_use: ArenaInUse | None = None
         self._kinds: dict[Any, _Kind] = {}
         self._memory: Memory | None = None
