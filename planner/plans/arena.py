@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.common.limits import SolveLimits
 from planner.ir.graph import OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
@@ -13,26 +12,19 @@ from planner.plans.liveness import allocations_of
 from planner.plans.plan import StaticArena
 from planner.solving.arena import ALIGNMENT_BYTES, Block, lay_out
 
-_SECONDS = 2.0
-"""Beyond the first orders hardly anything is gained."""
-
 
 def blocks_of(graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule) -> list[Block]:
     """Return what a schedule allocates, as the simulator counts it, with lifetimes in positions of its order."""
     return [Block(made.size_bytes, made.born, made.died) for made in allocations_of(graph, costs, schedule)]
 
 
-def arena_of(
-    problem: Problem, schedule: Schedule, static_memory: StaticMemory, limits: SolveLimits | None = None
-) -> StaticArena | None:
-    """Lay out a schedule in one arena, for some seconds at most; None where nobody asked."""
+def arena_of(problem: Problem, schedule: Schedule, static_memory: StaticMemory) -> StaticArena | None:
+    """Lay out a schedule in one arena; None where nobody asked."""
     if not static_memory.arena:
         return None
     blocks = blocks_of(problem.graph, problem.costs, schedule)
     alignment_bytes = max(ALIGNMENT_BYTES, problem.graph.alignment_bytes)
-    deterministic = limits is not None and limits.deterministic
-    tried = SolveLimits(time_limit_seconds=_SECONDS, deterministic=deterministic)
-    found = lay_out(blocks, alignment_bytes=alignment_bytes, limits=tried)
+    found = lay_out(blocks, alignment_bytes=alignment_bytes)
     return StaticArena(
         size_bytes=found.size_bytes,
         lower_bound_bytes=found.lower_bound_bytes,

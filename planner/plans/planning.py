@@ -241,7 +241,7 @@ def plan_from_solution(
         optimizer_step_bytes=static_memory.optimizer_step_bytes,
         optimizer_peak_bytes=optimizer_bytes,
         reserved=reserved,
-        arena=arena_of(problem, schedule, static_memory, limits),
+        arena=arena_of(problem, schedule, static_memory),
         solver=solution.solver,
         solve_seconds=solution.solve_seconds,
         capture_seconds=origin.capture_seconds,

@@ -35,6 +35,8 @@ _PLACEMENT_SECONDS, _COMPARISON_SECONDS = 2e-5, 2e-9
 _ROUNDS = 100
 """How often each order is changed: more has not been seen to help."""
 
+COUNTED = SolveLimits(time_limit_seconds=2.0, deterministic=True)
+
 _ENOUGH = 1e-3
 """So near to the bound, as a share of it, no smaller arena is looked for."""
 
@@ -70,24 +72,27 @@ class Arena:
 def lay_out(
     blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_BYTES, limits: SolveLimits | None = None
 ) -> Arena:
-    """Place blocks in an arena that is as small as is found within the limits (2 s by default).
+    """Place blocks in an arena that is as small as is found within the limits, by default 2 s of counted work.
 
     Sizes are rounded up to the alignment, and offsets are its multiples. Each order takes O(blocks^2), in vectors.
     """
-    clock = (limits or SolveLimits(time_limit_seconds=2.0)).clock()
+    clock = (limits or COUNTED).clock()
     prepared = _Blocks.of(blocks, alignment_bytes)
     enough = prepared.bound * (1 + _ENOUGH)
-    orders = {name: rule(prepared) for name, rule in _RULES.items()}
-    best, found_by = prepared.places(orders[_FIRST]), _FIRST
+    orders = {name: rule(prepared) for name, (rule, _) in _RULES.items()}
+    best: tuple[int, str, _Numbers] | None = None
     for name in _ROUNDS * [*orders]:
-        if prepared.height(best) <= enough or clock.left() < 0:
-            break
-        place = prepared.places(orders[name])
+        _, best_fit = _RULES[name]
+        place = prepared.places(orders[name], best_fit=best_fit)
         clock.work(prepared.seconds)
-        if prepared.height(place) < prepared.height(best):
-            best, found_by = place, name
+        if best is None or prepared.height(place) < best[0]:
+            best = prepared.height(place), name, place
+        if best[0] <= enough or clock.left() < 0:
+            break
         orders[name] = prepared.moved_up(orders[name], place)
-    return prepared.arena(best, found_by)
+    assert best is not None
+    _, found_by, place = best
+    return prepared.arena(place, found_by)
 
 
 def greedy_by_size(blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Arena:
@@ -99,8 +104,7 @@ def greedy_by_size(blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_
 def best_fit_by_time(blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Arena:
     """Place blocks as a simple allocator does, that knows nothing of lifetimes: when they are made, by best fit."""
     prepared = _Blocks.of(blocks, alignment_bytes)
-    order = np.argsort(prepared.born, kind="stable")
-    return prepared.arena(prepared.places(order, best_fit=True), "best fit by time")
+    return prepared.arena(prepared.places(_by_birth(prepared), best_fit=True), "best fit by time")
 
 
 @dataclass(frozen=True)
@@ -206,13 +210,14 @@ def _by_crowd(blocks: _Blocks, *, then: _Rule) -> _Numbers:
     return np.lexsort((later, -(fullest * 100 // max(blocks.bound, 1))))
 
 
-_FIRST = "fullest moment first, then longest"
-
-_RULES: dict[str, _Rule] = {
-    _FIRST: partial(_by_crowd, then=_by_span),
-    "longest first": _by_span,
-    "largest first": _by_size,
-    "largest times longest first": _by_area,
-    "fullest moment first, then largest": partial(_by_crowd, then=_by_size),
-    "first made first": _by_birth,
+_RULES: dict[str, tuple[_Rule, bool]] = {
+    "fullest moment first, then longest": (partial(_by_crowd, then=_by_span), False),
+    "first made first, smallest gap": (_by_birth, True),
+    "largest first, smallest gap": (_by_size, True),
+    "longest first": (_by_span, False),
+    "largest first": (_by_size, False),
+    "largest times longest first": (_by_area, False),
+    "fullest moment first, then largest": (partial(_by_crowd, then=_by_size), False),
+    "first made first": (_by_birth, False),
 }
+"""By name, an order, and whether blocks go into the smallest gap that they fit, and not the lowest."""
