@@ -21,7 +21,6 @@ import planner
 from benchmarks import common
 from benchmarks.cases import CASES, build
 from benchmarks.common import Result, mebibytes
-from planner.api import running_on
 from planner.capture.memory import keep_freed_memory
 from planner.errors import PlannerError
 from planner.zoo import ZooModel
@@ -76,9 +75,8 @@ def _compared(name: str, budget: str, count: int, runtime: str) -> Result:
         with_seconds, without_seconds = map(_seconds, with_and_without)
         ratios.append(with_seconds / without_seconds)
     equal = equal and with_and_without[0]() == with_and_without[1]() and _gradients_equal(models)
-    running = running_on(models[1].model)
-    used = running.arena  # type: ignore[union-attr]
-    _, astray = running._arenas._last.table.counts()  # type: ignore[union-attr]
+    used = planner.status(models[1].model).arena
+    assert used is not None
     plan = planner.plan_of(models[1].model)
     return {
         "tensors": used.places,
@@ -86,7 +84,7 @@ def _compared(name: str, budget: str, count: int, runtime: str) -> Result:
         "arena": used.size_bytes / used.peak_bytes,
         "of_planned_peak": used.size_bytes / (plan.peak_bytes - plan.total_static_bytes),
         "outside_bytes": used.outside_bytes,
-        "astray": astray,
+        "astray": used.astray,
         "time": mean(ratios),
         "standard_error": stdev(ratios) / len(ratios) ** 0.5,
         "bitwise_equal": equal,

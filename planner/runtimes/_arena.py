@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -41,12 +41,15 @@ class ArenaInUse:
     """The most that is outside at one moment, because somebody keeps it beyond the step."""
     places: int
     """Allocations of a step that have a place."""
+    astray: int = 0
+    """How many were elsewhere in the last step that is over, because it did not go as recorded."""
 
     def __str__(self) -> str:
         """Say what it takes in one line."""
         share = self.size_bytes / self.peak_bytes if self.peak_bytes else 1.0
         kept = f", {format_bytes(self.outside_bytes)} outside" if self.outside_bytes else ""
-        return f"{format_bytes(self.size_bytes)} for {self.places} tensors, {share:.3f} of their peak{kept}"
+        astray = f"; {self.astray} elsewhere in the last step" if self.astray else ""
+        return f"{format_bytes(self.size_bytes)} for {self.places} tensors, {share:.3f} of their peak{kept}{astray}"
 
 
 class _Kind:
@@ -135,8 +138,8 @@ class Arenas:
         if kind.table is None:
             self._lay_out(kind, call.table)
         else:
-            self.in_use = kind.in_use
             _, missed = kind.table.counts()
+            self.in_use = replace(kind.in_use, astray=missed) if kind.in_use is not None else None
             if missed and kind.recordings < _MOST_RECORDINGS:
                 kind.table = None
 
