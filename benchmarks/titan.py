@@ -31,8 +31,8 @@ from benchmarks import common
 from benchmarks.common import Result, mebibytes, percent
 from planner.capture.memory import measure_peak
 
-RANKS, STEPS, BATCH, LENGTH = 2, 20, 2, 128
-SHARES = (0.99, 0.8, 0.6)
+RANKS, STEPS, BATCH, LENGTH = 2, 20, 1, 512
+SHARES = (0.95, 0.8)
 """Budgets of plans, in parts of the peak of torchtitan's selective mode."""
 
 _HEADINGS = [
