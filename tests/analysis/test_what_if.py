@@ -22,6 +22,7 @@ from rich.console import Console
 import cli
 from cost_models import devices
 from planner.analysis.study import Study
+from planner.analysis.trade_off import sizes
 from planner.analysis.trade_off.accelerators import DeviceSearch
 from planner.analysis.trade_off.answers import Answers, csv_text
 from planner.analysis.trade_off.curve import MORE_BYTES, CurveSweep, coarse_to_fine
@@ -352,6 +353,36 @@ def test_the_largest_batch_is_found_with_few_captures() -> None:
             seconds = sum(cost.seconds for cost in sized()(row.size).costs) * (1 + row.outcome.overhead)
             assert row.per_second == pytest.approx(row.size / seconds)
     assert axis.best.per_second == max(row.per_second for row in axis.rows if row.per_second)
+
+
+def least_bytes_bent(size: int) -> int:
+    """Return what GPT-2 of 774M parameters needs: from a batch of 48 on, another plan takes less for each sample."""
+    return int(3.1e9 + 0.8325e9 * size if size <= 48 else 43.06e9 + 0.288e9 * (size - 48))
+
+
+@pytest.mark.parametrize(
+    ("text", "least_bytes", "largest", "most"),
+    [
+        ("1..64", least_bytes_bent, 43, 3),
+        ("1..4096", lambda size: 2 * int(size**2 * 2e3) + 10**9, 3090, 8),
+        ("1..4096", lambda size: int(39.2e9) + (1 if size > 3001 else 0), 3001, 28),
+    ],
+)
+def test_the_largest_size_is_closed_in_on_where_needs_do_not_follow_a_line(
+    monkeypatch: pytest.MonkeyPatch, text: str, least_bytes: Callable[[int], int], largest: int, most: int
+) -> None:
+    asked: list[int] = []
+
+    def answer(size: int, budget_bytes: int, *_: Any) -> Outcome:
+        asked.append(size)
+        need, fits = least_bytes(size), least_bytes(size) <= budget_bytes
+        return Outcome(status="", minimum_feasible_peak_bytes=need, predicted_peak_bytes=need if fits else None)
+
+    monkeypatch.setattr(sizes, "ask", answer)
+    axis = search_sizes(text, lambda size: size, int(39.2e9)).axis_so_far  # type: ignore[arg-type, return-value]
+    assert axis.largest is not None and axis.largest.size == largest and len(asked) == len(set(asked))
+    assert {largest, largest + 1} <= set(asked)
+    assert len(asked) - asked.index(parse_sizes(text, what="").values[-1]) - 1 <= most
 
 
 def test_listed_sizes_alone_are_tried_and_no_larger_one_than_the_first_that_fails() -> None:

@@ -114,18 +114,19 @@ class SizeSearch:
 
     def _close_in(self, lower: int, upper: int) -> None:
         """Find the largest size that fits between one that does and one that does not."""
-        # From where a line puts it in growing strides, since solvers often go beyond the line; then by halving.
-        guess, stride = self._guess(lower, upper) // self.step, 1
-        first: bool | None = None
+        # Where a line puts it; beyond that in growing strides where one end moved twice, since solvers often go
+        # beyond the line; and by halving where a stride went too far.
+        before, stride, halve = None, 1, False
         while places := range(lower // self.step + 1, (upper - 1) // self.step + 1):
-            place = min(max(guess, places[0]), places[-1])
+            place = self._guess(lower, upper) // self.step
+            if stride > 1:
+                place = max(place, places[0] + stride - 1) if before else min(place, places[-1] - stride + 1)
+            place = places[len(places) // 2] if halve else min(max(place, places[0]), places[-1])
             fits = self._look(place * self.step).fits
             lower, upper = (place * self.step, upper) if fits else (lower, place * self.step)
-            first = fits if first is None else first
-            if fits is first and stride:
-                guess, stride = place + (stride if fits else -stride), 2 * stride
-            else:
-                guess, stride = (lower + upper) // (2 * self.step), 0
+            halve = fits is not before and stride > 2
+            stride *= 2 if fits is before else 1
+            before = fits
 
     def _guess(self, lower: int, upper: int) -> int:
         """Say where a line through the smallest budgets of two sizes meets the budget."""
