@@ -23,8 +23,10 @@ def of_model(model: nn.Module, *arguments: Any) -> torch.device:
 
 def entered(device: torch.device) -> AbstractContextManager[Any]:
     """Let a device be CUDA's current one: whatever draws, measures or waits without naming a device means this one."""
-    is_here = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # tensors without data need none
-    return torch.cuda.device(device) if is_here else nullcontext()
+    if device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # tensors without data need none
+        return nullcontext()
+    is_current = torch.cuda.current_device() == device.index  # asked in every step, and mostly so
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def check_one_device(model: nn.Module) -> None:

@@ -69,8 +69,10 @@ def kernel_of(node: fx.Node) -> Any:
     """
     function = _WITH_LESS.get(node.target)
     x = node.args[0].meta["val"] if function is not None and isinstance(node.args[0], fx.Node) else None
-    is_known = x is not None and x.device.type == "cpu" and x.dtype is torch.float32
-    return function if is_known else node.target
+    if x is None or x.device.type != "cpu" or x.dtype is not torch.float32:
+        return node.target
+    is_small = isinstance(elements := x.numel(), int) and elements < _WORTH_IT
+    return node.target if is_small else function
 
 
 def _drop(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:

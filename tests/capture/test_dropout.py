@@ -80,10 +80,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.masked_fill(tensor.isnan(), float("nan")).view(torch.int32)
 
 
-def test_rounded_ones_and_those_of_other_devices_run_as_they_are() -> None:
+def test_small_and_rounded_ones_and_those_of_other_devices_run_as_they_are() -> None:
     graph = fx.Graph()
     given = graph.placeholder("x")
-    for x in (torch.empty(2**15, dtype=torch.bfloat16), torch.empty(2**15, device="meta")):
+    for x in (torch.empty(100), torch.empty(2**15, dtype=torch.bfloat16), torch.empty(2**15, device="meta")):
         given.meta["val"] = x
         node = graph.call_function(torch.ops.aten.native_dropout.default, (given, 0.1, True))
         assert kernel_of(node) is node.target
