@@ -25,7 +25,8 @@ class UnknownNameError(ValueError):
 
     def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
         known = tuple(known)
-        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
+        begin_so = [each for each in known if name and each.startswith(name.lower())]
+        near = begin_so[:3] or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(known)}"
         super().__init__(f"unknown {what} {name!r}: {hint}")
 
@@ -141,11 +142,16 @@ _GPU_FIGURES = {
     "rtx-3090": ("sm86",    82,  23.6,  936,   71.0,   35.6,  35.6, 32, 0.8, "NVIDIA Ampere GA102 whitepaper"),
     "rtx-4090": ("sm89",   128,  23.5, 1008,  165.2,   82.6,  82.6, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
     "rtx-5090": ("sm120",  170,  31.3, 1792,  209.5,  104.8, 104.8, 64, 0.8, "NVIDIA RTX Blackwell whitepaper"),
+    "a10":      ("sm86",    72,  22.0,  600,  125.0,   62.5,  31.2, 32, 0.7, "NVIDIA A10 datasheet"),
     "a10g":     ("sm86",    80,  22.1,  600,   70.0,   35.0,  35.0, 32, 0.7, "NVIDIA A10G datasheet"),
     "a100-40":  ("sm80",   108,  39.4, 1555,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 datasheet"),
     "a100-80":  ("sm80",   108,  79.2, 2039,  312.0,  156.0,  19.5, 32, 0.7, "NVIDIA A100 80GB datasheet, SXM"),
+    "a100-80-pcie": ("sm80", 108, 79.1, 1935, 312.0, 156.0, 19.5, 32, 0.7, "NVIDIA A100 80GB datasheet, PCIe"),
+    "l4":       ("sm89",    58,  22.0,  300,  121.0,   60.0,  30.3, 32, 0.6, "NVIDIA L4 datasheet"),
     "l40s":     ("sm89",   142,  44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
     "h100":     ("sm90",   132,  79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 whitepaper, SXM"),
+    "h100-pcie": ("sm90",  114,  79.1, 2000,  756.5,  378.0,  51.2, 64, 0.7, "NVIDIA H100 datasheet, PCIe"),
+    "h20":      ("sm90",    78,  95.0, 4000,  148.0,   74.0,  44.0, 64, 0.7, "published figures of NVIDIA's H20, 96 GB"),
     "h200":     ("sm90",   132, 139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 datasheet, SXM"),
     "b200":     ("sm100",  148, 178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one of 8"),
     "mi300x":   ("gfx942", 304, 191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X data sheet"),

@@ -60,6 +60,17 @@ _CPU_FLOPS_FRACTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1.0,
 }
 
+# cuDNN multiplies float32 in TF32 for these, unless torch.backends.cudnn.allow_tf32 is switched off.
+_IN_TF32 = {
+    "aten.convolution",
+    "aten.convolution_backward",
+    "checkpoint_planner.cudnn_rnn",
+    "checkpoint_planner.cudnn_rnn_backward",
+}
+_FIRST_WITH_TF32 = 80
+"""Of CUDA's compute capabilities, times ten."""
+
+
 # What talks to other devices goes as fast as the link to the host: cards that share a machine are no slower.
 _COLLECTIVE = "_c10d_functional."
 
@@ -79,11 +90,19 @@ class RooflineCosts:
         device = self.device
         if operation.target.startswith(_COLLECTIVE):
             return operation.moved_bytes / device.host_link_bytes_per_second + device.launch_seconds
-        flops_per_second = device.peak_flops_per_second(operation.dtype) * device.compute_efficiency
+        dtype = "tf32" if _is_in_tf32(operation, device) else operation.dtype
+        flops_per_second = device.peak_flops_per_second(dtype) * device.compute_efficiency
         bytes_per_second = device.bandwidth_bytes_per_second * device.bandwidth_efficiency
         if device.kind == "cpu":
             flops_per_second = _cpu_flops_per_second(operation.target, device.cores, flops_per_second)
         return max(operation.flops / flops_per_second, operation.moved_bytes / bytes_per_second) + device.launch_seconds
+
+
+def _is_in_tf32(operation: CostedOperation, device: DeviceSpec) -> bool:
+    if operation.dtype != "float32" or operation.target.rpartition(".")[0] not in _IN_TF32:
+        return False
+    capability = device.architecture.removeprefix("sm")
+    return capability.isdigit() and int(capability) >= _FIRST_WITH_TF32
 
 
 def _cpu_flops_per_second(target: str, cores: int, flops_per_second: float) -> float:

@@ -136,7 +136,18 @@ def test_device_figures_make_sense(name):
 
 @pytest.mark.parametrize(
     ("written", "name"),
-    [("H100", "h100"), ("RTX 4090", "rtx-4090"), ("4090", "rtx-4090"), ("NVIDIA A100-80GB", "a100-80"), ("CPU", "cpu")],
+    [
+        ("H100", "h100"),
+        ("RTX 4090", "rtx-4090"),
+        ("4090", "rtx-4090"),
+        ("NVIDIA A100-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80-pcie"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA A10", "a10"),
+        ("CPU", "cpu"),
+    ],
 )
 def test_device_is_found_however_it_is_written(written, name):
     assert device(written).name == name
@@ -174,6 +185,19 @@ def test_roofline_is_the_longer_of_arithmetic_and_traffic():
     )
     assert compute == pytest.approx(1e12 / (312e12 * spec.compute_efficiency) + spec.launch_seconds)
     assert memory == pytest.approx(1e9 / (2039e9 * spec.bandwidth_efficiency) + spec.launch_seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "in_tf32"),
+    [("h100", "float32", True), ("h100", "bfloat16", False), ("mi300x", "float32", False), ("cpu", "float32", False)],
+)
+def test_cudnns_convolutions_multiply_in_tf32_and_products_do_not(name, dtype, in_tf32):
+    spec = device(name)
+    model = cost_models.get("roofline")(spec)
+    work = {"flops": 10**15, "moved_bytes": 0, "dtype": dtype}
+    product, convolution = seconds(model, Call(**work), Call(target="aten.convolution.default", **work))
+    rates = spec.peak_flops_per_second("tf32" if in_tf32 else dtype), spec.peak_flops_per_second(dtype)
+    assert product / convolution == pytest.approx(rates[0] / rates[1], rel=0.06)  # a CPU's are a little slower
 
 
 def test_random_numbers_are_slow_on_a_cpu_however_many_cores():
