@@ -151,7 +151,7 @@ _GPU_FIGURES = {
     "l40s":     ("sm89",   142,  44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
     "h100":     ("sm90",   132,  79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 whitepaper, SXM"),
     "h100-pcie": ("sm90",  114,  79.1, 2000,  756.5,  378.0,  51.2, 64, 0.7, "NVIDIA H100 datasheet, PCIe"),
-    "h20":      ("sm90",    78,  95.0, 4000,  148.0,   74.0,  44.0, 64, 0.7, "published figures of NVIDIA's H20, 96 GB"),
+    "h20":      ("sm90",    78,  95.0, 4000,  148.0,   74.0,  44.0, 64, 0.7, "NVIDIA's H20, 96 GB, as published"),
     "h200":     ("sm90",   132, 139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 datasheet, SXM"),
     "b200":     ("sm100",  148, 178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one of 8"),
     "mi300x":   ("gfx942", 304, 191.9, 5300, 1307.4,  653.7, 163.4, 64, 0.5, "AMD Instinct MI300X data sheet"),
