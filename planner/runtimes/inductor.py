@@ -93,7 +93,8 @@ class InductorRuntime(GraphRuntime):
             self.step = super().planned(joint)
         else:
             tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
-            step = plan_step(self.model, joint, tighter)
+            known = self.step.study if self.step is not None else None
+            step = plan_step(self.model, joint, tighter, known=known)
             if step.schedule in self._tried:
                 raise Stopped(step)  # it has been drafted
             self.step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))

@@ -35,9 +35,19 @@ Made = TypeVar("Made")
 
 
 def plan_step(
-    model: nn.Module, joint: JointGraph, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    model: nn.Module,
+    joint: JointGraph,
+    options: Options,
+    *,
+    reuse: Plan | None = None,
+    must_match: bool = False,
+    known: Study | None = None,
 ) -> PlannedStep:
-    """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`."""
+    """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`.
+
+    A study that is ``known`` of an equal step, captured and costed under the same options but for the budget, stands
+    for one of this step.
+    """
     step = whole = lower_as_run(model, joint, options)
     if reuse is not None:
         chunks = chunks_of(reuse.fingerprint)
@@ -47,9 +57,10 @@ def plan_step(
                 options = _in_bytes(options, study_lowered(model, whole, options))
             step = chunked(model, whole, chunks, options, region)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
+    study = known if known is not None and known.graph == whole.lowered.graph else None
     if options.chunk == 1:
-        return plan_lowered(model, whole, options)
-    study = study_lowered(model, whole, options)
+        return plan_lowered(model, whole, options, study=study)
+    study = study or study_lowered(model, whole, options)
     options = _in_bytes(options, study)
     if options.chunk == AUTO:
         steps = candidates(model, whole, study, options)

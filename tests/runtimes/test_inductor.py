@@ -20,6 +20,7 @@ from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_wi
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.runtimes.inductor import InductorRuntime
+from planner.session import step
 
 
 class Towers(nn.Module):
@@ -129,14 +130,21 @@ def test_convolutions_and_a_loss_outside_keep_the_bound():
 def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest.MonkeyPatch):
     honest, graphs = InductorRuntime._peak_bytes, []
 
-    def more(self: InductorRuntime, step: object, drafts: object) -> int:
-        graphs.append(step.plan.peak_bytes)
-        return honest(self, step, drafts) + 200_000
+    def more(self: InductorRuntime, made: object, drafts: object) -> int:
+        graphs.append(made.plan.peak_bytes)
+        return honest(self, made, drafts) + 200_000
 
+    def studied(*given: Any) -> Any:
+        studies.append(given)
+        return study_lowered(*given)
+
+    study_lowered, studies = step.study_lowered, []
+    monkeypatch.setattr(step, "study_lowered", studied)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     plan = planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
+    assert len(studies) == 1  # the graph is the same each time
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
         planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
