@@ -36,7 +36,8 @@ def in_use(model: nn.Module) -> ArenaInUse:
 
 def counts(model: nn.Module) -> tuple[int, int]:
     """Return how many allocations of the last steps lay at their places, and how many did not."""
-    table = planner.api.running_on(model)._arenas._last.table  # type: ignore[union-attr]
+    running: Any = planner.api.running_on(model)
+    table = getattr(running, "_running", running)._arenas._last.table
     found: tuple[int, int] = table.counts()
     return found
 
