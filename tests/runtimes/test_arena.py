@@ -222,11 +222,11 @@ def test_everything_that_a_step_gives_back_has_its_place(runtime: str) -> None:
 
 
 def test_the_peak_in_the_arena_is_the_planned_one() -> None:
-    model = wrapped(Stack(6), "graph", budget="70%")
+    model, x = wrapped(Stack(6), "graph", budget="70%"), rows()
 
     def step() -> None:
         model.zero_grad()
-        model(rows()).backward()
+        model(x).backward()
 
     for _ in range(4):
         step()
