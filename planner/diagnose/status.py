@@ -214,7 +214,11 @@ class _Step:
         self._stack.close()
         if not self.recorded or self.seconds is None:
             return None
-        return self._peak_bytes if self._recording is None else self._recording.peak_bytes(until=_END)
+        if self._recording is None:
+            return self._peak_bytes
+        if _END not in self._recording.windows:  # another profiler was at work, and has what this one asked for
+            return None
+        return self._recording.peak_bytes(until=_END)
 
 
 def metered(model: nn.Module, running: Running) -> Meter:

@@ -53,6 +53,21 @@ def test_a_step_that_keeps_its_promise_is_what_was_promised() -> None:
         planner.status(model)
 
 
+def test_a_profiler_of_ones_own_is_not_in_the_way() -> None:
+    model, x = planner.auto_wrap(Loss(), budget="70%"), torch.randn(512, 64)
+    model(x).backward()
+    planner.status(model)
+    for _ in range(3):
+        model.zero_grad()
+        with torch.profiler.profile(profile_memory=True):
+            model(x).backward()
+    assert planner.status(model).peak_bytes is None
+    for _ in range(2):
+        model.zero_grad()
+        model(x).backward()
+    assert planner.status(model).peak_bytes is not None
+
+
 def test_what_breaks_a_promise_is_warned_of() -> None:
     model = planner.auto_wrap(Stack(has_loss=False), torch.randn(256, 32), budget="90%")
     planner.status(model)
