@@ -154,12 +154,9 @@ def _step(
         recorder.mark(outputs, "output")
         recorder.finish()
         recorder.mark([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
-        named = {name: recorder.number(p.grad) for name, p in model.named_parameters() if _is_dense(p.grad)}
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        named = {name: recorder.number(grad) for name, grad in gradients.items() if grad.layout is torch.strided}
         recorder.trace.gradients = {name: number for name, number in named.items() if number is not None}
-
-
-def _is_dense(gradient: torch.Tensor | None) -> bool:
-    return gradient is not None and gradient.layout is torch.strided
 
 
 def _backward(recorder: Recorder, outputs: Any, loss: LossMemory | None) -> None:
