@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from networkx.utils import UnionFind
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
@@ -50,36 +51,17 @@ def _keeps_to_itself(graph: fx.Graph) -> bool:
 
     Of functions that are no operators nothing is said: they count as giving what they take.
     """
-    storage: dict[fx.Node, int] = {}
-    taken: dict[int, fx.Node] = {}
-    """By storage the tensor that brought it in."""
-    same: dict[int, int] = {}
-    """One storage for another that turned out to be the same."""
-
-    def found(node: fx.Node) -> int:
-        number = storage[node]
-        while number in same:
-            number = same[number]
-        return number
-
-    for count, node in enumerate(graph.nodes):
-        if node.op == "output":
-            continue
-        storage[node] = count
-        if node.op in ("placeholder", "get_attr"):
-            taken[count] = node
-            continue
-        written, shown = _written_and_shown(node)
-        if any(found(argument) in taken for argument in written):
-            return False
-        for argument in shown:
-            mine, other = found(node), found(argument)
-            if mine != other:
-                same[max(mine, other)] = min(mine, other)  # what was taken comes first
-                if max(mine, other) in taken:
-                    return False
-    given: dict[int, fx.Node] = dict(taken)
-    return all(given.setdefault(found(node), node) is node for node in graph.output_node().all_input_nodes)
+    memory = UnionFind()
+    taken = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    written: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "get_attr", "output"):
+            writes, shown = _written_and_shown(node)
+            written += writes
+            memory.union(node, *shown)
+    outside = {*taken, *graph.output_node().all_input_nodes}
+    is_apart = len({memory[node] for node in outside}) == len(outside)
+    return is_apart and {memory[node] for node in written}.isdisjoint(memory[node] for node in taken)
 
 
 def _written_and_shown(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:

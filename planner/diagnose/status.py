@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.device import of_model
 from planner.capture.memory import Recording, record
-from planner.capture.torch_internals import at_end_of_backward, is_transformed
+from planner.capture.torch_internals import at_end_of_backward, is_transformed, profiler_is_running
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import Plan
 from planner.runtimes import Running
@@ -150,7 +150,8 @@ class Meter:
         if not torch.is_grad_enabled() or is_transformed():
             return self._running(*args, **kwargs)
         before, self._call = self._call, self._like(args, kwargs)
-        self._step = step = _Step(self._device, recorded=self._records_next and before == self._call)
+        recorded = self._records_next and before == self._call and not profiler_is_running()
+        self._step = step = _Step(self._device, recorded=recorded)
         result = self._running(*args, **kwargs)
         waits = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
         at_end_of_backward(waits, step.end)
@@ -216,7 +217,7 @@ class _Step:
             return None
         if self._recording is None:
             return self._peak_bytes
-        if _END not in self._recording.windows:  # another profiler was at work, and has what this one asked for
+        if _END not in self._recording.windows:  # a profiler that was started inside took it all
             return None
         return self._recording.peak_bytes(until=_END)
 

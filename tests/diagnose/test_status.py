@@ -59,8 +59,15 @@ def test_a_profiler_of_ones_own_is_not_in_the_way() -> None:
     planner.status(model)
     for _ in range(3):
         model.zero_grad()
-        with torch.profiler.profile(profile_memory=True):
+        with torch.profiler.profile() as around:
             model(x).backward()
+        assert "aten::gelu" in {event.key for event in around.key_averages()}
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x)
+        with torch.profiler.profile() as between:
+            loss.backward()
+        assert "aten::gelu_backward" in {event.key for event in between.key_averages()}
     assert planner.status(model).peak_bytes is None
     for _ in range(2):
         model.zero_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,8 @@ from planner.errors import PlannerError
 from planner.session import sizes as by_size
 from planner.session.sized import SizedStep
 from planner.session.sized_calls import UnknownSizeError
-from planner.session.step import LoweredStep
+from planner.session.sized_study import SizedStudies
+from planner.session.step import LoweredStep, Options
 from planner.session.studying import studies_by_size
 from planner.solving.peak_bounds import proven_lowest
 from tests.fuzz import source
@@ -69,10 +71,11 @@ def _failures(make: Callable[[], Any], outcome: Outcome) -> Iterator[Failure]:
             study = studies.at(resized, loss_fn)
         alone = planner.study(model, resized.args, loss_fn=loss_fn, cost_model="roofline")
         outcome.plans += one.joint is not None
-        if _peaks(study) != _peaks(alone):
-            yield Failure("peak", f"batch {batch}: {_difference(study, alone)}")
-        elif _said_by(study) != _said_by(alone):  # a view more or less, say, or a number in another place
-            outcome.refusal = f"other operations: batch {batch}: {_difference(study, alone)}"
+        for found in (study, one.by_formula or study):
+            if _peaks(found) != _peaks(alone):
+                yield Failure("peak", f"batch {batch}: {_difference(found, alone)}")
+            elif _said_by(found) != _said_by(alone):  # a view more or less, say, or a number in another place
+                outcome.refusal = f"other operations: batch {batch}: {_difference(found, alone)}"
         if one.joint is not None:
             made.append(one)
     yield from _of_formula(model, made, outcome)
@@ -106,9 +109,13 @@ class _Made:
         self.given: Sequence[Any] = ()
         self.step: LoweredStep
         self.study: Study
+        self.by_formula: Study | None = None
+        """What two sizes before agree on, if they do."""
 
-    def seen(self) -> Any:
-        at_sizes, study_lowered = by_size.at_sizes, by_size.study_lowered
+    @contextmanager
+    def seen(self) -> Iterator[None]:
+        """Make it plain, also where a formula would do, and note both."""
+        at_sizes, study_lowered, at = by_size.at_sizes, by_size.study_lowered, SizedStudies.at
 
         def made_plain(joint: JointGraph, given: Sequence[Any]) -> JointGraph:
             plain = at_sizes(joint, given)
@@ -119,7 +126,14 @@ class _Made:
             self.step, self.study = step, study_lowered(model, step, options)
             return self.study
 
-        return patch.multiple(by_size, at_sizes=made_plain, study_lowered=studied)
+        def asked(studies: SizedStudies, joint: JointGraph, given: Sequence[Any], options: Options) -> None:
+            self.by_formula = at(studies, joint, given, options)
+
+        with (
+            patch.multiple(by_size, at_sizes=made_plain, study_lowered=studied),
+            patch.object(SizedStudies, "at", asked),
+        ):
+            yield
 
     def sized(self, model: Any) -> SizedStep:
         assert self.joint is not None
