@@ -93,6 +93,7 @@ def trained(case: Case, steps: int | None = None) -> Result:
     eager_bytes = _peak_bytes(copy.deepcopy(model), largest)
     budget_bytes = int(case.share * eager_bytes)
     theirs = _Loop(plain).run(calls)
+    compiled = _compiled(copy.deepcopy(model), calls, theirs)
     planner.auto_wrap(wrapped, activation_budget=budget_bytes, time_limit_seconds=2.0)
     with _captures() as captures:
         ours = _Loop(wrapped).run(calls)
@@ -121,6 +122,21 @@ def trained(case: Case, steps: int | None = None) -> Result:
         "captured_alone": len(alone),
         "begun": begun,
         "marked": marked,
+        "compiled": compiled,
+    }
+
+
+def _compiled(model: nn.Module, calls: Sequence[Call], theirs: Sequence[_Step]) -> Result:
+    """Train with ``torch.compile`` in the backend that keeps eager's kernels, as a planned step does, and compare."""
+    torch._dynamo.reset()
+    model.compile(backend="aot_eager")
+    ours = _Loop(model).run(calls)
+    torch._dynamo.reset()
+    return {
+        "first_seconds": sum(step.cpu_seconds for step in ours[:1]),
+        "time_ratio": _ratio(ours, theirs, "cpu_seconds"),
+        "known_ratio": _known_ratio(ours, theirs),
+        "losses_equal": sum(a.loss == b.loss for a, b in zip(ours, theirs, strict=True)),
     }
 
 
@@ -506,7 +522,7 @@ def _begun_cell(row: Result, kind: str) -> str:
 
 
 def _cells(row: Result) -> list[str]:
-    known, marked = row["known_ratio"], row["marked"]
+    known, marked, compiled = row["known_ratio"], row["marked"], row["compiled"]
     return [
         row["case"],
         str(row["steps"]),
@@ -526,6 +542,9 @@ def _cells(row: Result) -> list[str]:
         str(marked["captures"]),
         f"{marked['first_seconds']:.1f} s",
         f"{marked['time_ratio']:.2f}",
+        f"{compiled['first_seconds']:.1f} s",
+        f"{compiled['time_ratio']:.2f}",
+        f"{compiled['losses_equal']} of {row['steps']}",
     ]
 
 
@@ -533,6 +552,7 @@ _HEADINGS = [
     "case", "steps", "sizes", "captures", "first step", "plain, all steps", "planned / plain", "of known sizes",
     "peak, MiB", "budget of eager's", "over it", "losses as plain", "bits as alone", "new size, plan reused",
     "new size, plan solved", "captures, marked", "first step, marked", "planned / plain, marked",
+    "first step, compiled", "compiled / plain", "losses as plain, compiled",
 ]  # fmt: skip
 
 
@@ -548,7 +568,8 @@ def _page(result: Result) -> str:
         "loss and gradients, bit for bit, of a fresh copy that is captured at that size. A *new size* is what its "
         "forward takes longer than the same forward later: the median, and how many there were, without the captures "
         "and the size that confirms what the second one says. *Marked*: the same loop once more, with `mark_dynamic` "
-        "on every size that varies, up to the largest of the loop.",
+        "on every size that varies, up to the largest of the loop. *Compiled*: once more with `torch.compile` and the "
+        "backend `aot_eager`, which runs eager's kernels as a planned step does, and plans nothing.",
         common.table(_HEADINGS, [_cells(row) for row in rows]),
         *(f"Missed: {row['case']}: {'; '.join(row['missed'])}." for row in rows if row["missed"]),
     )

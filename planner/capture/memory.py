@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
+from planner.capture.torch_internals import profiler_is_running
+from planner.errors import UsageError
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 """Of glibc's ``malloc.h``."""
 
@@ -78,7 +81,12 @@ class Recording:
 
 @contextmanager
 def record() -> Iterator[Recording]:
-    """Record allocations on the CPU; the recording is filled when the block ends."""
+    """Record allocations on the CPU; the recording is filled when the block ends.
+
+    A UsageError says that a torch profiler is on: there cannot be a second one.
+    """
+    if profiler_is_running():
+        raise UsageError("memory is measured by torch's profiler, and one is on already: measure outside it")
     recording = Recording()
     profiler = profile(use_kineto=True, profile_memory=True)
     with _quiet():

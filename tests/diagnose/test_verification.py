@@ -12,6 +12,7 @@ from torch import nn
 import planner
 from planner.capture.random_states import RandomStates
 from planner.diagnose import verification
+from planner.errors import UsageError
 
 _run = itertools.count()
 
@@ -79,3 +80,12 @@ def test_a_wrapped_model_is_verified_and_stays_wrapped() -> None:
     in_force = planner.plan_of(model)
     assert planner.verify(model, x, plan, loss_fn=torch.sum).exact
     assert planner.plan_of(model) is in_force
+
+
+def test_inside_a_profiler_a_step_cannot_be_measured() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(64, 16)
+    plan = planner.plan(model, x, budget="100%", compare=False)
+    with torch.profiler.profile(), pytest.raises(UsageError, match="one is on already"):
+        planner.verify(model, x, plan, timed_steps=1)
+    assert planner.verify(model, x, plan, timed_steps=1).agrees
