@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from planner.capture.joint import sources
-from planner.capture.masks import AssumptionBrokenError, writes
+from planner.capture.masks import AssumptionBrokenError, named, writes
 from planner.capture.random_states import RandomStates, random_states_kept
 from planner.capture.torch_internals import FakeTensor, storage_id, version_of
 from planner.capture.tracing_internals import deciding, given_to, is_drawn_on_host, kept_by_tracing
@@ -54,6 +54,8 @@ class Branches:
     """Of what these are computed from, among the program's inputs."""
     overwritten: frozenset[int]
     """Those of inputs that are written into on the way, which copies stand for."""
+    taken: tuple[str, ...]
+    """The inputs that decide each, and how."""
 
     def check(self, inputs: Sequence[Any]) -> None:
         """Raise an OtherBranchError for inputs that ask for another branch, before anything has been run."""
@@ -83,6 +85,7 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
         fx.GraphModule(graph_module, conditions),
         tuple(at for at, node in enumerate(placeholders) if node in needed),
         frozenset(at for at, node in enumerate(placeholders) if node in overwritten),
+        tuple(f"{'+'.join(sorted(map(named, o.given)))}: {call.args[1]}" for o, call in zip(origins, calls, strict=True)),
     )
     for node in reversed(graph.nodes):
         is_left = node in needed and not node.users and node.op != "placeholder" and _written(node) is None

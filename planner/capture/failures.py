@@ -79,7 +79,7 @@ def raised_at(error: BaseException) -> str:
     return ""
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """Return the first line of what an error says."""
     return next(iter(str(error).strip().splitlines()), "")
 

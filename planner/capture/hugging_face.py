@@ -22,9 +22,11 @@ from torch import nn
 from planner.capture.inputs import Inputs
 from planner.capture.torch_internals import FakeTensor
 
+COLLECTS_OUTPUTS = "transformers.utils.output_capturing"
+"""Collects hidden states and the like in variables of the thread where it is not compiled: they cannot be traced."""
+
 _LIBRARY = "transformers.masking_utils"
 _FINDS_PACKED = "find_packed_sequence_indices"
-_COLLECTS_OUTPUTS = "transformers.utils.output_capturing"
 _COLLECTED, _INSTALLS = "_CAN_RECORD_REGISTRY", "maybe_install_capturing_hooks"
 _LOOKS_FOR_PADDING = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
@@ -73,7 +75,7 @@ def install_output_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     A model puts them in by itself in its first such call, once for all, under a lock that cannot be traced: whether it
     is captured would depend on what ran before.
     """
-    library = sys.modules.get(_COLLECTS_OUTPUTS)
+    library = sys.modules.get(COLLECTS_OUTPUTS)
     install, collected = getattr(library, _INSTALLS, None), getattr(library, _COLLECTED, None)
     if install is None or collected is None:
         return
@@ -88,7 +90,7 @@ def install_output_hooks(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
 def _collects_outputs(module: nn.Module) -> bool:
     forward = getattr(module.forward, "__func__", None)
     while forward is not None:
-        if getattr(forward, "__globals__", {}).get("__name__") == _COLLECTS_OUTPUTS:
+        if getattr(forward, "__globals__", {}).get("__name__") == COLLECTS_OUTPUTS:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False

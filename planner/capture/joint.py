@@ -53,6 +53,8 @@ class JointGraph:
     """The device that it was captured for, where that is not here."""
     varies: bool = False
     """Whether sizes or numbers of a call vary in it, so that each has a plan of its own."""
+    branches: tuple[str, ...] = ()
+    """What decides which branches it takes, and how; see :mod:`planner.capture.branches`."""
 
     @classmethod
     def without_graph(cls, inputs: list[torch.Tensor]) -> JointGraph:

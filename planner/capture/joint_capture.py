@@ -7,6 +7,7 @@ there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from planner.capture.beside_internals import nothing_beside
 from planner.capture.branches import Branches, branches_decided, take_out
 from planner.capture.common_subexpressions import eliminate_common_subexpressions
 from planner.capture.elsewhere import Elsewhere, meant
-from planner.capture.failures import explain_forward, raised_at
+from planner.capture.failures import explain_forward, first_line, raised_at
 from planner.capture.hugging_face import install_output_hooks
 from planner.capture.inputs import Inputs, check_capturable, expected_losses, state_of
 from planner.capture.joint import JointGraph, tensors_of
@@ -31,7 +32,7 @@ from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.planned_call import as_its_class, parts_run_as_they_are
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
-from planner.capture.provenance import places_of
+from planner.capture.provenance import places_of, short_path
 from planner.capture.put_back import put_back
 from planner.capture.random_states import random_states_kept
 from planner.capture.recurrent import keep_recurrent
@@ -52,7 +53,7 @@ from planner.capture.torch_internals import (
     storage_id,
     training_switches,
 )
-from planner.capture.tracing_internals import answering, drawing, is_drawn_on_host
+from planner.capture.tracing_internals import Answers, answering, drawing, is_drawn_on_host
 from planner.common import timings
 from planner.errors import CaptureError, PlannerError, UnsupportedModelError
 from planner.ir.static_memory import LossMemory
@@ -191,8 +192,8 @@ class IsolatedCall:
         self.module = module
         self.implementation = implementation
         self._backend = (kind or Backend)(partition, **options)
-        self._as_eager = False
-        """Whether the call is captured only if it is told that it is not compiled."""
+        self._answers = Answers()
+        """What the program was answered when it was last captured."""
         self._functions: dict[Any, OwnedFunction] = {}
         """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
 
@@ -229,24 +230,39 @@ class IsolatedCall:
                     raise
 
     def _compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compile the call and run it: as compiled programs do what they do, or as eager does where that fails."""
-        with answering(as_eager=self._as_eager) as answers:
-
-            def run() -> Any:
-                return self._function(self.module).compiled(_backend_at_work, (self.implementation, *args), kwargs)
-
+        """Compile the call and run it; it is told that it is compiled only where what eager does cannot be captured."""
+        answers = self._answers.again()
+        while True:
             try:
-                return run()
+                with answering(answers):
+                    given = (self.implementation, *args)
+                    result = self._function(self.module).compiled(_backend_at_work, given, kwargs)
             except TorchDynamoException as refusal:
-                if self._as_eager or not answers.were_asked:
+                others = answers.after(refusal) if _is_of_capture(refusal) else None
+                if others is None:
                     raise
-                answers.as_eager()
-                try:
-                    result = run()
-                except TorchDynamoException:
-                    raise refusal from refusal.__cause__
-            self._as_eager = True
-            return result
+                answers = others
+            except Stopped:
+                self._captured_with(answers, args, kwargs)
+                raise
+            else:
+                self._captured_with(answers, args, kwargs)
+                return result
+
+    def _captured_with(self, answers: Answers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the answers, and say which of them are not eager's; without data a mask cannot be looked at anyway."""
+        given = chain(state_of(self.module).values(), Inputs(args, kwargs).tensors())
+        places = [] if any(map(is_without_data, given)) else answers.told_yes.keys() - self._answers.told_yes.keys()
+        for place in places:
+            code, line = place[0]
+            warnings.warn(
+                f"{type(self.module).__name__} asks whether it is compiled (at {short_path(code.co_filename)}:{line}), "
+                "and is told yes: what it does there in eager cannot be captured "
+                f"({first_line(answers.told_yes[place])}). It may then compute something else than in eager; "
+                "planner.verify compares the two",
+                stacklevel=2,
+            )
+        self._answers = answers
 
     def _function(self, module: nn.Module) -> OwnedFunction:
         trained = None if GUARDS_PARAMETERS else training_switches(module)
@@ -257,6 +273,12 @@ class IsolatedCall:
 
             self._functions[trained] = OwnedFunction(planned, f"planned_{next(_counter)}")
         return self._functions[trained]
+
+
+def _is_of_capture(refusal: TorchDynamoException) -> bool:
+    """Whether a program cannot be captured, and not what was to be made of it."""
+    inner = getattr(refusal, "inner_exception", None)
+    return isinstance(inner, CaptureError) or not isinstance(inner, PlannerError)
 
 
 @dataclass
@@ -390,6 +412,7 @@ class Backend:
                 outside_bytes,
                 backend.elsewhere,
                 varies=programs is not None,
+                branches=branches.taken if branches else (),
             )
             joints.append(captured)
             _check_strided(captured)

@@ -107,11 +107,16 @@ def simplify_masks(graph_module: fx.GraphModule, inputs: Sequence[Any], *, assum
     relied_on = sorted({at for mask in left_out.values() for at in mask.positions if isinstance(inputs[at], Tensor)})
     if not relied_on:
         return None
-    names = (str(placeholders[at].target).strip("_").removeprefix("L_").removeprefix("kwargs_") for at in relied_on)
+    names = (named(placeholders[at]) for at in relied_on)
     assumption = Assumption(tuple(left_out.values()), tuple(relied_on), tuple(sorted(names)))
     tensors = [inputs[at] for at in relied_on]
     assumption.expected[tuple(t.shape for t in tensors)] = tuple(t.detach().cpu().clone() for t in tensors)
     return assumption
+
+
+def named(placeholder: fx.Node) -> str:
+    """Return what people call an input of a captured program."""
+    return str(placeholder.target).strip("_").removeprefix("L_").removeprefix("kwargs_")
 
 
 def _left_out(graph_module: fx.GraphModule, origin: Sequence[fx.Node], given: Mapping[fx.Node, Any]) -> _Mask | None:

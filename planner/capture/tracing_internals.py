@@ -10,14 +10,21 @@ import dis
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from math import inf
+from operator import itemgetter
+from types import CodeType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import fx
+from torch._dynamo import external_utils
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.source import FloatTensorSource, RandomValueSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import ConstantVariable, TensorVariable, user_defined
@@ -27,6 +34,8 @@ from torch._dynamo.variables.functions import SkipFunctionVariable
 from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch.fx.node import has_side_effect
+
+from planner.capture.hugging_face import COLLECTS_OUTPUTS
 
 _ASKS = [code for name, code in dis.opmap.items() if re.fullmatch(".*JUMP.*IF_(TRUE|FALSE).*|UNARY_NOT", name)]
 """The instructions that ask whether something holds."""
@@ -50,6 +59,9 @@ _OF_NUMPY = {
     "vonmises": 2, "triangular": 3,
 }  # fmt: skip
 """Numpy's that do so where no size is asked for, with how many arguments come before the size."""
+
+_KNOW_HOW_THEY_RUN = {__name__.partition(".")[0], torch.__name__}
+"""Packages that are told the truth when they ask whether they are compiled: they do the same in either case."""
 
 kept_by_tracing = has_side_effect
 """Lets calls of a function stay in a traced program though nobody reads what they return."""
@@ -141,31 +153,138 @@ def is_drawn_on_host(placeholder: fx.Node) -> bool:
     return isinstance(getattr(placeholder.meta.get("grapharg"), "source", None), RandomValueSource)
 
 
-class Answers(dict[Any, Any]):
-    """What a program is answered that asks how it runs."""
+_QUESTIONS = (
+    torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling,
+    torch._utils.is_compiling, external_utils.is_compiling,
+)  # fmt: skip
+"""By which a program asks whether it is compiled."""
 
-    def __init__(self) -> None:
-        super().__init__(functions_of_torch.tracing_state_functions())
-        self.were_asked = False
-        """Whether it asked if it is compiled."""
+_ANSWERED_NO = tuple(
+    getattr(module, name)
+    for module, name in (
+        (torch.compiler, "is_exporting"),
+        (torch.cuda, "is_current_stream_capturing"),
+        (torch.xpu, "is_current_stream_capturing"),
+    )
+    if hasattr(module, name)
+)
+"""Other questions of the kind, to which no is the truth; the last two cannot be traced."""
 
-    def __getitem__(self, function: Any) -> Any:
-        self.were_asked |= function is torch.compiler.is_compiling
-        return super().__getitem__(function)
+_MOST_TRACED = 200
+"""Calls that may be traced from one asking to the next at the same place: more are of a loop over time, which a model
+has in eager where it has none if it is compiled."""
 
-    def as_eager(self) -> None:
-        """Say from now on that it is not compiled."""
-        self[torch.compiler.is_compiling] = False
+_SHORTER = 0.75
+"""Where yes leaves more of these calls than this share, it does not pay."""
+
+_TOO_LONG = "it has too many operations"
+
+_Place = tuple[tuple[CodeType, int], ...]
+"""Where a program asks: the code and line of every call that it is in, from the innermost on."""
+
+
+class _LongError(TorchDynamoException):
+    """What a program does after one of its questions may be shorter with the other answer."""
+
+
+@dataclass
+class Answers:
+    """What a program is answered that asks whether it is compiled: no, as in eager, unless that cannot be captured."""
+
+    told_yes: Mapping[_Place, str] = field(default_factory=dict)
+    """The places where it is told yes, with the reason."""
+    long_anyway: frozenset[_Place] = frozenset()
+    """Those where it is told no, however much comes after: yes makes that no shorter."""
+    lengths: Mapping[_Place, int] = field(default_factory=dict)
+    """Of places where it is told yes because too much comes after: how many calls that were."""
+    asked: list[tuple[_Place, int]] = field(default_factory=list)
+    """Where it asked, and how many calls had been traced by then."""
+    long: tuple[_Place, int] | None = None
+    """The place after which there is too much for this capture to go on, and how much."""
+
+    def answer(self, place: _Place, traced: int) -> bool:
+        """Say whether it is compiled."""
+        before = next((at for at in reversed(range(len(self.asked))) if self.asked[at][0] == place), None)
+        self.asked.append((place, traced))
+        if before is not None and traced - self.asked[before][1] > _MOST_TRACED:
+            calls, longest = max(
+                ((then - now, at) for (at, now), (_, then) in pairwise(self.asked[before:])), key=itemgetter(0)
+            )
+            is_open = longest not in self.told_yes or calls > _SHORTER * self.lengths.get(longest, inf)
+            if is_open and longest not in self.long_anyway:
+                self.long = longest, calls
+                raise _LongError(_TOO_LONG)
+        return place in self.told_yes
+
+    def again(self) -> Answers:
+        """Return the same answers, for another capture."""
+        return Answers(self.told_yes, self.long_anyway, self.lengths)
+
+    def after(self, failure: TorchDynamoException) -> Answers | None:
+        """Return other answers for another try: yes where it asked last, or everywhere if that was of no use."""
+        others = self.again()
+        if self.long is not None:
+            at, calls = self.long
+            if at in self.told_yes:
+                others.told_yes = {place: why for place, why in self.told_yes.items() if place != at}
+                others.long_anyway |= {at}
+            else:
+                others.told_yes = {**self.told_yes, at: _TOO_LONG}
+                others.lengths = {**self.lengths, at: calls}
+            return others
+        why = str(failure)
+        places = list(dict.fromkeys(place for place, _ in reversed(self.asked) if place not in self.told_yes))
+        if why not in self.told_yes.values():
+            del places[1:]
+        others.told_yes = {**self.told_yes, **dict.fromkeys(places, why)}
+        return others if places else None
 
 
 @contextmanager
-def answering(*, as_eager: bool = False) -> Iterator[Answers]:
-    """While Dynamo traces, answer the program: as it does by itself, or as eager does."""
-    answers = Answers()
-    if as_eager:
-        answers.as_eager()
-    with patch.object(functions_of_torch, "tracing_state_functions", lambda: answers):
-        yield answers
+def answering(answers: Answers) -> Iterator[None]:
+    """While Dynamo traces, give a program these answers; torch's own code, and ours, knows how it runs."""
+
+    def answer(plain: Callable[..., Any], function: Any, tracer: Any) -> Any:
+        asking = _asking(tracer)
+        if _knows_how_it_runs(asking) or answers.answer(_place(asking), len(tracer.output.graph.nodes)):
+            return plain(function, tracer)
+        return no(function, tracer)
+
+    def no(_function: Any, _tracer: Any) -> Any:
+        return ConstantVariable.create(False)
+
+    def skipped(function: Any, tracer: Any, args: Any, kwargs: Any) -> Any:
+        return no(function, tracer) if function.value in _ANSWERED_NO else plainly(function, tracer, args, kwargs)
+
+    plainly = SkipFunctionVariable.call_function
+    handlers = functions_of_torch.TorchInGraphFunctionVariable._get_handlers()
+    answered = {question: partial(answer, handlers[question]) for question in _QUESTIONS}
+    with (
+        patch.dict(handlers, {**answered, **dict.fromkeys(_ANSWERED_NO, no)}),
+        patch.object(SkipFunctionVariable, "call_function", skipped),
+    ):
+        yield
+
+
+def _asking(tracer: Any) -> Any:
+    """Return the frame that asks; functions that only pass the question on are left out."""
+    while tracer.parent is not None and tracer.f_code.co_name.startswith("is_"):
+        tracer = tracer.parent
+    return tracer
+
+
+def _knows_how_it_runs(tracer: Any) -> bool:
+    module = str(tracer.f_globals.get("__name__"))
+    return module.partition(".")[0] in _KNOW_HOW_THEY_RUN or module == COLLECTS_OUTPUTS
+
+
+def _place(tracer: Any) -> _Place:
+    """Say where a frame is."""
+    calls: list[tuple[CodeType, int]] = []
+    while tracer is not None:
+        calls.append((tracer.f_code, tracer.lineno))
+        tracer = tracer.parent
+    return tuple(calls)
 
 
 def _with_subclasses(kind: Any) -> Iterator[Any]:

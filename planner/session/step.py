@@ -341,6 +341,14 @@ def _assumptions(joint: JointGraph) -> Iterator[Finding]:
             cause="attention runs with a flag in place of its mask, as in eager",
             fix="nothing: every batch is checked, and one that needs the mask gets a plan of its own within the budget",
         )
+    if joint.branches:
+        yield Finding(
+            rule="branches-taken",
+            severity=Severity.NOTE,
+            evidence=", ".join(dict.fromkeys(joint.branches)),
+            cause="what inputs hold decides what is run, and the plan is for what these decide",
+            fix="nothing: every call is checked, and one that takes other branches gets a plan of its own",
+        )
     if joint.elsewhere and VERSION not in RULES and any(map(is_attention, joint.graph.nodes)):
         yield Finding(
             rule="attention-of-another-version",
@@ -451,7 +459,7 @@ def fingerprint(model: nn.Module, lowered: LoweredGraph, device: str) -> dict[st
         "inputs": described(called_with(model, joint)),
         "device": device,
         "torch": torch.__version__,
-        "assumes": ", ".join(joint.assumes),
+        "assumes": ", ".join((*joint.assumes, *joint.branches)),
         "operations": len(operations),
         "graph": digest.hexdigest()[:16],
     }

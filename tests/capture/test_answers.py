@@ -1,0 +1,167 @@
+"""What a forward is answered that asks whether it is compiled: no, as in eager, where that can be captured."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import planner
+from planner.capture import tracing_internals
+from planner.capture.inputs import Inputs
+from planner.capture.joint_capture import capture
+
+WIDTH = 8
+
+
+class Asks(nn.Module):
+    """A model of which a part asks."""
+
+    def __init__(self, ask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.ask = ask
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.last(self.ask(self.first(x).relu(), mask)).sum()
+
+
+def is_compiled() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def looks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Do something else where nothing is masked, as people do who then have a faster kernel."""
+    if is_compiled() or not mask.all():
+        return x * mask[:, None]
+    return x * 3.0
+
+
+def exports(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * 2.0 if torch.compiler.is_exporting() else x * 3.0
+
+
+def captures_a_stream(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    try:
+        is_captured = torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # without CUDA
+        is_captured = False
+    return x * 2.0 if is_captured else x * 3.0
+
+
+def cannot_be_captured(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return x * 2.0
+    torch._dynamo.graph_break()
+    return x * 3.0
+
+
+def loops(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):  # layers
+        x = x + 30.0 if torch.compiler.is_compiling() else added(x)
+    return x
+
+
+def asks_between_loops(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = added(x * 2.0 if torch.compiler.is_compiling() else x * 3.0)
+    return x
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(30):
+        x = x + 1.0
+    return x
+
+
+def batch(masked: int) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.ones(4, dtype=torch.bool)
+    mask[:masked] = False
+    return torch.randn(4, WIDTH), mask
+
+
+def trained(model: nn.Module, given: tuple[Any, ...]) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(*given)
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def both(ask: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, nn.Module]:
+    plain = Asks(ask)
+    return plain, planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+
+
+@pytest.mark.parametrize("ask", [looks, exports, captures_a_stream])
+def test_it_does_what_it_does_in_eager(ask: Callable[..., torch.Tensor]) -> None:
+    plain, wrapped = both(ask)
+    for masked in (0, 2, 0):
+        given = batch(masked)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert all(map(torch.equal, trained(wrapped, given), trained(plain, given))), masked
+
+
+def test_what_cannot_be_captured_so_is_told_yes_there_and_people_are_told() -> None:
+    def also_looks(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return cannot_be_captured(looks(x, mask), mask)
+
+    plain, wrapped = both(also_looks)
+    given = batch(0)
+    with pytest.warns(UserWarning, match=r"asks whether it is compiled \(at .*test_answers.py:\d+\), and is told yes"):
+        ours = trained(wrapped, given)
+    told = Asks(lambda x, mask: looks(x, mask) * 2.0)
+    told.load_state_dict(plain.state_dict())
+    assert all(map(torch.equal, ours, trained(told, given)))
+
+
+def test_a_loop_that_would_be_too_long_is_told_yes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = batch(0)
+    assert str(capture(Asks(loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 90
+    monkeypatch.setattr(tracing_internals, "_MOST_TRACED", 20)
+    with pytest.warns(UserWarning, match="too many operations"):
+        assert str(capture(Asks(loops), Inputs(given, {})).graph).count("aten.add.Tensor") == 3
+
+
+def test_what_is_no_shorter_if_it_is_told_yes_is_told_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing_internals, "_MOST_TRACED", 20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = str(capture(Asks(asks_between_loops), Inputs(batch(0), {})).graph)
+    assert captured.count("aten.add.Tensor") == 90 and "3.0" in captured and "2.0" not in captured
+
+
+def test_without_data_nobody_can_look_and_nobody_is_warned() -> None:
+    with FakeTensorMode():
+        model, given = Asks(looks), batch(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        capture(model, Inputs(given, {}))
+
+
+@pytest.mark.parametrize("masked", [None, 5])
+def test_gemma_has_the_mask_that_it_has_in_eager(masked: int | None) -> None:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = GemmaConfig(vocab_size=16, num_hidden_layers=1, head_dim=8, use_bidirectional_attention=True, **sizes)
+    plain = GemmaForCausalLM(config)
+    plain.config.use_cache = False
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    tokens = torch.randint(16, (2, 8))
+    given: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
+    if masked is not None:
+        given["attention_mask"] = torch.ones_like(tokens)
+        given["attention_mask"][0, :masked] = 0
+    ours, theirs = wrapped(**given).loss, plain(**given).loss
+    assert torch.equal(ours, theirs)
+    for loss in (ours, theirs):
+        loss.backward()
+    for ours, theirs in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
