@@ -85,7 +85,7 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
         fx.GraphModule(graph_module, conditions),
         tuple(at for at, node in enumerate(placeholders) if node in needed),
         frozenset(at for at, node in enumerate(placeholders) if node in overwritten),
-        tuple(f"{'+'.join(sorted(map(named, o.given)))}: {call.args[1]}" for o, call in zip(origins, calls, strict=True)),
+        tuple(f"{_names(origin)}: {call.args[1]}" for origin, call in zip(origins, calls, strict=True)),
     )
     for node in reversed(graph.nodes):
         is_left = node in needed and not node.users and node.op != "placeholder" and _written(node) is None
@@ -164,6 +164,11 @@ class _Origin:
             return False
         is_as_written = value is None or version_of(value) == self._written[storage_id(value)]
         return is_as_written and node.op in ("placeholder", "call_function", "call_method")
+
+
+def _names(origin: _Origin) -> str:
+    """Return what people call the inputs that a condition is computed from."""
+    return "+".join(sorted(map(named, origin.given)))
 
 
 def _tensor(node: fx.Node) -> torch.Tensor | None:

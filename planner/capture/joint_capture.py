@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import chain
+from types import CodeType
 from typing import Any
 
 import torch
@@ -252,17 +253,19 @@ class IsolatedCall:
     def _captured_with(self, answers: Answers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the answers, and say which of them are not eager's; without data a mask cannot be looked at anyway."""
         given = chain(state_of(self.module).values(), Inputs(args, kwargs).tensors())
-        places = [] if any(map(is_without_data, given)) else answers.told_yes.keys() - self._answers.told_yes.keys()
-        for place in places:
-            code, line = place[0]
-            warnings.warn(
-                f"{type(self.module).__name__} asks whether it is compiled (at {short_path(code.co_filename)}:{line}), "
-                "and is told yes: what it does there in eager cannot be captured "
-                f"({first_line(answers.told_yes[place])}). It may then compute something else than in eager; "
-                "planner.verify compares the two",
-                stacklevel=2,
-            )
+        if not any(map(is_without_data, given)):
+            lines = {at: why for (at, *_), why in answers.told_yes.items()}
+            for at in lines.keys() - {at for at, *_ in self._answers.told_yes}:
+                self._say(*at, lines[at])
         self._answers = answers
+
+    def _say(self, code: CodeType, line: int, why: str) -> None:
+        warnings.warn(
+            f"{type(self.module).__name__} asks whether it is compiled (at {short_path(code.co_filename)}:{line}), and "
+            f"is told yes: what it does there in eager cannot be captured ({first_line(why)}). It may then compute "
+            "something else than in eager; planner.verify compares the two",
+            stacklevel=2,
+        )
 
     def _function(self, module: nn.Module) -> OwnedFunction:
         trained = None if GUARDS_PARAMETERS else training_switches(module)

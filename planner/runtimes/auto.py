@@ -13,10 +13,11 @@ from torch import nn
 from planner import runtimes
 from planner.analysis.beside_eager import LARGER, SLOWER
 from planner.analysis.study import Study
+from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
 from planner.capture.parallel import has_several_ranks, is_sharded, shares_layers
 from planner.common.units import format_seconds
-from planner.errors import CaptureError, RuntimeUnsupportedError
+from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.runtimes import Prepare, Running
@@ -24,16 +25,19 @@ from planner.runtimes._arena import ArenaInUse
 from planner.runtimes._calls import StartsCalls, situation_of
 from planner.session.step import Options
 
-FIRST, INSTEAD = "graph", "modules"
+FIRST, PARTS, INSTEAD = "graph", "parts", "modules"
 _RULE = "runtime"
 _ANY_SOLVER = "auto"
 
 _DEARER = {SLOWER, LARGER}
 """What is said of a captured step that costs more than eager."""
 
+_CHOOSES = {PARTS: "inside of captured modules only", INSTEAD: "among modules only"}
+
 _DOES_NOT_FIT = "does not fit"
 
 _Refusal = CaptureError | RuntimeUnsupportedError | NoPlanFitsError
+_REFUSALS = (CaptureError, RuntimeUnsupportedError, NoPlanFitsError)
 
 
 def choose(model: nn.Module) -> str:
@@ -101,7 +105,7 @@ class AutoRuntime:
     def _run_other(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself from now on, if that can: a call that fails there too says nothing of the model."""
         does_not_fit = isinstance(refusal, NoPlanFitsError)
-        instead = self._start(INSTEAD, None)
+        instead = self._start(INSTEAD if does_not_fit else self._cheaper(args, kwargs), None)
         try:
             result = instead(*args, **kwargs)
         except BaseException as error:
@@ -117,8 +121,20 @@ class AutoRuntime:
             assert instead.plan is not None
             self._note = _takes_eager(instead.plan, _DOES_NOT_FIT)
         else:
-            self._note = _said(refusal, self._options)
+            self._note = _said(refusal, self._options, instead.plan.runtime if instead.plan else INSTEAD)
         return result
+
+    def _cheaper(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the runtime that a model which cannot be captured is to have."""
+        inputs = Inputs(args, kwargs)
+        options = self._prepare(inputs) if self._prepare is not None else self._options
+
+        def made_by(name: str) -> Plan:
+            return runtimes.get(name).plan(self._model, inputs, _for(name, options))
+
+        with entered(of_model(self._model, args, kwargs)), suppress(*_REFUSALS):
+            return _in_parts_or_modules(made_by).runtime
+        return INSTEAD  # which says why
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""
@@ -159,7 +175,7 @@ class AutoRuntime:
 class _Auto(StartsCalls):
     calls = AutoRuntime
     name = "auto"
-    summary = "graph; modules where the model cannot be captured; regional with several ranks"
+    summary = "graph; parts or modules where the model cannot be captured; regional with several ranks"
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
@@ -176,10 +192,33 @@ class _Auto(StartsCalls):
             if choose(model) != FIRST:
                 raise
             try:
-                plan = made_by(INSTEAD)
+                plan = _in_parts_or_modules(made_by)
             except (CaptureError, RuntimeUnsupportedError):
                 raise refusal from None  # it is the model that fails, not its capture
-            return _with(plan, _said(refusal, options))
+            return _with(plan, _said(refusal, options, plan.runtime))
+
+
+def _in_parts_or_modules(made_by: Callable[[str], Plan]) -> Plan:
+    """Plan a model that cannot be captured whole, in the cheaper of two ways.
+
+    If neither keeps the budget, what is raised is for the way that needs least. Where nothing can be captured, or both
+    cost the same, whole modules run again.
+    """
+    try:
+        in_parts: Plan | PlannerError = made_by(PARTS)
+    except PlannerError as error:
+        in_parts = error
+    try:
+        in_modules = made_by(INSTEAD)
+    except NoPlanFitsError as refusal:
+        if isinstance(in_parts, Plan):
+            return in_parts
+        if isinstance(in_parts, NoPlanFitsError):
+            raise min(in_parts, refusal, key=lambda each: each.minimum_feasible_peak_bytes) from None
+        raise
+    if isinstance(in_parts, Plan) and in_parts.added_seconds < in_modules.added_seconds:
+        return in_parts
+    return in_modules
 
 
 def _or_eager(made_by: Callable[[str], Plan], options: Options) -> Plan:
@@ -223,16 +262,16 @@ def _for(name: str, options: Options) -> Options:
     return replace(options, runtime=name, search=replace(options.search, solver=solver))
 
 
-def _said(reason: _Refusal, options: Options) -> Finding:
+def _said(reason: _Refusal, options: Options, taken: str = INSTEAD) -> Finding:
     """Say that another runtime was taken, with what follows from that, as a warning; and give it as a finding."""
-    instead = f"{INSTEAD!r} in place of {FIRST!r}"
-    solver = options.search.solver
+    instead = f"{taken!r} in place of {FIRST!r}"
+    solver = options.search.solver if taken == INSTEAD else _ANY_SOLVER
     ignored = f"; the solver {solver!r} is one of whole graphs, and is not asked" if solver != _ANY_SOLVER else ""
     warnings.warn(f"runtime {instead}: {reason}{ignored}", stacklevel=4)
     return Finding(
         rule=_RULE,
         evidence=str(reason),
-        cause=f"planned for the runtime {instead}, which can choose among modules only{ignored}",
+        cause=f"planned for the runtime {instead}, which can choose {_CHOOSES[taken]}{ignored}",
         fix="remove what stops the capture, and plans are finer",
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from planner.capture.blocks.regions import Block, Step, placeholders_given
+from planner.capture.blocks.regions import Block, Lower, Step, placeholders_given
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.forwards import forwards
@@ -24,7 +24,7 @@ from planner.capture.fsdp_internals import computes_in_other_types, settings_of,
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
-from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
+from planner.capture.lowering import GIVEN_TARGET, lower
 from planner.capture.parallel import is_sharded, units_of, whole
 from planner.capture.sharding import ROOT, Parameter, Unit, Units, resident
 from planner.errors import PlanMismatchError, UsageError
@@ -64,7 +64,7 @@ class RegionalRuntime(CallsInSituations):
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the blocks."""
         plan = self._planned_sharded(inputs) if is_sharded(self.model) else self._planned(inputs)
-        return plan, partial(_installed, self.model, _Planned(self.model, plan).forwards)
+        return plan, partial(installed, self.model, Planned(self.model, plan).forwards)
 
     def _planned(self, inputs: Inputs) -> Plan:
         check_plannable(self.model, inputs)
@@ -100,27 +100,27 @@ class RegionalRuntime(CallsInSituations):
 
 
 @contextmanager
-def _installed(model: nn.Module, planned: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def installed(model: nn.Module, planned: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Run planned blocks in place of the model's own."""
     with explain_failures(model), forwards(planned):
         yield
 
 
-class _Planned:
+class Planned:
     """The blocks of a model, each with its part of a plan."""
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, kind: type[PlannedBlock] | None = None) -> None:
         self.plan = plan
         self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
-        equal: dict[Any, list[_PlannedBlock]] = {}
+        equal: dict[Any, list[PlannedBlock]] = {}
         blocks = {path: model.get_submodule(path) for path in str(plan.fingerprint["blocks"]).split()}
         self.forwards = {
-            block: _PlannedBlock(self, path, block, equal.setdefault(decisions_on(plan, path), []))
+            block: (kind or PlannedBlock)(self, path, block, equal.setdefault(decisions_on(plan, path), []))
             for path, block in blocks.items()
         }
 
     def hold(self, path: str, peak_bytes: int) -> None:
-        """Count what a block holds, which is not to be more than was planned."""
+        """Count what a block holds more than before, which is not to be more than was planned."""
         self.bytes_left -= peak_bytes
         if self.bytes_left < 0:
             raise PlanMismatchError(
@@ -129,14 +129,14 @@ class _Planned:
             )
 
 
-class _PlannedBlock:
+class PlannedBlock:
     """A block, compiled when it is first called, unless the code of an equal block serves it too."""
 
-    def __init__(self, planned: _Planned, path: str, block: nn.Module, equal: list[_PlannedBlock]) -> None:
+    def __init__(self, planned: Planned, path: str, block: nn.Module, equal: list[PlannedBlock]) -> None:
         self._planned, self._path, self._block = planned, path, block
         self._equal = equal
         """Blocks of which the plan asks the same, and whose code is there."""
-        self.code: _PlannedBlock | None = None
+        self.code: PlannedBlock | None = None
         """Whose code runs."""
         self.peaks_bytes: list[int] = []
         """Of what was captured of it."""
@@ -170,8 +170,9 @@ class _PlannedBlock:
         own = [*self._block.parameters(), *self._block.buffers()]
         lowered = lower(joint, StepContext(alignment_bytes=1), given=placeholders_given(joint, own))
         schedule = part_of(self._planned.plan, self._path, lowered.graph)
-        self.peaks_bytes.append(_peak_bytes(lowered.graph, schedule))
-        self._planned.hold(self._path, self.peaks_bytes[-1])
+        peak_bytes, before = _peak_bytes(lowered.graph, schedule), max(self.peaks_bytes, default=0)
+        self.peaks_bytes.append(peak_bytes)
+        self._planned.hold(self._path, max(0, peak_bytes - before))  # one of its graphs runs in a step
         return extract_fwd_bwd(lowered, schedule)
 
 
@@ -212,19 +213,37 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
 
 def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[LoweredStep, dict[str, Block]]:
     """Follow one step of a model on fake tensors, and lower it with its blocks."""
-    spec = device_spec(model, options.target.device)
     step = Step(model, inputs, elsewhere_for(model, options))
-
-    def lower_block(joint: JointGraph, given: Sequence[fx.Node]) -> LoweredGraph:
-        return lower(joint, StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu"), given)
-
-    blocks, left = step.capture_blocks(lower_block)
+    blocks, left = step.capture_blocks(lowering(model, options))
     if not blocks:
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
             f"step, with parameters) that could be planned one by one{why}; take runtime='graph'"
         )
+    notes = tuple(
+        Finding(
+            rule="block-left-eager",
+            evidence=f"block {path}",
+            cause=f"it is not planned: {why}",
+            fix="nothing to do, if it is a small part of the step; otherwise runtime='graph' plans it",
+        )
+        for path, why in left.items()
+    )
+    return replace(lower_around(step, blocks, inputs, options), warnings=notes), blocks
+
+
+def lowering(model: nn.Module, options: Options) -> Lower:
+    """Return what lowers the graph of a block."""
+    spec = device_spec(model, options.target.device)
+    context = StepContext(alignment_bytes=spec.alignment_bytes, on_cpu=spec.kind == "cpu")
+    return lambda joint, given: lower(joint, context, given)
+
+
+def lower_around(step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options) -> LoweredStep:
+    """Follow the step around blocks, and lower it with them."""
+    model = step.model
+    spec = device_spec(model, options.target.device)
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
     around = static_memory_of(model, everything, spec, options)
     units = None
@@ -239,16 +258,14 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
     facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
     if settings := settings_of(model):
         facts[SHARDING] = settings
-    notes = tuple(
-        Finding(
-            rule="block-left-eager",
-            evidence=f"block {path}",
-            cause=f"it is not planned: {why}",
-            fix="nothing to do, if it is a small part of the step; otherwise runtime='graph' plans it",
-        )
-        for path, why in left.items()
-    )
-    return LoweredStep(lowered, spec, around, facts, notes), blocks
+    return LoweredStep(lowered, spec, around, facts)
+
+
+def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:
+    """Return a plan that says what its blocks hold, each alone."""
+    graphs = {path: block.lowered.graph for path, block in blocks.items()}
+    alone = sum(_peak_bytes(graph, part_of(plan, path, graph)) for path, graph in graphs.items())
+    return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
 
 
 def _units(model: nn.Module, blocks: Iterable[str]) -> Units:
@@ -299,9 +316,7 @@ class _Regional(StartsCalls):
             return replace(step, capture_seconds=time.perf_counter() - begun)
 
         plan = plan_together(model, prepare, options, reuse=reuse, must_match=must_match)
-        graphs = {path: block.lowered.graph for path, block in blocks.items()}
-        alone = sum(_peak_bytes(graph, part_of(plan, path, graph)) for path, graph in graphs.items())
-        return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
+        return with_block_bytes(plan, blocks)
 
 
 RUNTIME = _Regional()

@@ -7,7 +7,7 @@ the blocks it is eager PyTorch, so it is followed and not modelled: what runs, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +28,7 @@ from planner.capture.joint_capture import Captures, differentiable_outputs, mode
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
 from planner.capture.put_back import put_back
+from planner.capture.random_states import RandomStates
 from planner.capture.storages import Run
 from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
 from planner.errors import CaptureError, UnsupportedModelError
@@ -69,19 +70,40 @@ class Block:
         return value
 
 
-class Step:
-    """One step of a model, which is left as it was, on fake tensors."""
+@dataclass(frozen=True)
+class SeenCall:
+    """A call of a module in a forward, with fake tensors in place of what it was given and gave back."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, elsewhere: Elsewhere | None = None) -> None:
+    module: nn.Module
+    inputs: Inputs
+    outputs: Any
+    has_settings: bool
+    """Whether the model has switched gradients or autocast around it."""
+
+
+class Step:
+    """One step of a model, which is left as it was: on fake tensors, or a real one, where data decide what runs."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Inputs, elsewhere: Elsewhere | None = None, *, real: bool = False
+    ) -> None:
         self.model = model
         self.elsewhere = elsewhere
+        self.is_real = real
+        self.begins_with: RandomStates | None = None
+        """The random states that a step begins with, where these are not the ones at hand."""
         self.masking = masking_of(model, inputs)
         state = state_of(model)
         self.mode = mode_of([*state.values(), *inputs.tensors()])
         fakes = {id(tensor): self._fake(tensor) for tensor in state.values()}
         self.state = {name: fakes[id(tensor)] for name, tensor in state.items()}
-        self.inputs = inputs.map_tensors(self._fake)
-        self.known = [*fakes.values(), *self.inputs.tensors()]
+        self._fakes = fakes
+        self.inputs = inputs.map_tensors(_leaf_of if real else self._fake)
+        self.known = [*(state.values() if real else fakes.values()), *self.inputs.tensors()]
+        self.draws = False
+        """Whether the forward that was followed last drew from a random state."""
+        self._meant = {id(fakes[id(tensor)]): tensor for tensor in state.values()} if real else {}
+        """By the identity of what stands for it in captures, the tensor that a real step has."""
 
     def find_blocks(self) -> dict[str, nn.Module]:
         """Return the blocks of the model that have parameters, by their paths; see :mod:`planner.ir.layers`."""
@@ -94,33 +116,71 @@ class Step:
 
     def capture_blocks(self, lower: Lower) -> tuple[dict[str, Block], dict[str, str]]:
         """Capture every block that can be; give why others cannot, by their paths."""
-        calls, left = self._calls(self.find_blocks())
         blocks: dict[str, Block] = {}
-        captures = Captures(
-            elsewhere=self.elsewhere, choose_outputs=differentiable_outputs, assume=False, branches=False
-        )
-        for path, (block, inputs, outputs) in calls.items():
+        left: dict[str, str] = {}
+        captures = self._captures()
+        for path, calls in self._seen(self.find_blocks()).items():
             try:
-                own = {name: self.state[f"{path}.{name}"] for name in state_of(block)}
-                with other_state(block, own):
-                    joint = captures.of(block, inputs, block.forward)
-                blocks[path] = _block(path, joint, own, inputs, outputs, lower)
+                blocks[path] = self._captured(path, _only(calls), captures, lower)
             except CaptureError as error:
                 left[path] = str(error)
         return blocks, left
+
+    def _captures(self) -> Captures:
+        return Captures(elsewhere=self.elsewhere, choose_outputs=differentiable_outputs, assume=False, branches=False)
+
+    def _captured(self, path: str, call: SeenCall, captures: Captures, lower: Lower) -> Block:
+        if call.has_settings:
+            raise UnsupportedModelError("it is called under settings of its own (autocast, no_grad)")
+        own = {name: self._fakes[id(tensor)] for name, tensor in state_of(call.module).items()}
+        with other_state(call.module, own):
+            joint = captures.of(call.module, call.inputs, call.module.forward)
+        return _block(path, joint, own, call.inputs, call.outputs, lower)
+
+    def calls(self) -> dict[str, list[SeenCall]]:
+        """Run a forward, and return the calls of every module in it, by its path."""
+        return self._seen({path: module for path, module in self.model.named_modules() if path})
+
+    def capture_parts(
+        self, seen: Mapping[str, Sequence[SeenCall]], lower: Lower
+    ) -> tuple[dict[str, Block], dict[str, str]]:
+        """Capture the largest modules that can be, given all calls of a forward; give why others that run cannot.
+
+        Modules of torch's own that have no parts are left out: there is nothing inside them to choose from.
+        """
+        parts: dict[str, Block] = {}
+        left: dict[str, str] = {}
+        captures = self._captures()
+
+        def descend(path: str, module: nn.Module) -> None:
+            if path in seen and not _is_single(module):
+                try:
+                    parts[path] = self._captured(path, _only(seen[path]), captures, lower)
+                    return
+                except CaptureError as error:
+                    left[path] = str(error)
+            for name, child in module.named_children():
+                descend(f"{path}.{name}".lstrip("."), child)
+
+        descend("", self.model)
+        return parts, left
 
     def trace(self, blocks: Mapping[str, Block], loss: LossMemory | None = None) -> Recorder:
         """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients."""
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
-            self.model.get_submodule(path): _StandIn(block, recorder) for path, block in blocks.items()
+            self.model.get_submodule(path): self._stand_in(block, recorder) for path, block in blocks.items()
         }
         with self._following(replacing, recorder):
             self._follow(recorder, loss)
         return recorder
 
+    def _stand_in(self, block: Block, recorder: Recorder) -> _StandIn:
+        places = [self._meant.get(id(place), place) for place in block.places]
+        return _StandIn(block, recorder, places, self.model.get_submodule(block.path).forward if self.is_real else None)
+
     def _recorder(self) -> Recorder:
-        with self.mode:
+        with nullcontext() if self.is_real else self.mode:
             sums = EngineSums(self.known[0].device)
         return Recorder(self.mode, sums, self.known, {module: name for name, module in self.model.named_modules()})
 
@@ -139,7 +199,7 @@ class Step:
 
         def tangents() -> list[torch.Tensor]:
             with recorder.silent():
-                made = [torch.empty_like(t) for t in losses]
+                made = [torch.ones_like(t) for t in losses]
             passage.makes = {i: recorder.made(t, kind="tangent") for i, t in enumerate(made)}
             return made
 
@@ -155,27 +215,32 @@ class Step:
         for tensor in self.known:
             tensor.grad = None
 
-    def _calls(
-        self, blocks: Mapping[str, nn.Module]
-    ) -> tuple[dict[str, tuple[nn.Module, Inputs, Any]], dict[str, str]]:
-        seen: dict[str, list[tuple[nn.Module, Inputs, Any]]] = {path: [] for path in blocks}
+    def _seen(self, modules: Mapping[str, nn.Module]) -> dict[str, list[SeenCall]]:
+        seen: dict[str, list[SeenCall]] = {path: [] for path in modules}
+        around: Any = None
 
-        def noting(path: str, block: nn.Module) -> Callable[..., Any]:
-            forward = block.forward
+        def noting(path: str, module: nn.Module) -> Callable[..., Any]:
+            forward = module.forward
 
             def run(*args: Any, **kwargs: Any) -> Any:
+                has_settings = _settings(self.known[0].device) != around
+                with self.mode:
+                    like = cache(_leaf_like)  # one tensor for one that is given twice
+                    inputs = Inputs(args, kwargs).map_tensors(like)
                 outputs = forward(*args, **kwargs)
-                noted = pytree.tree_map_only(torch.Tensor, _leaf_like, outputs)
-                like = cache(_leaf_like)  # one tensor for one that is given twice
-                seen[path].append((block, Inputs(args, kwargs).map_tensors(like), noted))
+                with self.mode:
+                    noted = pytree.tree_map_only(torch.Tensor, _leaf_like, outputs)
+                seen[path].append(SeenCall(module, inputs, noted, has_settings))
                 return outputs
 
             return run
 
-        with self._following({block: noting(path, block) for path, block in blocks.items()}):
+        with self._following({module: noting(path, module) for path, module in modules.items()}):
+            around = _settings(self.known[0].device)
+            before = RandomStates()
             self._forward()
-        calls = {path: found[0] for path, found in seen.items() if len(found) == 1}
-        return calls, {path: f"it is called {len(seen[path])} times in a step" for path in seen if path not in calls}
+            self.draws = before != RandomStates()
+        return {path: calls for path, calls in seen.items() if calls}
 
     @contextmanager
     def _following(
@@ -186,13 +251,18 @@ class Step:
             put_back(self.model),
             forwards(replacing),
             recorder.modules() if recorder else nullcontext(),
-            as_with_data(self.masking),
-            as_it_runs(self.elsewhere),
-            self.mode,
+            nullcontext() if self.is_real else self._without_data(),
             torch.enable_grad(),
             recorder or nullcontext(),
-            other_state(self.model, self.state),
         ):
+            if self.begins_with is not None:
+                self.begins_with.restore()
+            yield
+
+    @contextmanager
+    def _without_data(self) -> Iterator[None]:
+        in_their_place = other_state(self.model, self.state)
+        with as_with_data(self.masking), as_it_runs(self.elsewhere), self.mode, in_their_place:
             yield
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -217,6 +287,10 @@ def _block(
     made_here = {v for o in lowered.graph.operations if o.target != GIVEN_TARGET for v in o.outputs}
     if any(len(lowered.storage_of[n]) != 1 or lowered.storage_of[n][0] not in made_here for n in crossing):
         raise UnsupportedModelError(f"block {path} returns a view of what it is given")
+    if any(not isinstance(place, int) for node, place in zip(joint.placeholders, places, strict=True) if node in given):
+        raise UnsupportedModelError(f"block {path} reads a tensor that is neither its own nor given to it")
+    if not all(map(_is_plain, pytree.tree_leaves(outputs))):
+        raise UnsupportedModelError(f"block {path} returns an object that may hold tensors")
     if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
         raise UnsupportedModelError(f"block {path} overwrites what it is given")
     return Block(path, lowered, places, given, raw, outputs)
@@ -228,24 +302,65 @@ def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[f
     return [node for node, tensor in zip(joint.placeholders, joint.inputs, strict=True) if id(tensor) not in known]
 
 
+def _only(calls: Sequence[SeenCall]) -> SeenCall:
+    if len(calls) > 1:
+        raise UnsupportedModelError(f"it is called {len(calls)} times in a step")
+    return calls[0]
+
+
+def _is_single(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own that has no parts."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not any(True for _ in module.children())
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (torch.Tensor, bool, int, float, str))
+
+
+def _settings(device: torch.device) -> tuple[Any, ...]:
+    """Return what a forward may switch around a call of a module."""
+    can_cast = torch.amp.is_autocast_available(device.type)
+    cast = can_cast and torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), cast
+
+
+def _leaf_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def _leaf_like(tensor: torch.Tensor) -> torch.Tensor:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
 
 
 class _StandIn:
-    """What a block is while the step around it is followed."""
+    """What a block is while the step around it is followed; in a real step ``forward`` tells what it gives."""
 
-    def __init__(self, block: Block, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        block: Block,
+        recorder: Recorder,
+        places: Sequence[torch.Tensor | int],
+        forward: Callable[..., Any] | None,
+    ) -> None:
         self.block = block
         self.recorder = recorder
+        self.places = places
+        self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         called = Inputs(args, kwargs).tensors()
-        given = [called[place] if isinstance(place, int) else place for place in self.block.places]
+        given = [called[place] if isinstance(place, int) else place for place in self.places]
+        results = self.block.results
         with self.recorder.caller():
-            made = iter(_Through.apply(self, *given))
-        return pytree.tree_map_only(torch.Tensor, lambda _: next(made), self.block.results)
+            made = _Through.apply(self, *given)
+        if self.forward is not None:
+            with self.recorder.silent(), torch.no_grad():
+                results = self.forward(*args, **kwargs)
+                for tensor, result in zip(made, tensors_in(results), strict=True):
+                    tensor.copy_(result)
+        left = iter(made)
+        return pytree.tree_map_only(torch.Tensor, lambda _: next(left), results)
 
     def new(self, nodes: list[Any], made: dict[int, int]) -> list[torch.Tensor | None]:
         """Make the tensors of some nodes that leave the block, one storage for each value."""
@@ -257,6 +372,8 @@ class _StandIn:
             if value in bases:
                 return bases[value].as_strided(like.shape, like.stride(), like.storage_offset())
             bases[value] = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            if self.forward is not None:
+                bases[value].zero_()  # a real step goes on with it
             made[value] = self.recorder.made(bases[value])
             return bases[value]
 

@@ -1,0 +1,395 @@
+"""Runs the largest modules that can be captured, each as planned graphs of its own, and the rest as eager PyTorch.
+
+What stops the capture of a whole model is often one line of it. The modules around that line are captured as they are
+called in one step, which is followed on fake tensors, or is a real one where data decide what runs. A call that is
+unlike the one that was planned for runs as it is, which is said, and the next step is planned anew.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from planner.capture.blocks.regions import Block, SeenCall, Step
+from planner.capture.failures import explain_failures, in_one_line, raised_at
+from planner.capture.forwards import forwards
+from planner.capture.inputs import Inputs, check_plannable
+from planner.capture.joint_capture import is_fake
+from planner.capture.operands import is_opaque
+from planner.capture.random_states import RandomStates, random_states_kept
+from planner.common.units import format_percent
+from planner.errors import CaptureError, ForwardError, InfeasibleBudgetError, PlanMismatchError, PlannerError
+from planner.findings.finding import Finding, Severity
+from planner.ir.graph import Phase, TrainingGraph
+from planner.ir.layers import is_within
+from planner.plans.plan import Plan
+from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
+from planner.runtimes._routes import TRIES
+from planner.runtimes.regional import Planned, PlannedBlock, installed, lower_around, lowering, with_block_bytes
+from planner.session.recorded import DEPENDS_ON_DATA
+from planner.session.step import LoweredStep, Options, elsewhere_for, plan_lowered, study_lowered
+
+CAPTURED_SHARE = "captured-share"
+"""The rule of a note that says how much of what a step saves is made in captured modules."""
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What a step ran: by the names of modules, how often each was called and how many elements it was given."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    elements: Counter[str] = field(default_factory=Counter)
+
+    def note(self, path: str, given: Any) -> None:
+        """Note a call."""
+        self.calls[path] += 1
+        self.elements[path] += sum(x.numel() for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+
+    def beyond(self, other: _Course) -> list[str]:
+        """Return the modules that another step called less often, or gave less."""
+        return [*(self.calls - other.calls) | (self.elements - other.elements)]
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """A plan, and the step that it is for."""
+
+    plan: Plan
+    course: _Course
+    given: Mapping[str, Any]
+    """By its path, what each captured module was called with, as :func:`_described`."""
+
+
+class PartsRuntime(CallsInSituations):
+    """What ``model(...)`` runs while a plan is in force."""
+
+    def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
+        super().__init__(model, options, **settings)
+        self._eager: set[str] = set()
+        """Modules that were called in other ways than planned."""
+        self._missed: RandomStates | None = None
+        """The random states of a step that ran more than planned."""
+        self._misses = 0
+        self._before: dict[Any, Decided] = {}
+        """What was decided for calls that are to be decided anew."""
+        self._is_said = False
+
+    def decide(self, inputs: Inputs) -> Decided:
+        """Plan the modules that can be captured."""
+        self.complete_options(inputs)
+        situation = self.situation(inputs)
+        try:
+            made = plan_parts(
+                self.model,
+                inputs,
+                self.options,
+                reuse=self.plan,
+                must_match=self.must_match,
+                without=self._eager,
+                missed=self._missed,
+            )
+        except (InfeasibleBudgetError, CaptureError) as error:
+            if situation not in self._before:
+                raise
+            warnings.warn(f"some steps of {type(self.model).__name__} break the budget: {error}", stacklevel=7)
+            return self._before[situation]
+        self.is_confirmed = True
+        self._missed = None
+        self.put_in_force(made.plan)
+        if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in made.plan.warnings):
+            self._is_said = True
+            warnings.warn(
+                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was followed, "
+                "and another may need more. Leave some room in the budget",
+                stacklevel=7,
+            )
+        return made.plan, partial(self._watched, situation, _PlannedParts(self.model, made))
+
+    @contextmanager
+    def _watched(self, situation: Any, parts: _PlannedParts) -> Iterator[None]:
+        """Run planned parts in place of the model's own, and see afterwards whether the call was as planned."""
+        begun = RandomStates()
+        parts.begin()
+        with installed(self.model, parts.forwards), forwards(parts.counted):
+            yield
+        unlike = {path: why for path, why in parts.unlike.items() if path not in self._eager}
+        more = parts.now.beyond(parts.course)
+        if not unlike and (not more or self._misses == TRIES):
+            return
+        self._eager.update(unlike)
+        self._misses += bool(more)
+        self._missed = begun if more else None
+        said = [f"{path} {why}" for path, why in unlike.items()] + [f"{path} runs more" for path in more]
+        warnings.warn(
+            f"{type(self.model).__name__} does not run as planned for ({'; '.join(said[:3])}"
+            f"{'; ...' if len(said) > 3 else ''}): this step may break the budget, and the next is planned anew",
+            stacklevel=5,
+        )
+        self._before[situation] = self._decided.pop(situation)
+
+
+class _PlannedParts(Planned):
+    """The captured modules of a model, and what is expected of all others."""
+
+    def __init__(self, model: nn.Module, made: PartsPlan) -> None:
+        self.given = made.given
+        self.course = made.course
+        super().__init__(model, made.plan, _PlannedPart)
+        self.counted = {
+            module: partial(self._count, path, module.forward)
+            for path, module in model.named_modules()
+            if path and not any(is_within(path, part) for part in self.given)
+        }
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.now = _Course()
+        self.ran: set[str] = set()
+        self.unlike: dict[str, str] = {}
+        """By its path, what is unlike in the call of a module."""
+
+    def _count(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.now.note(path, (args, kwargs))
+        return forward(*args, **kwargs)
+
+
+class _PlannedPart(PlannedBlock):
+    """A module that runs as planned where it is called as planned, and else as it is."""
+
+    def __init__(self, planned: _PlannedParts, path: str, block: nn.Module, equal: list[PlannedBlock]) -> None:
+        super().__init__(planned, path, block, equal)
+        self._parts, self._forward = planned, block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        unlike = self._parts.unlike
+        if self._path in self._parts.ran:
+            unlike[self._path] = "is called more than once"
+            return self._forward(*args, **kwargs)
+        self._parts.ran.add(self._path)
+        given = _as_planned(Inputs(args, kwargs), self._parts.given[self._path])
+        if given is None:
+            unlike[self._path] = "is given other sizes, types or numbers"
+        else:
+            try:
+                with explain_failures(self._block):
+                    return super().__call__(*given.args, **given.kwargs)
+            except ForwardError:
+                raise
+            except (CaptureError, PlanMismatchError) as error:  # raised before anything has run
+                unlike[self._path] = f"is captured otherwise ({error})"
+        return self._forward(*args, **kwargs)
+
+
+def plan_parts(
+    model: nn.Module,
+    inputs: Inputs,
+    options: Options,
+    *,
+    reuse: Plan | None = None,
+    must_match: bool = False,
+    without: Collection[str] = (),
+    missed: RandomStates | None = None,
+) -> PartsPlan:
+    """Plan a step in which the largest modules that can be captured are graphs, those in ``without`` left eager.
+
+    Where the forward draws random numbers, the step is the largest of several: one of them begins with the states
+    ``missed``. Raises CaptureError if there is nothing to capture.
+    """
+    begun = time.perf_counter()
+    options.search.tell("capturing the largest modules that can be")
+    check_plannable(model, inputs)
+    step, seen = _followed(model, inputs, options, missed)
+    allowed = {path: calls for path, calls in seen.items() if not any(is_within(path, other) for other in without)}
+    found, left = step.capture_parts(allowed, lowering(model, options))
+    blocks = {path: block for path, block in found.items() if _has_choice(block)}
+    if not blocks:
+        why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
+        raise CaptureError(f"no module of {type(model).__name__} that can be captured holds anything to choose{why}")
+    lowered = _lowered(step, blocks, inputs, options)
+    lowered = replace(
+        lowered,
+        warnings=tuple(_notes(step, blocks, left, lowered.lowered.graph)),
+        capture_seconds=time.perf_counter() - begun,
+    )
+    study = replace(study_lowered(model, lowered, options), varies=step.is_real)
+    plan = plan_lowered(model, lowered, options, study=study, reuse=reuse, must_match=must_match).plan
+    return PartsPlan(
+        with_block_bytes(plan, blocks),
+        _course(seen),
+        {path: _described(seen[path][0].inputs) for path in blocks},
+    )
+
+
+def _followed(
+    model: nn.Module, inputs: Inputs, options: Options, missed: RandomStates | None
+) -> tuple[Step, dict[str, list[SeenCall]]]:
+    """Follow a forward, without data where the program allows that; of one that draws, the largest of several."""
+    elsewhere = elsewhere_for(model, options)
+    step = Step(model, inputs, elsewhere)
+    try:
+        seen = step.calls()
+    except PlannerError:
+        raise
+    except Exception as error:
+        if is_fake(model) or elsewhere is not None:
+            raise CaptureError(_failed(model, error)) from error
+        step = Step(model, inputs, real=True)
+        try:
+            seen = step.calls()
+        except Exception as failure:
+            raise ForwardError(_failed(model, failure)) from failure
+    if not step.draws:
+        return step, seen
+    best = step.begins_with, seen
+    for states in ([missed] if missed else []) + _other_states():
+        step.begins_with = states
+        try:
+            seen = step.calls()
+        except Exception:
+            continue
+        if _size(seen) > _size(best[1]):
+            best = states, seen
+    step.begins_with, seen = best
+    return step, seen
+
+
+def _other_states() -> list[RandomStates]:
+    found = []
+    with random_states_kept():
+        for number in range(TRIES - 1):
+            random.seed(number)
+            torch.manual_seed(number)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(number)
+            found.append(RandomStates())
+    return found
+
+
+def _course(seen: Mapping[str, Sequence[SeenCall]]) -> _Course:
+    course = _Course()
+    for path, calls in seen.items():
+        for call in calls:
+            course.note(path, (call.inputs.args, call.inputs.kwargs))
+    return course
+
+
+def _size(seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int, int]:
+    course = _course(seen)
+    return course.calls.total(), course.elements.total()
+
+
+def _lowered(step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options) -> LoweredStep:
+    try:
+        lowered = lower_around(step, blocks, inputs, options)
+    except PlannerError:
+        raise
+    except Exception as error:
+        raise CaptureError(_failed(step.model, error)) from error
+    opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
+    if opaque:
+        raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
+    return lowered
+
+
+def _failed(model: nn.Module, error: Exception) -> str:
+    return f"a step of {type(model).__name__} cannot be followed: {in_one_line(error)}{raised_at(error)}"
+
+
+def _described(inputs: Inputs) -> Any:
+    """Return all that a module's plan depends on in what it is called with."""
+    return [
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in pytree.tree_leaves((inputs.args, inputs.kwargs))
+        if isinstance(leaf, (torch.Tensor, bool, int, float, str))
+    ]
+
+
+def _as_planned(inputs: Inputs, planned: Sequence[Any]) -> Inputs | None:
+    """Return what a module is called with as it was planned for, None if that is something else.
+
+    Where modules before it have dropped out, what it is given may need no gradient. A planned one is then let go.
+    """
+    if _described(inputs) == planned:
+        return inputs
+    wanted = iter([one[2] for one in planned if isinstance(one, tuple)])
+    with_gradients = inputs.map_tensors(lambda tensor: _with_gradient(tensor) if next(wanted, False) else tensor)
+    return with_gradients if _described(with_gradients) == planned else None
+
+
+def _with_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.requires_grad or not tensor.is_floating_point():
+        return tensor
+    leaf = tensor.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(_let_go)
+    return leaf
+
+
+def _let_go(leaf: torch.Tensor) -> None:
+    leaf.grad = None
+
+
+def _has_choice(block: Block) -> bool:
+    """Whether a captured module saves anything that could be computed again."""
+    graph = block.lowered.graph
+    returned = {v for node in block.outputs for v in block.lowered.storage_of[node]}
+    made = {v for o in graph.operations if o.phase is Phase.FORWARD and o.recomputable for v in o.outputs}
+    read = {v for o in graph.operations if o.phase is Phase.BACKWARD for v in o.inputs}
+    return bool(made & read - returned)
+
+
+def _notes(step: Step, blocks: Mapping[str, Block], left: Mapping[str, str], graph: TrainingGraph) -> Iterator[Finding]:
+    path, why = next(iter(left.items()), ("", ""))
+    yield Finding(
+        rule=CAPTURED_SHARE,
+        severity=Severity.NOTE,
+        evidence=f"{len(blocks)} modules are captured, and make {format_percent(captured_share(graph))} of the bytes "
+        "that the step saves",
+        cause=f"{path} is not captured: {why}" if left else "what the model runs outside of them is not captured",
+        fix="remove what stops the capture, and more of the step is planned",
+    )
+    if step.is_real:
+        yield Finding(
+            rule=DEPENDS_ON_DATA,
+            evidence="a real step was followed: what the model runs is known only with data",
+            cause="another batch may need more, or less, than is predicted",
+            fix="plan with a batch of the kind that needs most, and leave some room in the budget",
+        )
+
+
+def captured_share(graph: TrainingGraph) -> float:
+    """Return which share of the bytes that a step saves for its backward captured modules make."""
+    read = {v for o in graph.operations if o.phase is Phase.BACKWARD for v in o.inputs}
+    saved = [(o, v) for o in graph.operations if o.phase is Phase.FORWARD for v in o.outputs if v in read]
+    total_bytes = sum(graph.values[v].size_bytes for _, v in saved)
+    inside_bytes = sum(graph.values[v].size_bytes for o, v in saved if o.region)
+    return inside_bytes / total_bytes if total_bytes else 0.0
+
+
+class _Parts(StartsCalls):
+    calls = PartsRuntime
+    name = "parts"
+    summary = "the largest modules that can be captured as planned graphs of their own, the rest eager"
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        return plan_parts(model, inputs, options, reuse=reuse, must_match=must_match).plan
+
+
+RUNTIME = _Parts()

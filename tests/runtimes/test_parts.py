@@ -1,0 +1,177 @@
+"""The largest modules that can be captured, planned as graphs in a model that cannot be captured whole."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture.memory import measure_peak
+from planner.errors import CaptureError, InfeasibleBudgetError
+from tests.models import looked_at, mean_square, perceptron, rows
+from tests.runtimes.steps import assert_same, train, wrap_and_hold
+
+WIDTH = 32
+
+
+class Looks(nn.Module):
+    """Two halves, and between them a look at a number that is known only when the forward runs."""
+
+    def __init__(self, half: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = half(), half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = x * 2.0 if looked_at(self, x) > 0 else x * 3.0
+        return mean_square(self.second(x))
+
+
+class Chain(nn.Module):
+    """A module without parts, of many steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight) * 2.0
+        return x
+
+
+class Drops(nn.Module):
+    """Layers that are dropped at random, by torch's numbers or by Python's."""
+
+    def __init__(self, draw: str, share: float = 0.3) -> None:
+        super().__init__()
+        self.layers, self.last = nn.ModuleList(perceptron() for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+        self.draw, self.share = draw, share
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            drawn = torch.rand([]) if self.draw == "torch" else random.random()
+            if drawn >= self.share:
+                x = x + layer(x)
+        return mean_square(self.last(x))
+
+
+class Selects(nn.Module):
+    """A part that is given as many rows as data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = perceptron(), perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x)
+        return mean_square(self.second(x[x[:, 0] > 0]))
+
+
+class Twice(nn.Module):
+    """A module that is called once more where data say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = perceptron(), perceptron()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second(self.first(x))
+        return mean_square(self.first(y) if x[0, 0] > 5 else y)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_halves_of_a_model_are_planned_with_its_bits_and_peak(dropout: float) -> None:
+    def half() -> nn.Module:
+        return nn.Sequential(*(perceptron(dropout=dropout) for _ in range(2)))
+
+    with pytest.warns(UserWarning, match="depends on data"):
+        plan = wrap_and_hold(Looks(half), rows(), runtime="parts", activation_budget="50%", time_limit_seconds=1.0)
+    assert plan.recomputations
+    assert plan.fingerprint["blocks"] == "first second"
+    assert any(w.rule == "captured-share" and "2 modules" in w.evidence for w in plan.warnings)
+
+
+def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
+    model = Looks(Chain)
+    smallest = {}
+    for runtime in ("parts", "modules"):
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            planner.plan(model, rows(), budget="1%", runtime=runtime)
+        smallest[runtime] = refused.value.minimum_feasible_peak_bytes
+    assert smallest["parts"] < smallest["modules"]
+    with pytest.warns(UserWarning, match="runtime 'parts' in place of 'graph'"):
+        plan = wrap_and_hold(model, rows(), budget=smallest["parts"])
+    assert plan.runtime == "parts"
+
+
+def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mean_square(self.layer(x) if looked_at(self, x) > 0 else x)
+
+    with pytest.raises(CaptureError, match="no module of Whole"):
+        planner.plan(Whole(), rows(), budget="100%", runtime="parts")
+    with pytest.warns(UserWarning, match="runtime 'modules' in place of 'graph'"):
+        assert planner.plan(Whole(), rows(), budget="100%").runtime == "modules"
+
+
+@pytest.mark.parametrize("draw", ["torch", "python"])
+def test_a_plan_is_for_the_largest_of_steps_that_drop_layers(draw: str) -> None:
+    model, x = Drops(draw), rows()
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, x)
+    assert planner.plan_of(model).fingerprint["blocks"] == "layers.0 layers.1 layers.2"
+    for number in range(4):
+        random.seed(number)
+        expected = train(plain, x, seed=number)
+        random.seed(number)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*not run as planned")
+            assert_same(expected, train(model, x, seed=number))
+        model.zero_grad()
+        random.seed(number)
+        peak_bytes, _ = measure_peak(lambda: model(x).backward(), torch.device("cpu"))
+        plan = planner.plan_of(model)
+        assert peak_bytes <= plan.peak_bytes - plan.total_static_bytes
+
+
+def test_a_part_that_is_given_other_sizes_runs_as_it_is_and_people_are_told() -> None:
+    model = Selects()
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    first, other, third = (torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    with pytest.warns(UserWarning, match="depends on data"):
+        assert_same(train(plain, first), train(model, first))
+    with pytest.warns(UserWarning, match="second is given other sizes"):
+        assert_same(train(plain, other), train(model, other))
+    assert_same(train(plain, third), train(model, third))
+    assert planner.plan_of(model).fingerprint["blocks"] == "first"
+
+
+def test_a_part_that_is_called_again_runs_as_it_is_and_people_are_told() -> None:
+    model = Twice()
+    plain = copy.deepcopy(model)
+    planner.auto_wrap(model, runtime="parts", activation_budget="80%", time_limit_seconds=1.0)
+    x, again = rows(), rows()
+    again[0, 0] = 6.0
+    with pytest.warns(UserWarning, match="depends on data"):
+        assert_same(train(plain, x), train(model, x))
+    assert planner.plan_of(model).fingerprint["blocks"] == "first second"
+    with pytest.warns(UserWarning, match="first is called more than once"):
+        assert_same(train(plain, again), train(model, again))
+    assert_same(train(plain, again), train(model, again))
+    assert planner.plan_of(model).fingerprint["blocks"] == "second"
