@@ -152,6 +152,7 @@ def _summary(rows: Sequence[Result]) -> list[tuple[str, int]]:
     return [
         ("architectures", len(counted)),
         *((f"run by {name}", count) for name, count in runtimes.most_common()),
+        ("with 90% and more of what is saved in graphs", sum(row["captured_share"] >= 0.9 for row in ran)),
         ("refused", sum(row["status"] == "refused" for row in counted)),
         ("crashed", sum(row["status"] == "crashed" for row in counted)),
         ("not done in time", sum(row["status"] == "late" for row in counted)),

@@ -86,21 +86,21 @@ class AutoRuntime:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, planned if gradients are on."""
-        if self._may_change:
-            self._current = self._running
-            if self._instead is not None and self._kind_of(args, kwargs) in self._refused:
-                self._current = self._instead
-                return self._instead(*args, **kwargs)
-            try:
-                return self._running(*args, **kwargs)
-            except (CaptureError, RuntimeUnsupportedError, NoPlanFitsError) as refusal:
-                does_not_fit = isinstance(refusal, NoPlanFitsError)
-                if choose(self._model) != FIRST or (does_not_fit and self._options.search.solver != _ANY_SOLVER):
-                    raise
-                if self._running.plan is not None:
-                    return self._run_instead(refusal, args, kwargs)
-                return self._run_other(refusal, args, kwargs)
-        return self._running(*args, **kwargs)
+        if not self._may_change:
+            return self._running(*args, **kwargs)
+        self._current = self._running
+        if self._instead is not None and self._kind_of(args, kwargs) in self._refused:
+            self._current = self._instead
+            return self._instead(*args, **kwargs)
+        try:
+            return self._running(*args, **kwargs)
+        except _REFUSALS as refusal:
+            does_not_fit = isinstance(refusal, NoPlanFitsError)
+            if choose(self._model) != FIRST or (does_not_fit and self._options.search.solver != _ANY_SOLVER):
+                raise
+            if self._running.plan is not None:
+                return self._run_instead(refusal, args, kwargs)
+            return self._run_other(refusal, args, kwargs)
 
     def _run_other(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself from now on, if that can: a call that fails there too says nothing of the model."""
@@ -116,7 +116,7 @@ class AutoRuntime:
                 raise refusal from None
             raise
         self._running = self._current = instead
-        self._may_change = False
+        self._may_change = instead.plan is not None and instead.plan.runtime == PARTS
         if does_not_fit:
             assert instead.plan is not None
             self._note = _takes_eager(instead.plan, _DOES_NOT_FIT)

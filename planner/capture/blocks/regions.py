@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.blocks.trace import Recorder
+from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -173,6 +173,9 @@ class Step:
         }
         with self._following(replacing, recorder):
             self._follow(recorder, loss)
+        passages = Counter((event.module, event.phase) for event in recorder.events if isinstance(event, Passage))
+        if again := [path for (path, _), count in passages.items() if path and count > 1]:
+            raise CaptureError(f"{again[0]} runs again while the backward runs: the model checkpoints itself")
         return recorder
 
     def _stand_in(self, block: Block, recorder: Recorder) -> _StandIn:
