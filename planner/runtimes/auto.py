@@ -105,7 +105,8 @@ class AutoRuntime:
     def _run_other(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself from now on, if that can: a call that fails there too says nothing of the model."""
         does_not_fit = isinstance(refusal, NoPlanFitsError)
-        instead = self._start(INSTEAD if does_not_fit else self._cheaper(args, kwargs), None)
+        plan = None if does_not_fit else self._cheaper(args, kwargs)
+        instead = self._start(INSTEAD if plan is None else plan.runtime, plan)
         try:
             result = instead(*args, **kwargs)
         except BaseException as error:
@@ -124,8 +125,8 @@ class AutoRuntime:
             self._note = _said(refusal, self._options, instead.plan.runtime if instead.plan else INSTEAD)
         return result
 
-    def _cheaper(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return the runtime that a model which cannot be captured is to have."""
+    def _cheaper(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+        """Plan a model that cannot be captured; None if that fails, which the runtime ``modules`` is to explain."""
         inputs = Inputs(args, kwargs)
         options = self._prepare(inputs) if self._prepare is not None else self._options
 
@@ -133,8 +134,8 @@ class AutoRuntime:
             return runtimes.get(name).plan(self._model, inputs, _for(name, options))
 
         with entered(of_model(self._model, args, kwargs)), suppress(*_REFUSALS):
-            return _in_parts_or_modules(made_by).runtime
-        return INSTEAD  # which says why
+            return _in_parts_or_modules(made_by)
+        return None
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""

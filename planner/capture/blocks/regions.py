@@ -365,6 +365,14 @@ class _StandIn:
         left = iter(made)
         return pytree.tree_map_only(torch.Tensor, lambda _: next(left), results)
 
+    def like(self, node: fx.Node) -> torch.Tensor:
+        """Return a tensor with the layout of what a node makes, of the kind that the step runs on."""
+        (like,) = tensors_of(node)
+        if self.forward is None:
+            return like
+        with self.recorder.silent():
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
     def new(self, nodes: list[Any], made: dict[int, int]) -> list[torch.Tensor | None]:
         """Make the tensors of some nodes that leave the block, one storage for each value."""
         bases: dict[int, torch.Tensor] = {}
@@ -412,7 +420,7 @@ class _Through(torch.autograd.Function):
         boxed: list[Any] = arrived[0] if arrived and isinstance(arrived[0], list) else list(arrived)
         tangents = []
         for node, position in block.tangents:
-            (like,) = tensors_of(node)
+            like = stand_in.like(node)
             tangent = boxed[position]
             if tangent is None:
                 tangent = torch.zeros_like(like)
