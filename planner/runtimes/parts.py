@@ -39,7 +39,7 @@ from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
 from planner.runtimes._routes import TRIES
 from planner.runtimes.regional import Planned, PlannedBlock, installed, lower_around, lowering, with_block_bytes
 from planner.session.recorded import DEPENDS_ON_DATA
-from planner.session.step import LoweredStep, Options, elsewhere_for, plan_lowered, study_lowered
+from planner.session.step import Options, elsewhere_for, plan_lowered, study_lowered
 
 CAPTURED_SHARE = "captured-share"
 """The rule of a note that says how much of what a step saves is made in captured modules."""
@@ -214,14 +214,20 @@ def plan_parts(
     begun = time.perf_counter()
     options.search.tell("capturing the largest modules that can be")
     check_plannable(model, inputs)
-    step, seen = _followed(model, inputs, options, missed)
+    with _explained(model):
+        step, seen = _followed(model, inputs, options, missed)
     allowed = {path: calls for path, calls in seen.items() if not any(is_within(path, other) for other in without)}
-    found, left = step.capture_parts(allowed, lowering(model, options))
+    with _explained(model):
+        found, left = step.capture_parts(allowed, lowering(model, options))
     blocks = {path: block for path, block in found.items() if _has_choice(block)}
     if not blocks:
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise CaptureError(f"no module of {type(model).__name__} that can be captured holds anything to choose{why}")
-    lowered = _lowered(step, blocks, inputs, options)
+    with _explained(model):
+        lowered = lower_around(step, blocks, inputs, options)
+    opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
+    if opaque:
+        raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
     lowered = replace(
         lowered,
         warnings=tuple(_notes(step, blocks, left, lowered.lowered.graph)),
@@ -246,14 +252,11 @@ def _followed(
         seen = step.calls()
     except PlannerError:
         raise
-    except Exception as error:
+    except Exception:
         if is_fake(model) or elsewhere is not None:
-            raise CaptureError(_failed(model, error)) from error
+            raise
         step = Step(model, inputs, real=True)
-        try:
-            seen = step.calls()
-        except Exception as failure:
-            raise ForwardError(_failed(model, failure)) from failure
+        seen = step.calls()
     if not step.draws:
         return step, seen
     best = step.begins_with, seen
@@ -294,21 +297,17 @@ def _size(seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int, int]:
     return course.calls.total(), course.elements.total()
 
 
-def _lowered(step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options) -> LoweredStep:
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turn whatever a step raises while it is followed into a CaptureError of one line."""
     try:
-        lowered = lower_around(step, blocks, inputs, options)
+        yield
     except PlannerError:
         raise
     except Exception as error:
-        raise CaptureError(_failed(step.model, error)) from error
-    opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]
-    if opaque:
-        raise CaptureError(f"what {opaque[0].target} keeps is known only when it runs")
-    return lowered
-
-
-def _failed(model: nn.Module, error: Exception) -> str:
-    return f"a step of {type(model).__name__} cannot be followed: {in_one_line(error)}{raised_at(error)}"
+        raise CaptureError(
+            f"a step of {type(model).__name__} cannot be followed: {in_one_line(error)}{raised_at(error)}"
+        ) from error
 
 
 def _described(inputs: Inputs) -> Any:

@@ -59,11 +59,11 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:runtime 'modules' in place of 'graph'", "ignore:Sparse CSR tensor")
+@pytest.mark.filterwarnings("ignore:runtime .* in place of 'graph'", "ignore:Sparse CSR tensor")
 @pytest.mark.parametrize(("model", "inputs"), CASES)
 def test_steps_keep_the_plan_and_eagers_bits(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     plan = wrap_and_hold(model, inputs, activation_budget="75%")
-    assert plan.runtime == "modules"
+    assert plan.runtime in ("modules", "parts")
     assert plan.overhead > 0
 
 
