@@ -108,7 +108,7 @@ class Routes:
             self._draws = self._begun != HostStates()
 
     def plan(self, record: Callable[[], Study], plan: Callable[[Study], Plan], keeps: Keeps) -> Plan:
-        """Record steps and plan them, the largest first; give the first plan of all, which stays where nothing is new.
+        """Record steps and plan them, the largest first; give the plan of the highest peak, of earlier ones too.
 
         ``keeps`` says whether a step keeps the budget with some choices. Where no choice fits all steps, those that it
         does not fit are spoken of; where there is none for any, that is raised.
@@ -137,7 +137,7 @@ class Routes:
             raise infeasible
         for why in refused:
             warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=5)
-        return self.plans[0]
+        return max(self.plans, key=lambda plan: plan.peak_bytes)
 
     def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[_Course, Study]]:
         """Record steps that differ in what they run: the one that was missed, or a few of a forward that draws."""
