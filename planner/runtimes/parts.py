@@ -30,7 +30,14 @@ from planner.capture.joint_capture import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.random_states import RandomStates, random_states_kept
 from planner.common.units import format_percent
-from planner.errors import CaptureError, ForwardError, InfeasibleBudgetError, PlanMismatchError, PlannerError
+from planner.errors import (
+    CaptureError,
+    ForwardError,
+    InfeasibleBudgetError,
+    PlanMismatchError,
+    PlannerError,
+    RuntimeUnsupportedError,
+)
 from planner.findings.finding import Finding, Severity
 from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
@@ -88,6 +95,11 @@ class PartsRuntime(CallsInSituations):
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the modules that can be captured."""
+        if len(self._decided) == self.options.maximum_shapes:
+            raise RuntimeUnsupportedError(
+                f"the parts of {type(self.model).__name__} were captured {len(self._decided)} times, and this call "
+                "needs captures of its own: pad or bucket its inputs, or raise maximum_shapes of auto_wrap"
+            )
         self.complete_options(inputs)
         situation = self.situation(inputs)
         try:

@@ -362,13 +362,13 @@ def test_what_cannot_run_twice_is_left_alone() -> None:
 
 
 def test_auto_falls_back_and_says_why() -> None:
-    with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
+    with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
         plan = planner.plan(Branching(), rows(), activation_budget="70%", compare=False)
-    assert plan.runtime == "modules"
+    assert plan.runtime == "parts"
     assert {"runtime", "depends-on-data"} <= {warning.rule for warning in plan.warnings}
     with pytest.raises(CaptureError, match="one graph"):
         planner.plan(Branching(), rows(), activation_budget="70%", runtime="graph")
-    with pytest.warns(UserWarning, match="'modules' in place of 'graph'"):
+    with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
         model = planner.auto_wrap(Branching(), activation_budget="70%")
         model(rows()).backward()
     assert "runtime" in {warning.rule for warning in planner.plan_of(model).warnings}

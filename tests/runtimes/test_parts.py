@@ -111,6 +111,21 @@ def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
     assert plan.runtime == "parts"
 
 
+def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:
+    model = Looks(Chain)
+    plain = copy.deepcopy(model)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        planner.plan(model, rows(), budget="1%", runtime="modules")
+    planner.auto_wrap(model, budget=refused.value.minimum_feasible_peak_bytes - 4096, maximum_shapes=1)
+    with pytest.warns(UserWarning, match="'parts' in place of 'graph'"):
+        assert_same(train(plain, rows()), train(model, rows()))
+    with pytest.warns(UserWarning, match="were captured 1 times.* run under the runtime 'modules'"):
+        assert_same(train(plain, rows(64)), train(model, rows(64)))
+    assert planner.plan_of(model).runtime == "modules"
+    train(model, rows())
+    assert planner.plan_of(model).runtime == "parts"
+
+
 def test_auto_takes_whole_modules_where_no_part_can_be_captured() -> None:
     class Whole(nn.Module):
         def __init__(self) -> None:
