@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import planner
 from planner.capture.memory import measure_peak
@@ -109,6 +110,20 @@ def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
     with pytest.warns(UserWarning, match="runtime 'parts' in place of 'graph'"):
         plan = wrap_and_hold(model, rows(), budget=smallest["parts"])
     assert plan.runtime == "parts"
+
+
+class ChecksPoints(Looks):
+    """A model that checkpoints its first half itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        x = x * 2.0 if looked_at(self, x) > 0 else x * 3.0
+        return mean_square(self.second(x))
+
+
+def test_a_model_that_checkpoints_itself_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"calls torch.utils.checkpoint itself"):
+        planner.plan(ChecksPoints(perceptron), rows(), budget="100%", runtime="parts")
 
 
 def test_sizes_beyond_the_limit_run_in_whole_modules() -> None:

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.blocks.trace import Passage, Recorder
+from planner.capture.blocks.trace import Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -100,6 +100,8 @@ class Step:
         self._fakes = fakes
         self.inputs = inputs.map_tensors(_leaf_of if real else self._fake)
         self.known = [*(state.values() if real else fakes.values()), *self.inputs.tensors()]
+        self.checkpoints = False
+        """Whether the step that was traced last calls ``torch.utils.checkpoint`` itself."""
         self.draws = False
         """Whether the forward that was followed last drew from a random state."""
         self._meant = {id(fakes[id(tensor)]): tensor for tensor in state.values()} if real else {}
@@ -173,9 +175,7 @@ class Step:
         }
         with self._following(replacing, recorder):
             self._follow(recorder, loss)
-        passages = Counter((event.module, event.phase) for event in recorder.events if isinstance(event, Passage))
-        if again := [path for (path, _), count in passages.items() if path and count > 1]:
-            raise CaptureError(f"{again[0]} runs again while the backward runs: the model checkpoints itself")
+        self.checkpoints = recorder.checkpoints
         return recorder
 
     def _stand_in(self, block: Block, recorder: Recorder) -> _StandIn:

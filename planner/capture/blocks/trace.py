@@ -6,13 +6,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from typing import Any
 
 from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.storages import Run, StepRecorder
-from planner.capture.torch_internals import next_number, number_at_work
+from planner.capture.torch_internals import CHECKPOINT, next_number, number_at_work
 from planner.ir.graph import Phase
 
 
@@ -35,12 +36,15 @@ class Recorder(StepRecorder[Passage]):
 
     def __init__(self, fakes: Any, sums: EngineSums, resident: Any, names: dict[nn.Module, str]) -> None:
         super().__init__(fakes, sums, resident, names)
+        self.checkpoints = False
+        """Whether something ran under ``torch.utils.checkpoint``."""
         self._turns: list[int] = []
         self._at_work: list[str] = []
         """From the operation of each number on, in forward order, the module that is at work."""
 
     def passage(self, phase: Phase, module: str = "", reads: Sequence[int | None] = ()) -> Passage:
         """Begin a passage: what is freed from now on is freed after it."""
+        self.checkpoints |= _is_checkpointed()
         passage = Passage(phase, module, reads)
         self.events.append(passage)
         return passage
@@ -48,6 +52,7 @@ class Recorder(StepRecorder[Passage]):
     def note(self, function: Any, args: Any, kwargs: Any, result: Any) -> Run | None:
         """Write a call down, and what it is a part of the derivative of."""
         run = super().note(function, args, kwargs, result)
+        self.checkpoints |= _is_checkpointed()
         if run is not None and (number := number_at_work()) is not None:
             turn = bisect_right(self._turns, number)
             run.derivative_of = self._at_work[turn - 1] if turn else ""
@@ -78,3 +83,7 @@ class Recorder(StepRecorder[Passage]):
     def _turn(self) -> None:
         self._turns.append(next_number())
         self._at_work.append(self.module)
+
+
+def _is_checkpointed() -> bool:
+    return any(frame.f_code is CHECKPOINT for frame, _ in walk_stack(None))
