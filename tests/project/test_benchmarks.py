@@ -488,9 +488,9 @@ def test_coverage_trains_beside_eager_and_measures(tmp_path: Path, monkeypatch: 
     result = _results(file)
     rows = result["models"]
     assert [(row["model"], row["status"]) for row in rows] == [(name, "run") for name in names]
-    assert [row["runtime"] for row in rows] == ["graph", "modules", "graph"]
+    assert [row["runtime"] for row in rows] == ["graph", "parts", "graph"]
     assert all(row["bitwise_equal"] and not row["touched"] and len(row["steps"]) == 5 for row in rows)
-    assert "numpy" in rows[1]["reason"] and any("runtime 'modules'" in warning for warning in rows[1]["warnings"])
+    assert "numpy" in rows[1]["reason"] and any("runtime 'parts'" in warning for warning in rows[1]["warnings"])
     assert "| architectures | 3 |" in file.with_suffix(".md").read_text()
 
     monkeypatch.setattr(coverage, "_row", None)  # nothing is run again
