@@ -9,13 +9,17 @@ plan comes back with its proven gap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
+from planner.solving.path_rows import PathRows, Way
+from planner.solving.peak_bounds import first_run_bytes
 from planner.solving.repair import lower_peak, take_back, without_useless
 from planner.solving.step_cut import Cut, Model, build, carry_out, needed_after
 
@@ -25,8 +29,9 @@ _LEVELS = ((1e-3, 0.8), (3e-4, 0.9), (1e-4, 0.7), (0.0, 0.4))
 _ENOUGH = 3e-4
 """The gap, as a share of the step, that is worth leaving some of the budget free for."""
 
-_RELAXED_SHARE = 0.5
-"""Until what share of the time cuts are found by relaxations alone."""
+_RELAXED_SHARE, _FAR, _FAR_SHARE = 0.5, 0.02, 0.9
+"""Until what share of the time cuts are found by relaxations alone, and until which where plan and bound are still so
+far from each other, as a share of the step: whole solutions are then out of reach."""
 
 _NEAR_SHARE = 0.25
 """How near to its own bound a programme must come while cuts are still being found, as a share of the open gap."""
@@ -34,11 +39,24 @@ _NEAR_SHARE = 0.25
 _TURN_SHARE = 0.65
 """What share of the time one programme may take while cuts are still being found."""
 
+_CUTS_AT_ONCE = 4
+"""So many cuts are added at most where a schedule breaks the budget in several places."""
+
+_FEW_CUTS, _CUTS_BETWEEN, _SHORT = 3, 2, 8
+"""From so many cuts on so many more are added between them at a time, in stretches of no fewer operations."""
+
+_MENDED = 1.3
+"""Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
+
 _HOPELESS = 10.0
 """No plan is worth this many times the step: where the bound says so, the search ends."""
 
-_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_SQUARED, _TURN_SECONDS_PER_ROW = 2e-5, 2e-9, 2e-6
-"""About what a relaxation takes, and HiGHS between two questions whether to stop, where work is counted."""
+_LP_SECONDS_PER_ROW, _LP_SECONDS_PER_ROW_AND_TURN, _TURN_SECONDS_PER_ROW = 2e-5, 2e-8, 2e-6
+"""About what a relaxation takes for each row, and for each row and step; and HiGHS between two questions whether to
+stop; where work is counted."""
+
+_STALLED = 2e-4
+"""By so much of the step the bound must rise for rows that are broken to be looked for again."""
 
 _SMALL = 60
 """Up to so many operations, the optimum itself is looked for from the start."""
@@ -78,7 +96,10 @@ class _StepCutSearch:
         self.clock = effort.clock()
         self.enough = effort.enough
         self.tell = progress
+        self.needs_bytes = first_run_bytes(self.problem.graph, self.problem.costs)
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
+        self.ways: list[Way] = []
+        """The rows that mattered to the last relaxation, for the next with more cuts."""
         self.fits = False  # whether the last programme's own solution kept the budget; what is left is its gap
 
     def run(self) -> None:
@@ -97,6 +118,8 @@ class _StepCutSearch:
         """Find the cuts that matter by relaxations, then come nearer and nearer to the bound."""
         first, step = cuts, self.problem.baseline.seconds
         cuts = self.add_cuts(cuts, gap_seconds=_LEVELS[0][0] * step, share=_RELAXED_SHARE, relax=True)
+        if not self.fits:
+            cuts = self.add_cuts(cuts, gap_seconds=_FAR * step, share=_FAR_SHARE, relax=True)
         self.fits = False
         for gap, share in _LEVELS:
             if gap < self.enough and self.incumbent.is_closed(self.enough * step):
@@ -132,8 +155,9 @@ class _StepCutSearch:
                 break
             if self.fits:
                 continue
-            self.mend(schedule.order)
-            more = self.cut_at(cuts, schedule, segment, evaluation.timeline_bytes)
+            if incumbent.schedule is None or evaluation.peak_bytes <= _MENDED * problem.budget_bytes:
+                self.mend(schedule.order)
+            more = self.more_cuts(cuts, schedule, segment, evaluation.timeline_bytes)
             if more is None:
                 break
             cuts = more
@@ -170,14 +194,44 @@ class _StepCutSearch:
             if not spare:
                 raise self.incumbent.infeasible(proven=True)
             return None, Model()
-        answer = self.answer(model, gap_seconds, share, relax=relax)
-        if not spare:
-            if answer.infeasible:
-                raise self.incumbent.infeasible(proven=True)
-            self.incumbent.raise_bound(answer.bound * self.scale)
+        answer = self.relaxed(cuts, model, share) if relax or len(cuts) > 1 else None
+        if answer is not None and not spare:
+            self.take(answer)
+        if not relax and (answer is None or not (answer.infeasible or is_whole(model, answer.columns))):
+            answer = self.answer(model, gap_seconds, share)
+            if not spare:
+                self.take(answer)
+        assert answer is not None
         return answer.columns, model
 
-    def answer(self, model: Model, gap_seconds: float, share: float, *, relax: bool) -> Answer:
+    def take(self, answer: Answer) -> None:
+        """Take the bound of an answer; if there is no solution, no plan exists."""
+        if answer.infeasible:
+            raise self.incumbent.infeasible(proven=True)
+        self.incumbent.raise_bound(answer.bound * self.scale)
+
+    def relaxed(self, cuts: list[Cut], model: Model, share: float) -> Answer:
+        """Solve the relaxation of a programme, and again with the rows that its solution breaks."""
+        clock, enough = self.clock, _STALLED * self.problem.baseline.seconds / self.scale
+        paths = PathRows(self.problem, cuts, model, self.ways)
+        relaxation = self.library.relaxation(model)
+        answer, risen = Answer(None, 0.0), math.inf
+        while risen > enough and clock.left(share) > 0:
+            found = relaxation.solve(None if clock.counts_work else max(clock.left(share), 0.05))
+            clock.work(len(model.rows) * (_LP_SECONDS_PER_ROW + found.turns * _LP_SECONDS_PER_ROW_AND_TURN))
+            if found.infeasible:
+                return found
+            if found.columns is None:
+                break
+            risen, answer = found.bound - answer.bound if answer.columns else math.inf, found
+            self.ways = paths.tight(found.columns)
+            broken = paths.broken(found.columns)
+            if not broken:
+                break
+            relaxation.add(broken)
+        return answer
+
+    def answer(self, model: Model, gap_seconds: float, share: float) -> Answer:
         """Hand a programme to the library, for as long as it may take."""
         clock, rows = self.clock, len(model.rows)
         turn_seconds = clock.left(share)
@@ -186,10 +240,10 @@ class _StepCutSearch:
         turn_seconds = max(turn_seconds, 0.05)
         gap = gap_seconds / self.scale
         if not clock.counts_work:
-            return self.library.minimise(model, seconds=turn_seconds, gap=gap, relax=relax)
+            return self.library.minimise(model, seconds=turn_seconds, gap=gap)
         turns = 1 + int(turn_seconds / (rows * _TURN_SECONDS_PER_ROW + 1e-6))
-        answer = self.library.minimise(model, turns=turns, gap=gap, relax=relax)
-        clock.work(rows * (_LP_SECONDS_PER_ROW + rows * _LP_SECONDS_PER_ROW_SQUARED))
+        answer = self.library.minimise(model, turns=turns, gap=gap)
+        clock.work(rows * _LP_SECONDS_PER_ROW)
         clock.work(answer.turns * rows * _TURN_SECONDS_PER_ROW)
         return answer
 
@@ -204,13 +258,45 @@ class _StepCutSearch:
             order = take_back(self.problem, order, self.clock)
         self.offer(order)
 
-    def cut_at(
+    def more_cuts(
         self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]
     ) -> list[Cut] | None:
-        """Add the cut that a schedule over the budget calls for; None if it is there already."""
-        position = timeline.index(max(timeline))
-        order = schedule.order
+        """Add cuts where a schedule breaks the budget and, once there are a few, between those; None if none is new."""
+        found = self.cuts_at(cuts, schedule, segment, timeline)
+        if len(cuts) >= _FEW_CUTS:
+            for _ in range(_CUTS_BETWEEN):
+                found = self.cut_between(found)
+        return found if len(found) > len(cuts) or found != cuts else None
+
+    def cuts_at(self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]) -> list[Cut]:
+        """Add, in each stretch between cuts, the one that the worst moment over the budget calls for."""
+        worst: dict[int, int] = {}
+        for position, number in enumerate(segment):
+            over = timeline[position] > self.problem.budget_bytes
+            if over and (number not in worst or timeline[position] > timeline[worst[number]]):
+                worst[number] = position
         first = schedule.first_runs()
+        found = cuts
+        for position in sorted(worst.values(), key=lambda position: -timeline[position])[:_CUTS_AT_ONCE]:
+            following = cuts[segment[position] + 1] if segment[position] + 1 < len(cuts) else None
+            found = self.cut_at(found, schedule.order, first, position, following) or found
+        return found
+
+    def cut_between(self, cuts: list[Cut]) -> list[Cut]:
+        """Add a cut in the longest stretch of the backward without one, where most must be there."""
+        graph = self.problem.graph
+        begin, end = min(graph.loss_index, cuts[0].step), len(graph.operations)
+        steps = sorted({begin, *(cut.step for cut in cuts if cut.step >= begin), end})
+        length, last = max((after - before, -before) for before, after in pairwise(steps))
+        if length < _SHORT:
+            return cuts
+        inside = range(length // 4 - last, length - length // 4 - last)
+        return self.with_step(cuts, max(inside, key=self.needs_bytes.__getitem__)) or cuts
+
+    def cut_at(
+        self, cuts: list[Cut], order: Sequence[int], first: Mapping[int, int], position: int, following: Cut | None
+    ) -> list[Cut] | None:
+        """Add the cut that a position over the budget calls for, told the cut that follows it; None if it is there."""
         operation = order[position]
         if first[operation] == position:
             return self.with_step(cuts, operation)
@@ -222,19 +308,27 @@ class _StepCutSearch:
             return around
         if operation not in needed_after(self.problem, step - 1)[0]:
             return None
-        following = segment[position] + 1
-        if cuts[following] == Cut(step):
-            return [*cuts[:following], Cut(step, frozenset([operation])), *cuts[following:]]
-        if operation in cuts[following].again:
+        assert following is not None, "the step itself has a cut"
+        number = cuts.index(following)
+        if following == Cut(step):
+            return [*cuts[:number], Cut(step, frozenset([operation])), *cuts[number:]]
+        if operation in following.again:
             return None
-        wider = Cut(step, cuts[following].again | {operation})
-        return [*cuts[:following], wider, *cuts[following + 1 :]]
+        wider = Cut(step, following.again | {operation})
+        return [*cuts[:number], wider, *cuts[number + 1 :]]
 
     @staticmethod
     def with_step(cuts: list[Cut], step: int) -> list[Cut] | None:
         if step < 0 or Cut(step) in cuts:
             return None
         return sorted([*cuts, Cut(step)], key=lambda cut: cut.step)
+
+
+def is_whole(model: Model, columns: Sequence[float] | None) -> bool:
+    """Say whether a solution of a relaxation is one of the programme."""
+    if columns is None:
+        return False
+    return all(min(x, 1 - x) < 1e-9 for x, whole in zip(columns, model.integer, strict=True) if whole)
 
 
 SOLVER = IlpSolver()

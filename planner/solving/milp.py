@@ -5,15 +5,16 @@ The only module that knows either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from planner.errors import SolverUnavailableError
 from planner.ir.problem import Progress
-from planner.solving.step_cut import Model
+from planner.solving.step_cut import Model, Row
 
 _TOLERANCE = 1e-6
 """By so much, relatively, the objective of a relaxation may be wrong."""
@@ -89,40 +90,97 @@ class Library:
         """
         if not model.rows:
             return Answer([0.0] * len(model.cost), 0.0)
-        relax = relax or not any(model.integer)
+        if relax or not any(model.integer):
+            return self.relaxation(model).solve(seconds)
         if self.has_highs:
-            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap, relax=relax)
-        return _by_cbc(self.pulp, model, seconds=seconds, turns=turns, relax=relax)
+            return _by_highs(self.highspy, model, seconds=seconds, turns=turns, gap=gap)
+        return _by_cbc(self.pulp, model, seconds=seconds, turns=turns, relax=False)
+
+    def relaxation(self, model: Model) -> Relaxation:
+        """Return the LP relaxation of a model, to which rows may be added."""
+        return _HighsRelaxation(self.highspy, model) if self.has_highs else _CbcRelaxation(self.pulp, model)
 
 
-def _by_highs(
-    highspy: Any, model: Model, *, seconds: float | None, turns: int | None, gap: float, relax: bool
-) -> Answer:
+class Relaxation(Protocol):
+    """An LP relaxation that can be solved again with more rows."""
+
+    def solve(self, seconds: float | None = None) -> Answer:
+        """Solve it; after so many seconds without an optimum nothing is known. Turns are the steps that it took."""
+        ...
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows to it, and to its model."""
+        ...
+
+
+class _HighsRelaxation:
+    """Goes on from the last optimum."""
+
+    def __init__(self, highspy: Any, model: Model) -> None:
+        self.highspy, self.model = highspy, model
+        self.highs = _silent(highspy)
+        self.highs.setOptionValue("threads", 1)
+        self.highs.passModel(_matrix(highspy, model, relax=True))
+
+    def solve(self, seconds: float | None = None) -> Answer:
+        highs = self.highs
+        if seconds is not None:  # its clock goes on from one run to the next
+            highs.setOptionValue("time_limit", highs.getRunTime() + seconds)
+        highs.run()
+        status, info = highs.getModelStatus(), highs.getInfo()
+        turns = max(int(info.simplex_iteration_count), 0)
+        if _is_infeasible(self.highspy, status):
+            return Answer(None, 0.0, infeasible=True, turns=turns)
+        if status != self.highspy.HighsModelStatus.kOptimal:  # what it has come to bounds nothing
+            return Answer(None, 0.0, turns=turns)
+        return Answer(_columns(highs), max(info.objective_function_value * (1 - _TOLERANCE), 0.0), turns=turns)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.model.rows.extend(rows)
+        starts, columns, weights, least = _compressed(rows)
+        highest = import_module("numpy").full(len(rows), self.highspy.kHighsInf)
+        self.highs.addRows(len(rows), least, highest, len(columns), starts[:-1], columns, weights)
+
+
+class _CbcRelaxation:
+    """Begins anew each time."""
+
+    def __init__(self, pulp: Any, model: Model) -> None:
+        self.pulp, self.model = pulp, model
+
+    def solve(self, seconds: float | None = None) -> Answer:
+        return _by_cbc(self.pulp, self.model, seconds=seconds, turns=None, relax=True)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.model.rows.extend(rows)
+
+
+def _by_highs(highspy: Any, model: Model, *, seconds: float | None, turns: int | None, gap: float) -> Answer:
     counter = _Counter(turns)
     options = {"mip_rel_gap": 0.0, "mip_abs_gap": max(gap, 1e-9), "threads": 1, "time_limit": seconds}
     highs = _silent(highspy)
     for name, value in options.items():
         if value is not None:
             highs.setOptionValue(name, value)
-    if turns is not None and not relax:
+    if turns is not None:
         highs.setCallback(counter.asked, None)
         highs.startCallback(highspy.cb.HighsCallbackType.kCallbackMipInterrupt)
-    highs.passModel(_matrix(highspy, model, relax=relax))
+    highs.passModel(_matrix(highspy, model, relax=False))
     highs.run()
     status, info = highs.getModelStatus(), highs.getInfo()
-    # No column goes beyond 0..1, so nothing is unbounded.
-    if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+    if _is_infeasible(highspy, status):
         return Answer(None, 0.0, infeasible=True, turns=counter.turns)
     optimal = status == highspy.HighsModelStatus.kOptimal
-    if relax:  # what a relaxation that was stopped has come to bounds nothing
-        if not optimal:
-            return Answer(None, 0.0)
-        return Answer(_columns(highs), max(info.objective_function_value * (1 - _TOLERANCE), 0.0))
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     columns, bound = _columns(highs) if found else None, info.mip_dual_bound
     if optimal and columns is not None:
         bound = _met(model, columns, bound)
     return Answer(columns, max(bound, 0.0), turns=counter.turns)
+
+
+def _is_infeasible(highspy: Any, status: Any) -> bool:
+    # No column goes beyond 0..1, so nothing is unbounded.
+    return status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible)
 
 
 def _columns(highs: Any) -> list[float]:
@@ -151,22 +209,32 @@ def _silent(highspy: Any) -> Any:
 def _matrix(highspy: Any, model: Model, *, relax: bool) -> Any:
     """Lay a model out row by row, as HiGHS takes it."""
     np: Any = import_module("numpy")  # comes with highspy
-    terms = [term for row, _ in model.rows for term in row]
+    starts, columns, weights, least = _compressed(model.rows)
     programme = highspy.HighsLp()
     programme.num_col_, programme.num_row_ = len(model.cost), len(model.rows)
     programme.col_cost_ = np.array(model.cost, np.double)
     programme.col_lower_, programme.col_upper_ = np.zeros(len(model.cost)), np.ones(len(model.cost))
-    programme.row_lower_ = np.array([least for _, least in model.rows], np.double)
+    programme.row_lower_ = least
     programme.row_upper_ = np.full(len(model.rows), highspy.kHighsInf)
     matrix = programme.a_matrix_
     matrix.format_ = highspy.MatrixFormat.kRowwise
-    matrix.start_ = np.array([0, *accumulate(len(row) for row, _ in model.rows)], np.int32)
-    matrix.index_ = np.array([column for column, _ in terms], np.int32)
-    matrix.value_ = np.array([weight for _, weight in terms], np.double)
+    matrix.start_, matrix.index_, matrix.value_ = starts, columns, weights
     if not relax:
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         programme.integrality_ = [kinds[whole] for whole in model.integer]
     return programme
+
+
+def _compressed(rows: Sequence[Row]) -> tuple[Any, Any, Any, Any]:
+    """Return where each row starts, the columns and weights of all, and what each is at least."""
+    np: Any = import_module("numpy")
+    terms = [term for row, _ in rows for term in row]
+    return (
+        np.array([0, *accumulate(len(row) for row, _ in rows)], np.int32),
+        np.array([column for column, _ in terms], np.int32),
+        np.array([weight for _, weight in terms], np.double),
+        np.array([least for _, least in rows], np.double),
+    )
 
 
 class _Counter:

@@ -42,13 +42,13 @@ def proven_floor(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[
     retained value made so far, and every value made before that is read later and cannot be made
     again.
     """
-    bounds = _bounds(graph, costs)
+    bounds = first_run_bytes(graph, costs)
     highest = max(bounds, default=0)
     return (highest, bounds.index(highest)) if highest else (0, 0)
 
 
-def _bounds(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
-    """Return what :func:`proven_floor` counts, for each operation."""
+def first_run_bytes(graph: TrainingGraph, costs: Sequence[OperationCost]) -> list[int]:
+    """Return what must be there while each operation first runs; see :func:`proven_floor`."""
     operations, values = graph.operations, graph.values
     change = [0] * (len(operations) + 1)
     throughout: list[tuple[int, int]] = []
@@ -79,7 +79,7 @@ def proven_peak(graph: TrainingGraph, costs: Sequence[OperationCost]) -> tuple[i
 
     No lower than :func:`proven_floor`, and dearer; see :mod:`planner.solving.peak_proof`.
     """
-    return proven_by_births(graph, costs, _bounds(graph, costs))
+    return proven_by_births(graph, costs, first_run_bytes(graph, costs))
 
 
 @recent

@@ -35,6 +35,10 @@ class Cut:
         return self.step - 1 if self.again else self.step
 
 
+Row = tuple[list[tuple[int, float]], float]
+"""Columns with their weights, and what their weighted sum is at least."""
+
+
 @dataclass(slots=True)
 class Model:
     """A mixed-integer programme: minimise ``cost . x``, every ``x`` in 0..1, every row at least so much.
@@ -46,7 +50,7 @@ class Model:
 
     cost: list[float] = field(default_factory=list)
     integer: list[bool] = field(default_factory=list)
-    rows: list[tuple[list[tuple[int, float]], float]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     run_again: list[dict[int, int]] = field(default_factory=list)
     held: list[dict[int, int]] = field(default_factory=list)
     begins: list[dict[int, int]] = field(default_factory=list)
@@ -91,7 +95,8 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model 
     O(cuts x (operations + their inputs)) columns and rows. Where ``run_again`` is whole, ``held``
     need not be declared so: each of its columns is bounded from below by differences of whole ones.
     Rows between neighbouring cuts are those of Jain et al., "Checkmate: Breaking the Memory Wall
-    with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages.
+    with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages. The relaxation of several cuts
+    is weak without those that :mod:`planner.solving.path_rows` adds.
     """
     builder = _Builder(problem, cuts, spare_bytes)
     if min(builder.room_bytes) < 0:
@@ -100,7 +105,7 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model 
         builder.require_inputs(number)
         if number + 1 < len(cuts):
             builder.link_to_next(number)
-            builder.look_ahead(number)
+            builder.keep_states(number)
         builder.keep_budget(number)
     return builder.model
 
@@ -127,9 +132,10 @@ class _Builder:
             model.held.append({u: model.column() for u in holdable if u not in fixed})
             model.run_again.append({o: model.column(problem.costs[o].seconds / scale, integer=True) for o in again})
             model.begins.append({o: model.column(integer=True) for o in again if o in cut.again})
-        # Whether an operation runs again at any time after a cut; after the last one, ``run_again`` says so.
-        self.ever_after = [{o: model.column() for o in again} for again in model.run_again[:-1]]
-        self.ever_after.append(model.run_again[-1])
+        # Whether what has a random state runs again at any time after a cut; after the last one, ``run_again`` says so.
+        random = [{o: column for o, column in again.items() if operations[o].state_bytes} for again in model.run_again]
+        self.ever_after = [{o: model.column() for o in again} for again in random[:-1]]
+        self.ever_after.append(random[-1])
 
     def sources(self, number: int, value: int) -> list[tuple[int, float]]:
         """Return the columns of which one must be 1 for a value to be there after a cut; none if it always is."""
@@ -190,38 +196,20 @@ class _Builder:
                 sources.append((model.begins[number + 1][maker], 1.0))
             model.at_least(0.0, *sources, (column, -1.0))
 
-    def look_ahead(self, number: int) -> None:
-        """Require of a cut what it would if it were the only one.
-
-        Whole solutions do so already; without these rows, the LP relaxation of several cuts is
-        weaker than that of one.
-        """
-        model, graph, latest = self.model, self.graph, self.cuts[number].latest
-        ever, later = self.ever_after[number], self.ever_after[number + 1]
+    def keep_states(self, number: int) -> None:
+        """Let a random state be there at a cut if its operation runs again at any time after it."""
+        model, ever = self.model, self.ever_after[number]
         for operation, column in ever.items():
-            parts = [model.run_again[number][operation]]
-            if operation in later:
-                parts.append(later[operation])
-            for part in parts:
-                model.at_least(0.0, (column, 1.0), (part, -1.0))
-            model.at_least(0.0, *((part, 1.0) for part in parts), (column, -1.0))
-            for value in graph.operations[operation].inputs:
-                if value in model.held[number]:
-                    maker = ever.get(graph.producer[value])
-                    terms = [(model.held[number][value], 1.0), (column, -1.0)]
-                    model.at_least(0.0, *terms, *([] if maker is None else [(maker, 1.0)]))
-        for value, column in model.held[number].items():
-            maker = ever.get(graph.producer[value])
-            if maker is not None and graph.readers[value][-1] > latest:
-                model.at_least(1.0, (column, 1.0), (maker, 1.0))
+            model.at_least(0.0, (column, 1.0), (model.run_again[number][operation], -1.0))
+            if operation in self.ever_after[number + 1]:
+                model.at_least(0.0, (column, 1.0), (self.ever_after[number + 1][operation], -1.0))
 
     def keep_budget(self, number: int) -> None:
         """Require the values at a cut, and the random states for reruns after it, to fit."""
         model, graph = self.model, self.graph
         sizes = {column: graph.values[u].size_bytes for u, column in model.held[number].items()}
         for operation, column in self.ever_after[number].items():
-            if graph.operations[operation].state_bytes:
-                sizes[column] = graph.operations[operation].state_bytes
+            sizes[column] = graph.operations[operation].state_bytes
         for operation, column in model.begins[number].items():
             extra = (u for u in graph.operations[operation].outputs if u not in model.held[number])
             sizes[column] = self.problem.costs[operation].workspace_bytes

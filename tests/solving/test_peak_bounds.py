@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
-from planner.solving.peak_bounds import _bounds, minimum_peak, proven_floor, proven_peak
+from planner.solving.peak_bounds import first_run_bytes, minimum_peak, proven_floor, proven_peak
 from planner.solving.peak_proof import _SMALL, _STEPS, _Births
 from tests.oracle import lowest, random_graph
 from tests.tiers import tiered
@@ -23,10 +23,10 @@ def test_no_bound_is_above_the_lowest_peak(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_not_followed_for_a_lower_bound_could_not_raise_it(seed: int) -> None:
     graph, costs = random_graph(seed, operations=7)
-    first_run_bytes = _bounds(graph, costs)
-    proof = _Births(graph, costs, _SMALL * max(first_run_bytes))
+    needs_bytes = first_run_bytes(graph, costs)
+    proof = _Births(graph, costs, _SMALL * max(needs_bytes))
     alone = []
-    for index, size_bytes in enumerate(first_run_bytes):
+    for index, size_bytes in enumerate(needs_bytes):
         proof.before(index)
         alone.append(proof.least_peak(size_bytes, steps=_STEPS))
     assert proven_peak(graph, costs) == (max(alone), alone.index(max(alone)))
