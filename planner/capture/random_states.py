@@ -35,23 +35,31 @@ class HostStates:
 
 
 class RandomStates(HostStates):
-    """All random states as they are when this is made."""
+    """All random states as they are when this is made; torch's are bytes, since a tensor would be in measured peaks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self.cpu = _as_bytes(torch.get_rng_state())
+        self.cuda = [*map(_as_bytes, torch.cuda.get_rng_state_all())] if torch.cuda.is_available() else []
 
     def plain(self) -> list[Any]:
         """Return them as numbers, which can be compared."""
-        return [*super().plain(), *(state.tolist() for state in (self.cpu, *self.cuda))]
+        return [*super().plain(), self.cpu, *self.cuda]
 
     def restore(self) -> None:
         """Let the next random numbers be those that came next then."""
         super().restore()
-        torch.set_rng_state(self.cpu)
+        torch.set_rng_state(_as_tensor(self.cpu))
         if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+            torch.cuda.set_rng_state_all(map(_as_tensor, self.cuda))
+
+
+def _as_bytes(state: torch.Tensor) -> bytes:
+    return bytes(state.tolist())
+
+
+def _as_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 @contextmanager

@@ -221,6 +221,8 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
             f"step, with parameters) that could be planned one by one{why}; take runtime='graph'"
         )
+    lowered, used = lower_around(step, blocks, inputs, options)
+    left |= {path: "its backward does not run" for path in blocks if path not in used}
     notes = tuple(
         Finding(
             rule="block-left-eager",
@@ -230,7 +232,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         )
         for path, why in left.items()
     )
-    return replace(lower_around(step, blocks, inputs, options), warnings=notes), blocks
+    return replace(lowered, warnings=notes), used
 
 
 def lowering(model: nn.Module, options: Options) -> Lower:
@@ -240,25 +242,27 @@ def lowering(model: nn.Module, options: Options) -> Lower:
     return lambda joint, given: lower(joint, context, given)
 
 
-def lower_around(step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options) -> LoweredStep:
-    """Follow the step around blocks, and lower it with them."""
+def lower_around(
+    step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options
+) -> tuple[LoweredStep, dict[str, Block]]:
+    """Follow the step around blocks, and lower it with those whose backward runs, which come second."""
     model = step.model
     spec = device_spec(model, options.target.device)
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
     around = static_memory_of(model, everything, spec, options)
-    units = None
-    if around.gradient_shards > 1:
-        units = _units(model, blocks)
-        around = resident(around, units, spec.alignment_bytes)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    trace = step.trace(blocks, options.loss)
+    trace, used = step.trace(blocks, options.loss)
+    units = None
+    if around.gradient_shards > 1:
+        units = _units(model, used)
+        around = resident(around, units, spec.alignment_bytes)
     context = context_of(model, spec, around, options)
-    lowered = put_together(shapes, trace, blocks, context, units)
-    facts: dict[str, str | int] = {"blocks": " ".join(blocks)}
+    lowered = put_together(shapes, trace, used, context, units)
+    facts: dict[str, str | int] = {"blocks": " ".join(used)}
     if settings := settings_of(model):
         facts[SHARDING] = settings
-    return LoweredStep(lowered, spec, around, facts)
+    return LoweredStep(lowered, spec, around, facts), used
 
 
 def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:

@@ -112,6 +112,37 @@ def test_auto_takes_captured_parts_where_whole_modules_need_more() -> None:
     assert plan.runtime == "parts"
 
 
+class Forgets(nn.Module):
+    """What the last of its blocks returns is in no loss, and lives until the forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(perceptron() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        forgotten = self.blocks[-1](x)
+        return mean_square(x * 2.0 if looked_at(self, forgotten) > 0 else x * 3.0)
+
+
+class Ignores(Forgets):
+    """The same, and no look at data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:
+            x = block(x)
+        forgotten = self.blocks[-1](x)
+        return mean_square(x) + 0.0 * forgotten.detach().mean()
+
+
+@pytest.mark.filterwarnings("ignore:what .* depends on data", "ignore:.*in place of")
+@pytest.mark.parametrize(("kind", "runtime"), [(Forgets, "parts"), (Ignores, "regional")])
+def test_a_module_whose_backward_does_not_run_saves_as_in_eager(kind: type[nn.Module], runtime: str) -> None:
+    plan = wrap_and_hold(kind(), rows(512), runtime=runtime, activation_budget="90%", time_limit_seconds=1.0)
+    assert plan.fingerprint["blocks"] == "blocks.0 blocks.1 blocks.2"
+
+
 class ChecksPoints(Looks):
     """A model that checkpoints its first half itself."""
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
-from planner.capture.blocks.trace import Recorder
+from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -167,8 +167,22 @@ class Step:
         descend("", self.model)
         return parts, left
 
-    def trace(self, blocks: Mapping[str, Block], loss: LossMemory | None = None) -> Recorder:
-        """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients."""
+    def trace(self, blocks: Mapping[str, Block], loss: LossMemory | None = None) -> tuple[Recorder, dict[str, Block]]:
+        """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients.
+
+        A block whose backward does not run saves all the same, for as long as what it returned lives. That is what
+        eager does, so it is recorded as eager, and left out of the blocks that come second.
+        """
+        recorder = self._traced(blocks, loss)
+        differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
+        used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
+        if len(used) == len(blocks):
+            return recorder, used
+        if not used:
+            raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
+        return self._traced(used, loss), used
+
+    def _traced(self, blocks: Mapping[str, Block], loss: LossMemory | None) -> Recorder:
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): self._stand_in(block, recorder) for path, block in blocks.items()
