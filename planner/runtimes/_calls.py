@@ -143,6 +143,12 @@ class CallsInSituations(PlannedCalls):
     def decide(self, inputs: Inputs) -> Decided:
         """Plan a call."""
 
+    def plan_for(self, inputs: Inputs) -> Plan:
+        """Plan a call ahead of it."""
+        situation = self.situation(inputs)
+        self._decided[situation] = self.decide(inputs)
+        return self._decided[situation][0]
+
     def situation(self, inputs: Inputs) -> Any:
         """Return all that a plan depends on, as far as it can change between calls."""
         return situation_of(self.model, inputs), sends_later(self.model)

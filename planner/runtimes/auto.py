@@ -105,8 +105,7 @@ class AutoRuntime:
     def _run_other(self, refusal: _Refusal, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself from now on, if that can: a call that fails there too says nothing of the model."""
         does_not_fit = isinstance(refusal, NoPlanFitsError)
-        plan = None if does_not_fit else self._cheaper(args, kwargs)
-        instead = self._start(INSTEAD if plan is None else plan.runtime, plan)
+        instead = self._start(INSTEAD, None) if does_not_fit else self._cheaper(args, kwargs)
         try:
             result = instead(*args, **kwargs)
         except BaseException as error:
@@ -125,17 +124,27 @@ class AutoRuntime:
             self._note = _said(refusal, self._options, instead.plan.runtime if instead.plan else INSTEAD)
         return result
 
-    def _cheaper(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        """Plan a model that cannot be captured; None if that fails, which the runtime ``modules`` is to explain."""
+    def _cheaper(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Running:
+        """Return what is to run a model that cannot be captured; where no plan fits, ``modules`` is to say so."""
         inputs = Inputs(args, kwargs)
         options = self._prepare(inputs) if self._prepare is not None else self._options
 
+        parts: Any = self._start(PARTS, None)
+
         def made_by(name: str) -> Plan:
+            if name == PARTS:
+                made: Plan = parts.plan_for(inputs)
+                return made
             return runtimes.get(name).plan(self._model, inputs, _for(name, options))
 
+        plan = None
         with entered(of_model(self._model, args, kwargs)), suppress(*_REFUSALS):
-            return _in_parts_or_modules(made_by)
-        return None
+            plan = _in_parts_or_modules(made_by)
+        if plan is not None and plan.runtime == PARTS:
+            running: Running = parts
+            return running
+        parts.stop()
+        return self._start(INSTEAD, plan)
 
     def stop(self) -> None:
         """Undo what was done to the model's parts."""

@@ -120,18 +120,18 @@ class PartsRuntime(CallsInSituations):
         self.is_confirmed = True
         self._missed = None
         self.put_in_force(made.plan)
-        if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in made.plan.warnings):
-            self._is_said = True
-            warnings.warn(
-                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was followed, "
-                "and another may need more. Leave some room in the budget",
-                stacklevel=7,
-            )
         return made.plan, partial(self._watched, situation, _PlannedParts(self.model, made))
 
     @contextmanager
     def _watched(self, situation: Any, parts: _PlannedParts) -> Iterator[None]:
         """Run planned parts in place of the model's own, and see afterwards whether the call was as planned."""
+        if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in parts.plan.warnings):
+            self._is_said = True
+            warnings.warn(
+                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was followed, "
+                "and another may need more. Leave some room in the budget",
+                stacklevel=5,
+            )
         begun = RandomStates()
         parts.begin()
         with installed(self.model, parts.forwards), forwards(parts.counted):
