@@ -10,7 +10,7 @@ plan comes back with its proven gap.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from planner.common.limits import SolveLimits
@@ -39,10 +39,7 @@ _NEAR_SHARE = 0.25
 _TURN_SHARE = 0.65
 """What share of the time one programme may take while cuts are still being found."""
 
-_CUTS_AT_ONCE = 4
-"""So many cuts are added at most where a schedule breaks the budget in several places."""
-
-_FEW_CUTS, _CUTS_BETWEEN, _SHORT = 3, 2, 8
+_FEW_CUTS, _CUTS_BETWEEN, _SHORT = 3, 6, 8
 """From so many cuts on so many more are added between them at a time, in stretches of no fewer operations."""
 
 _MENDED = 1.3
@@ -261,26 +258,12 @@ class _StepCutSearch:
     def more_cuts(
         self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]
     ) -> list[Cut] | None:
-        """Add cuts where a schedule breaks the budget and, once there are a few, between those; None if none is new."""
-        found = self.cuts_at(cuts, schedule, segment, timeline)
+        """Add the cut that a schedule over the budget calls for and, after a few, some beside; None if none is new."""
+        found = self.cut_at(cuts, schedule, segment, timeline) or cuts
         if len(cuts) >= _FEW_CUTS:
             for _ in range(_CUTS_BETWEEN):
                 found = self.cut_between(found)
-        return found if len(found) > len(cuts) or found != cuts else None
-
-    def cuts_at(self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]) -> list[Cut]:
-        """Add, in each stretch between cuts, the one that the worst moment over the budget calls for."""
-        worst: dict[int, int] = {}
-        for position, number in enumerate(segment):
-            over = timeline[position] > self.problem.budget_bytes
-            if over and (number not in worst or timeline[position] > timeline[worst[number]]):
-                worst[number] = position
-        first = schedule.first_runs()
-        found = cuts
-        for position in sorted(worst.values(), key=lambda position: -timeline[position])[:_CUTS_AT_ONCE]:
-            following = cuts[segment[position] + 1] if segment[position] + 1 < len(cuts) else None
-            found = self.cut_at(found, schedule.order, first, position, following) or found
-        return found
+        return found if found != cuts else None
 
     def cut_between(self, cuts: list[Cut]) -> list[Cut]:
         """Add a cut in the longest stretch of the backward without one, where most must be there."""
@@ -294,9 +277,12 @@ class _StepCutSearch:
         return self.with_step(cuts, max(inside, key=self.needs_bytes.__getitem__)) or cuts
 
     def cut_at(
-        self, cuts: list[Cut], order: Sequence[int], first: Mapping[int, int], position: int, following: Cut | None
+        self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]
     ) -> list[Cut] | None:
-        """Add the cut that a position over the budget calls for, told the cut that follows it; None if it is there."""
+        """Add the cut that a schedule over the budget calls for; None if it is there already."""
+        position = timeline.index(max(timeline))
+        order = schedule.order
+        first = schedule.first_runs()
         operation = order[position]
         if first[operation] == position:
             return self.with_step(cuts, operation)
@@ -308,14 +294,13 @@ class _StepCutSearch:
             return around
         if operation not in needed_after(self.problem, step - 1)[0]:
             return None
-        assert following is not None, "the step itself has a cut"
-        number = cuts.index(following)
-        if following == Cut(step):
-            return [*cuts[:number], Cut(step, frozenset([operation])), *cuts[number:]]
-        if operation in following.again:
+        following = segment[position] + 1
+        if cuts[following] == Cut(step):
+            return [*cuts[:following], Cut(step, frozenset([operation])), *cuts[following:]]
+        if operation in cuts[following].again:
             return None
-        wider = Cut(step, following.again | {operation})
-        return [*cuts[:number], wider, *cuts[number + 1 :]]
+        wider = Cut(step, cuts[following].again | {operation})
+        return [*cuts[:following], wider, *cuts[following + 1 :]]
 
     @staticmethod
     def with_step(cuts: list[Cut], step: int) -> list[Cut] | None:

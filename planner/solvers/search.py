@@ -30,6 +30,9 @@ from planner.solving.rerun_set import RerunSet
 _HOT, _WARM, _COLD = 5.0, 0.1, 0.003
 """Temperatures at the start from scratch, at the start from a plan, and at the end, in mean costs of an operation."""
 
+_FAR = 0.02
+"""A plan further from the bound, as a share of the step, is none to start from at first: others lie elsewhere."""
+
 _PACE = 1e-3
 """How fast the price of a byte over the budget follows whether the budget is kept: so much a move."""
 
@@ -187,6 +190,7 @@ class _Annealing:
         self.reruns = RerunSet(problem, seed)
         self.kernels, self.state = self.reruns.kernels, self.reruns.state
         self.adopted: list[tuple[int, int]] | None = None
+        self.far_seconds = _FAR * problem.baseline.seconds
 
     def search(
         self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool], look_lower: Callable[[], None]
@@ -228,7 +232,10 @@ class _Annealing:
         incumbent.update(schedule, SearchSolver.name)
 
     def next_round(self, number: int, incumbent: Incumbent) -> float:
-        """Set the plan that a round starts from, every fourth time none; give its first temperature."""
+        """Set the plan that a round starts from, and give its first temperature.
+
+        Every fourth time it is none, and the first time if what is known is poor.
+        """
         state, kernels, schedule = self.state, self.kernels, incumbent.schedule
         if schedule is not None and incumbent.added_seconds < state.real[kernels.BEST] * self.reruns.unit_seconds:
             state.real[kernels.BEST] = incumbent.added_seconds / self.reruns.unit_seconds
@@ -236,7 +243,7 @@ class _Annealing:
             self.adopted = [(slot, index) for slot, runs in schedule.recomputations().items() for index in runs]
         elif state.best[0]:
             self.adopted = [divmod(int(key), len(state.count)) for key in self.reruns.best()]
-        if self.adopted is None or number % 4 == 3:
+        if self.adopted is None or number % 4 == 3 or (number == 0 and not incumbent.is_closed(self.far_seconds)):
             self.reruns.reset(())
             return _HOT
         self.reruns.reset(self.adopted)
