@@ -40,7 +40,8 @@ _TURN_SHARE = 0.65
 """What share of the time one programme may take while cuts are still being found."""
 
 _FEW_CUTS, _CUTS_BETWEEN, _SHORT = 3, 6, 8
-"""From so many cuts on so many more are added between them at a time, in stretches of no fewer operations."""
+"""From so many cuts on, while plan and bound are far from each other, so many more are added between them at a time,
+in stretches of no fewer operations."""
 
 _MENDED = 1.3
 """Beside a plan, so much of the budget a schedule may take at most for local search to be worth its time."""
@@ -258,9 +259,9 @@ class _StepCutSearch:
     def more_cuts(
         self, cuts: list[Cut], schedule: Schedule, segment: list[int], timeline: tuple[int, ...]
     ) -> list[Cut] | None:
-        """Add the cut that a schedule over the budget calls for and, after a few, some beside; None if none is new."""
+        """Add the cut that a schedule over the budget calls for, and more where many are needed; None: none is new."""
         found = self.cut_at(cuts, schedule, segment, timeline) or cuts
-        if len(cuts) >= _FEW_CUTS:
+        if len(cuts) >= _FEW_CUTS and not self.incumbent.is_closed(_FAR * self.problem.baseline.seconds):
             for _ in range(_CUTS_BETWEEN):
                 found = self.cut_between(found)
         return found if found != cuts else None
