@@ -98,6 +98,8 @@ class _StepCutSearch:
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
         self.ways: list[Way] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
+        self.last: tuple[list[Cut], Model, Answer] | None = None
+        """The last relaxation, with the rows that it needed: the programme itself is often asked for next."""
         self.fits = False  # whether the last programme's own solution kept the budget; what is left is its gap
 
     def run(self) -> None:
@@ -192,10 +194,16 @@ class _StepCutSearch:
             if not spare:
                 raise self.incumbent.infeasible(proven=True)
             return None, Model()
-        answer = self.relaxed(cuts, model, share) if relax or len(cuts) > 1 else None
+        answer: Answer | None
+        if not spare and self.last is not None and self.last[0] == cuts:
+            _, model, answer = self.last
+        else:
+            answer = self.relaxed(cuts, model, share) if relax or len(cuts) > 1 else None
+            if answer is not None and answer.columns is not None and not spare:
+                self.last = cuts, model, answer
         if answer is not None and not spare:
             self.take(answer)
-        if not relax and (answer is None or not (answer.infeasible or is_whole(model, answer.columns))):
+        if not relax and not (answer is not None and answer.infeasible):
             answer = self.answer(model, gap_seconds, share)
             if not spare:
                 self.take(answer)
@@ -308,13 +316,6 @@ class _StepCutSearch:
         if step < 0 or Cut(step) in cuts:
             return None
         return sorted([*cuts, Cut(step)], key=lambda cut: cut.step)
-
-
-def is_whole(model: Model, columns: Sequence[float] | None) -> bool:
-    """Say whether a solution of a relaxation is one of the programme."""
-    if columns is None:
-        return False
-    return all(min(x, 1 - x) < 1e-9 for x, whole in zip(columns, model.integer, strict=True) if whole)
 
 
 SOLVER = IlpSolver()
