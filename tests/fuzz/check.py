@@ -94,7 +94,7 @@ class _Trial:
         whole = self.plan(budget="100%")
         unplanned, peak_bytes = self.steps(whole)
         yield from self.of_peak(whole, peak_bytes)
-        if torch.equal(eager.random_states.cpu, _Trial.before):  # captured steps may draw otherwise than eager ones
+        if eager.random_states.cpu == _Trial.before:  # captured steps may draw otherwise than eager ones
             for line in compare(eager, unplanned, tolerance=1e-4):
                 yield Failure("unlike eager", line)
         smallest_bytes = whole.minimum_feasible_peak_bytes
@@ -163,14 +163,14 @@ class _Trial:
             for tensor in [*model.parameters(), *inputs]:
                 tensor.grad = None
             torch.manual_seed(self.outcome.seed)
-            _Trial.before = torch.get_rng_state()
+            _Trial.before = RandomStates().cpu
             if number == 0:
                 step()
         peak_bytes, outputs = measure_peak(step, torch.device("cpu"))
         self.bound_only = self.bound_only or loss_fn is not None or _share_memory(outputs)
         return _result(model, inputs, outputs), peak_bytes
 
-    before: torch.Tensor
+    before: bytes
 
     def of_peak(self, plan: Plan, measured_bytes: int) -> Iterator[Failure]:
         predicted_bytes = plan.peak_bytes - sum(plan.static_bytes.values())
