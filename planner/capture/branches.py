@@ -78,7 +78,9 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
     conditions = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node in needed:
+        if node in needed and (size := _size_of_input(node)):
+            copies[node] = conditions.call_method("size", (copies[size[0]], size[1]))
+        elif node in needed:
             copies[node] = conditions.node_copy(node, copies.__getitem__)
     conditions.output(None)
     taken = Branches(
@@ -124,6 +126,8 @@ def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, copied: bool) -> 
     if node.op == "placeholder":
         given: Any = given_to(node)
         return given.clone() if copied else given
+    if size := _size_of_input(node):
+        return values[size[0]].shape[size[1]]
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -138,11 +142,11 @@ class _Origin:
         self._written = Counter(storage for _, storage in writers)
         """How often each storage is written into, later too."""
         before = set(takewhile(lambda node: node is not condition, condition.graph.nodes))
-        self.nodes, more = set[fx.Node](), sources([condition])
+        self.nodes, more = set[fx.Node](), sources([condition], inputs_of=_read_by)
         while more - self.nodes:
             self.nodes |= more
             storages = set(map(_storage, self.nodes))
-            more = sources(node for node, storage in writers if storage in storages and node in before)
+            more = sources((n for n, storage in writers if storage in storages and n in before), inputs_of=_read_by)
         self.given = [node for node in self.nodes if node.op == "placeholder"]
         self.writers = {storage for node, storage in writers if node in self.nodes}
         """The storages that are written into on the way."""
@@ -164,6 +168,27 @@ class _Origin:
             return False
         is_as_written = value is None or version_of(value) == self._written[storage_id(value)]
         return is_as_written and node.op in ("placeholder", "call_function", "call_method")
+
+
+def _size_of_input(node: fx.Node) -> tuple[fx.Node, int] | None:
+    """Return an input and a dimension of it that is as long as a size that varies; None if there is none.
+
+    A size says nothing of data, whatever tensor it is asked of: that of an embedding is that of the tokens.
+    """
+    size = node.meta.get("example_value")
+    if node.op == "placeholder" or not isinstance(size, torch.SymInt):
+        return None
+    for given in node.graph.find_nodes(op="placeholder"):
+        for dimension, other in enumerate(getattr(_tensor(given), "shape", ())):
+            is_same = isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
+            if is_same and not isinstance(given_to(given), nn.Parameter):
+                return given, dimension
+    return None
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    size = _size_of_input(node)
+    return [size[0]] if size else node.all_input_nodes
 
 
 def _names(origin: _Origin) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,7 +224,9 @@ def ancestors(roots: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> list[fx.Nod
     return found
 
 
-def sources(roots: Iterable[fx.Node]) -> set[fx.Node]:
+def sources(
+    roots: Iterable[fx.Node], inputs_of: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes
+) -> set[fx.Node]:
     """Return the roots and all that they are computed from."""
     found: set[fx.Node] = set()
     stack = list(roots)
@@ -232,7 +234,7 @@ def sources(roots: Iterable[fx.Node]) -> set[fx.Node]:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack.extend(node.all_input_nodes)
+            stack.extend(inputs_of(node))
     return found
 
 
