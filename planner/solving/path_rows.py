@@ -152,14 +152,22 @@ class PathRows:
         terms += [(cut[maker], 1.0) for cut in model.run_again[first:until] if maker in cut]
         if way.reader is not None:
             column = model.run_again[until - 1].get(way.reader)
-            return None if column is None else ([*terms, (column, -1.0)], 0.0)
+            return None if column is None else (_added_up([*terms, (column, -1.0)]), 0.0)
         if not way.at_end:
-            return terms, 1.0
+            return _added_up(terms), 1.0
         value = way.values[0]
         column, begin = model.held[until].get(value), model.begins[until].get(self.graph.producer[value])
         if begin is not None:
             terms.append((begin, 1.0))
-        return None if column is None else ([*terms, (column, -1.0)], 0.0)
+        return None if column is None else (_added_up([*terms, (column, -1.0)]), 0.0)
+
+
+def _added_up(terms: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return terms with each column once: what reads a value may be what makes it on its way. HiGHS never ends else."""
+    weights: dict[int, float] = {}
+    for column, weight in terms:
+        weights[column] = weights.get(column, 0.0) + weight
+    return [(column, weight) for column, weight in weights.items() if weight]
 
 
 def _above_nothing(shares: dict[int, int], columns: Sequence[float]) -> list[tuple[int, float]]:

@@ -24,6 +24,7 @@ def _bounds(problem: Problem, cuts: list[Cut], known: list[Way]) -> tuple[float,
         found = relaxation.solve()
         assert found.columns is not None
         broken = paths.broken(found.columns)
+        assert all(len({column for column, _ in terms}) == len(terms) for terms, _ in model.rows)
         if not broken:
             scale = max(cost.seconds for cost in problem.costs)
             return without * scale, found.bound * scale, paths.tight(found.columns)
