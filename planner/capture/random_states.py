@@ -54,6 +54,14 @@ class RandomStates(HostStates):
             torch.cuda.set_rng_state_all(map(_as_tensor, self.cuda))
 
 
+def seed_all(number: int) -> None:
+    """Let all random states but those of GPUs begin from a seed."""
+    random.seed(number)
+    torch.default_generator.manual_seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number)
+
+
 def _as_bytes(state: torch.Tensor) -> bytes:
     return bytes(state.tolist())
 

@@ -25,6 +25,7 @@ from planner.runtimes import Prepare, Running
 from planner.runtimes._arena import ArenaInUse, Arenas
 from planner.runtimes._held_gradients import HeldGradients
 from planner.runtimes._open_calls import OpenCalls
+from planner.session.recorded import DEPENDS_ON_DATA
 from planner.session.step import Options
 from planner.session.telling import working
 
@@ -138,6 +139,8 @@ class CallsInSituations(PlannedCalls):
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._decided: dict[Any, Decided] = {}
+        self._is_said = False
+        """Whether it was said that data decide what runs."""
 
     @abstractmethod
     def decide(self, inputs: Inputs) -> Decided:
@@ -163,6 +166,13 @@ class CallsInSituations(PlannedCalls):
                 self._decided[situation] = self.decide(inputs)
                 done(why, self._decided[situation][0])
         self.plan, installed = self._decided[situation]
+        if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in self.plan.warnings):
+            self._is_said = True
+            warnings.warn(
+                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was recorded, "
+                "and another may need more. Leave some room in the budget",
+                stacklevel=4,
+            )
         with installed():
             return call_implementation(self.model)(*args, **kwargs)
 

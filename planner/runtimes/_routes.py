@@ -9,8 +9,6 @@ too.
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +19,10 @@ from threading import get_ident
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from planner.analysis.study import Study
-from planner.capture.random_states import HostStates, random_states_kept
+from planner.capture.random_states import HostStates, random_states_kept, seed_all
 from planner.capture.torch_internals import installed_call
 from planner.errors import CaptureError, InfeasibleBudgetError
 from planner.ir.layers import is_within
@@ -40,7 +39,7 @@ Keeps = Callable[[Study, Mapping[str, Kept]], bool]
 
 
 @dataclass
-class _Course:
+class Course:
     """What one step ran: by the names of modules, how often each was called and how many elements it was given."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -48,9 +47,20 @@ class _Course:
     settings: set[str] = field(default_factory=set)
     """Broken numbers among the attributes of these modules that are not 0, which leaves out what they are for."""
 
-    def covers(self, other: _Course) -> bool:
+    def covers(self, other: Course) -> bool:
         """Whether another step ran no more."""
         return other.calls <= self.calls and other.elements <= self.elements and other.settings <= self.settings
+
+    def beyond(self, other: Course) -> list[str]:
+        """Return the modules that another step called less often, or gave less, and settings that it did not have."""
+        more = (self.calls - other.calls) | (self.elements - other.elements)
+        return [*more, *sorted(self.settings - other.settings)]
+
+    def note(self, name: str, module: nn.Module, given: object) -> None:
+        """Note a call of a module."""
+        self.calls[name] += 1
+        self.elements[name] += sum(x.numel() for x in tree_leaves(given) if isinstance(x, torch.Tensor))
+        self.note_settings(name, module)
 
     def note_settings(self, name: str, module: nn.Module) -> None:
         """Note the settings of a module that runs."""
@@ -64,14 +74,14 @@ class Routes:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = {m: name for name, m in model.named_modules() if m is not model and installed_call(m) is None}
-        self._course = _Course()
+        self._course = Course()
         self._begun: HostStates | None = None
         """The random states that the call began with."""
         self._missed: HostStates | None = None
         """Those of a call that no plan is for, until it is planned."""
         self._misses = 0
         self._draws = False
-        self._covered: list[_Course] = []
+        self._covered: list[Course] = []
         self._studies: list[Study] = []
         self.plans: list[Plan] = []
         self.chosen: dict[str, Kept] = {}
@@ -94,14 +104,11 @@ class Routes:
 
     def _begins(self, module: nn.Module, given: tuple[object, ...]) -> None:
         if module is self._model:
-            self._course = _Course()
+            self._course = Course()
             self._course.note_settings("", module)
             self._begun = HostStates()
         elif module in self._names:
-            name = self._names[module]
-            self._course.calls[name] += 1
-            self._course.elements[name] += sum(x.numel() for x in given if isinstance(x, torch.Tensor))
-            self._course.note_settings(name, module)
+            self._course.note(self._names[module], module, given)
 
     def _ends(self, module: nn.Module, _given: object, _result: object) -> None:
         if module is self._model:
@@ -139,7 +146,7 @@ class Routes:
             warnings.warn(f"some steps of {type(self._model).__name__} break the budget: {why}", stacklevel=5)
         return max(self.plans, key=lambda plan: plan.peak_bytes)
 
-    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[_Course, Study]]:
+    def _recorded(self, record: Callable[[], Study]) -> Iterator[tuple[Course, Study]]:
         """Record steps that differ in what they run: the one that was missed, or a few of a forward that draws."""
         seen = [*self._covered]
         with random_states_kept():
@@ -154,10 +161,7 @@ class Routes:
                         raise
                     continue  # a step that trains nothing, say, because it drops every layer
                 finally:
-                    random.seed(number)
-                    torch.default_generator.manual_seed(number)
-                    if numpy := sys.modules.get("numpy"):
-                        numpy.random.seed(number)
+                    seed_all(number)
                 if not any(course.covers(self._course) for course in seen):
                     seen.append(self._course)
                     yield seen[-1], study

@@ -5,7 +5,6 @@ Chosen modules are under ``torch.utils.checkpoint``, or under hooks that send to
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,7 +34,7 @@ from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
-from planner.session.recorded import DEPENDS_ON_DATA, plan_alike, plan_eager, study_alike
+from planner.session.recorded import plan_alike, plan_eager, study_alike
 from planner.session.step import Options
 
 
@@ -52,7 +51,6 @@ class ModulesRuntime(CallsInSituations):
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._routes: dict[Any, Routes] = {}
-        self._is_said = False
 
     def decide(self, inputs: Inputs) -> Decided:
         """Record a step, or several that differ, and choose modules."""
@@ -82,13 +80,6 @@ class ModulesRuntime(CallsInSituations):
 
     def _planned(self, study: Study) -> Plan:
         plan = plan_alike(self.model, study, self._agreeing(), reuse=self.plan, must_match=self.must_match)
-        if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in plan.warnings):
-            self._is_said = True
-            warnings.warn(
-                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was recorded, "
-                "and another may need more. Leave some room in the budget",
-                stacklevel=8,
-            )
         self.put_in_force(plan)
         self.is_confirmed = True
         return plan

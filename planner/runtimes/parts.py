@@ -7,14 +7,11 @@ unlike the one that was planned for runs as it is, which is said, and the next s
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +25,7 @@ from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint_capture import is_fake
 from planner.capture.operands import is_opaque
-from planner.capture.random_states import RandomStates, random_states_kept
+from planner.capture.random_states import RandomStates, random_states_kept, seed_all
 from planner.common.units import format_percent
 from planner.errors import (
     CaptureError,
@@ -43,9 +40,9 @@ from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.layers import is_within
 from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls
-from planner.runtimes._routes import TRIES
+from planner.runtimes._routes import TRIES, Course
 from planner.runtimes.regional import Planned, PlannedBlock, installed, lower_around, lowering, with_block_bytes
-from planner.session.recorded import DEPENDS_ON_DATA
+from planner.session.recorded import recorded_for_real
 from planner.session.step import Options, elsewhere_for, plan_lowered, study_lowered
 
 CAPTURED_SHARE = "captured-share"
@@ -53,28 +50,11 @@ CAPTURED_SHARE = "captured-share"
 
 
 @dataclass(frozen=True)
-class _Course:
-    """What a step ran: by the names of modules, how often each was called and how many elements it was given."""
-
-    calls: Counter[str] = field(default_factory=Counter)
-    elements: Counter[str] = field(default_factory=Counter)
-
-    def note(self, path: str, given: Any) -> None:
-        """Note a call."""
-        self.calls[path] += 1
-        self.elements[path] += sum(x.numel() for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
-
-    def beyond(self, other: _Course) -> list[str]:
-        """Return the modules that another step called less often, or gave less."""
-        return [*(self.calls - other.calls) | (self.elements - other.elements)]
-
-
-@dataclass(frozen=True)
 class PartsPlan:
     """A plan, and the step that it is for."""
 
     plan: Plan
-    course: _Course
+    course: Course
     given: Mapping[str, Any]
     """By its path, what each captured module was called with, as :func:`_described`."""
 
@@ -91,7 +71,6 @@ class PartsRuntime(CallsInSituations):
         self._misses = 0
         self._before: dict[Any, Decided] = {}
         """What was decided for calls that are to be decided anew."""
-        self._is_said = False
 
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the modules that can be captured."""
@@ -125,13 +104,6 @@ class PartsRuntime(CallsInSituations):
     @contextmanager
     def _watched(self, situation: Any, parts: _PlannedParts) -> Iterator[None]:
         """Run planned parts in place of the model's own, and see afterwards whether the call was as planned."""
-        if not self._is_said and any(warning.rule == DEPENDS_ON_DATA for warning in parts.plan.warnings):
-            self._is_said = True
-            warnings.warn(
-                f"what {type(self.model).__name__} runs depends on data: its plan is for the batch that was followed, "
-                "and another may need more. Leave some room in the budget",
-                stacklevel=5,
-            )
         begun = RandomStates()
         parts.begin()
         with installed(self.model, parts.forwards), forwards(parts.counted):
@@ -143,7 +115,7 @@ class PartsRuntime(CallsInSituations):
         self._eager.update(unlike)
         self._misses += bool(more)
         self._missed = begun if more else None
-        said = [f"{path} {why}" for path, why in unlike.items()] + [f"{path} runs more" for path in more]
+        said = [f"{path} {why}" for path, why in unlike.items()] + [f"{name}: more than planned" for name in more]
         warnings.warn(
             f"{type(self.model).__name__} does not run as planned for ({'; '.join(said[:3])}"
             f"{'; ...' if len(said) > 3 else ''}): this step may break the budget, and the next is planned anew",
@@ -156,11 +128,12 @@ class _PlannedParts(Planned):
     """The captured modules of a model, and what is expected of all others."""
 
     def __init__(self, model: nn.Module, made: PartsPlan) -> None:
+        self.model = model
         self.given = made.given
         self.course = made.course
         super().__init__(model, made.plan, _PlannedPart)
         self.counted = {
-            module: partial(self._count, path, module.forward)
+            module: partial(self._count, path, module, module.forward)
             for path, module in model.named_modules()
             if path and not any(is_within(path, part) for part in self.given)
         }
@@ -168,13 +141,14 @@ class _PlannedParts(Planned):
 
     def begin(self) -> None:
         """Begin a step."""
-        self.now = _Course()
+        self.now = Course()
+        self.now.note_settings("", self.model)
         self.ran: set[str] = set()
         self.unlike: dict[str, str] = {}
         """By its path, what is unlike in the call of a module."""
 
-    def _count(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.now.note(path, (args, kwargs))
+    def _count(self, path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.now.note(path, module, (args, kwargs))
         return forward(*args, **kwargs)
 
 
@@ -251,7 +225,7 @@ def plan_parts(
     plan = plan_lowered(model, lowered, options, study=study, reuse=reuse, must_match=must_match).plan
     return PartsPlan(
         with_block_bytes(plan, blocks),
-        _course(seen),
+        _course(model, seen),
         {path: _described(seen[path][0].inputs) for path in blocks},
     )
 
@@ -280,7 +254,7 @@ def _followed(
             seen = step.calls()
         except Exception:
             continue
-        if _size(seen) > _size(best[1]):
+        if _size(model, seen) > _size(model, best[1]):
             best = states, seen
     step.begins_with, seen = best
     return step, seen
@@ -290,24 +264,22 @@ def _other_states() -> list[RandomStates]:
     found = []
     with random_states_kept():
         for number in range(TRIES - 1):
-            random.seed(number)
-            torch.manual_seed(number)
-            if numpy := sys.modules.get("numpy"):
-                numpy.random.seed(number)
+            seed_all(number)
             found.append(RandomStates())
     return found
 
 
-def _course(seen: Mapping[str, Sequence[SeenCall]]) -> _Course:
-    course = _Course()
+def _course(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> Course:
+    course = Course()
+    course.note_settings("", model)
     for path, calls in seen.items():
         for call in calls:
-            course.note(path, (call.inputs.args, call.inputs.kwargs))
+            course.note(path, call.module, (call.inputs.args, call.inputs.kwargs))
     return course
 
 
-def _size(seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int, int]:
-    course = _course(seen)
+def _size(model: nn.Module, seen: Mapping[str, Sequence[SeenCall]]) -> tuple[int, int]:
+    course = _course(model, seen)
     return course.calls.total(), course.elements.total()
 
 
@@ -377,12 +349,7 @@ def _notes(step: Step, blocks: Mapping[str, Block], left: Mapping[str, str], gra
         fix="remove what stops the capture, and more of the step is planned",
     )
     if step.is_real:
-        yield Finding(
-            rule=DEPENDS_ON_DATA,
-            evidence="a real step was followed: what the model runs is known only with data",
-            cause="another batch may need more, or less, than is predicted",
-            fix="plan with a batch of the kind that needs most, and leave some room in the budget",
-        )
+        yield recorded_for_real(depends_on_data=True)
 
 
 def captured_share(graph: TrainingGraph) -> float:

@@ -203,6 +203,17 @@ class _Recorded:
         )
 
 
+def recorded_for_real(*, depends_on_data: bool) -> Finding:
+    """Say that a plan is for the batch with which a real step was recorded."""
+    known = "what the model runs" if depends_on_data else "what its kernels keep"
+    return Finding(
+        rule=DEPENDS_ON_DATA if depends_on_data else "recorded-for-real",
+        evidence=f"a real step was recorded: {known} is known only with data",
+        cause="another batch may need more, or less, than is predicted",
+        fix="plan with a batch of the kind that needs most, and leave some room in the budget",
+    )
+
+
 def _notes(trace: Trace, *, has_kernels_of_here: bool) -> Iterator[Finding]:
     if has_kernels_of_here:
         yield Finding(
@@ -212,13 +223,7 @@ def _notes(trace: Trace, *, has_kernels_of_here: bool) -> Iterator[Finding]:
             fix="plan there, or a model that can be followed without data",
         )
     if trace.is_real:
-        known = "what the model runs" if trace.depends_on_data else "what its kernels keep"
-        yield Finding(
-            rule=DEPENDS_ON_DATA if trace.depends_on_data else "recorded-for-real",
-            evidence=f"a real step was recorded: {known} is known only with data",
-            cause="another batch may need more, or less, than is predicted",
-            fix="plan with a batch of the kind that needs most, and leave some room in the budget",
-        )
+        yield recorded_for_real(depends_on_data=trace.depends_on_data)
     if opaque := sorted(
         {str(run.node.target) for run in trace.runs if is_opaque(run.node.target) and run.workspace_bytes is None}
     ):

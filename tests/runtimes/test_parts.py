@@ -236,3 +236,29 @@ def test_a_part_that_is_called_again_runs_as_it_is_and_people_are_told() -> None
         assert_same(train(plain, again), train(model, again))
     assert_same(train(plain, again), train(model, again))
     assert planner.plan_of(model).fingerprint["blocks"] == "second"
+
+
+class Rests(Looks):
+    """A dropout outside of what is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(perceptron)
+        self.rest = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(self.first(x))
+        return mean_square(self.second(x * 2.0 if looked_at(self, x) > 0 else x * 3.0))
+
+
+@pytest.mark.filterwarnings("ignore:what .* depends on data")
+def test_a_dropout_that_is_switched_on_outside_of_parts_is_said_and_planned() -> None:
+    plain = Rests()
+    model = copy.deepcopy(plain)
+    planner.auto_wrap(model, budget="100%", runtime="parts", time_limit_seconds=0.5)
+    assert_same(train(plain, rows()), train(model, rows()))
+    plain.rest.p = model.rest.p = 0.3
+    with pytest.warns(UserWarning, match=r"rest\.p: more than planned"):
+        assert_same(train(plain, rows()), train(model, rows()))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Rests does not run")
+        assert_same(train(plain, rows()), train(model, rows()))
