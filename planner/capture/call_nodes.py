@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from planner.capture.inputs import sparse_in
 from planner.capture.torch_internals import storage_id, strided_parts
+from planner.capture.trees import sparse_in
 
 
 class CallNodes:

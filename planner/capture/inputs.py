@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from planner.capture.device import check_one_device
 from planner.capture.parallel import check_not_distributed, has_distributed_tensors
-from planner.capture.torch_internals import has_full_backward_hooks, in_memory, storage_id, strided_parts
+from planner.capture.torch_internals import has_full_backward_hooks, in_memory, storage_id
+from planner.capture.trees import mapped, tensors_in
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError, UsageError
 from planner.ir.static_memory import LossMemory
@@ -24,28 +25,6 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 Varying = tuple[torch.Tensor, set[int]]
 """An input, and its dimensions that are not always of one size."""
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree; of a sparse one those that hold its indices and values."""
-    return [part for tensor in leaves_in(tree) for part in strided_parts(tensor)]
-
-
-def sparse_in(tree: Any) -> list[torch.Tensor]:
-    """Return the sparse tensors in a tree."""
-    return [tensor for tensor in leaves_in(tree) if tensor.layout is not torch.strided]
-
-
-def leaves_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree, sparse ones as they are."""
-    kind = type(tree)
-    if kind is tuple or kind is list:  # by far the most are: recorders ask at every operator
-        return [tensor for part in tree for tensor in leaves_in(part)]
-    if tree is None or kind in (int, float, bool, str) or (kind is dict and not tree):
-        return []
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_object(leaf: Any) -> bool:
@@ -94,7 +73,7 @@ class Inputs:
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Inputs:
         """Return the same arguments with every tensor replaced."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, function, (self.args, self.kwargs))
+        args, kwargs = mapped(function, (self.args, self.kwargs))
         return Inputs(args, kwargs)
 
     @property

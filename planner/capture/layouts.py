@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from planner.capture import operands
 from planner.capture.dropout import dropout
 from planner.capture.elsewhere import Elsewhere, is_elsewhere, results_of
-from planner.capture.inputs import leaves_in, tensors_in
 from planner.capture.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -31,6 +30,7 @@ from planner.capture.torch_internals import (
     outside_tracing,
     storage_id,
 )
+from planner.capture.trees import leaf_tensors, tensors_in
 
 aten = torch.ops.aten
 
@@ -76,8 +76,8 @@ def as_kernel_gives(function: Any, arguments: Any, keywords: Any, result: Any) -
     """Return the fake result of a call the strides of its kernel: of views, elementwise operators and norms."""
     if not isinstance(function, OpOverload) or is_mutable(function):
         return result
-    read = leaves_in((arguments, keywords))
-    tensors = (*read, *leaves_in(result))
+    read = leaf_tensors((arguments, keywords))
+    tensors = (*read, *leaf_tensors(result))
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return result
     if any(is_drawn(size) for tensor in tensors for size in tensor.shape):

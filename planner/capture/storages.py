@@ -17,14 +17,12 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.call_nodes import CallNodes
 from planner.capture.elsewhere import meant
-from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.layouts import as_kernel_gives
 from planner.capture.torch_internals import (
     OpOverload,
@@ -36,6 +34,7 @@ from planner.capture.torch_internals import (
     strided_parts,
     written_arguments,
 )
+from planner.capture.trees import leaf_tensors, sparse_in, tensors_in
 from planner.common.units import round_up
 
 
@@ -243,7 +242,7 @@ def _sparse_flops(args: Any, kwargs: Any) -> int:
     elements = sum(strided_parts(tensor)[-1].numel() for tensor in sparse_in((args, kwargs)))
     if not elements:
         return 0
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    leaves = leaf_tensors((args, kwargs))
     columns = (leaf.shape[-1] for leaf in leaves if leaf.layout is torch.strided and leaf.dim())
     return 2 * elements * max(columns, default=1)
 

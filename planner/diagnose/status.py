@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.capture.device import of_model
 from planner.capture.memory import Recording, record
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, profiler_is_running
+from planner.capture.trees import leaf_tensors, leaves_of
 from planner.common.units import format_bytes, format_seconds
 from planner.plans.plan import Plan
 from planner.runtimes import Running
@@ -153,14 +153,14 @@ class Meter:
         recorded = self._records_next and before == self._call and not profiler_is_running()
         self._step = step = _Step(self._device, recorded=recorded)
         result = self._running(*args, **kwargs)
-        waits = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+        waits = [tensor for tensor in leaf_tensors(result) if tensor.requires_grad]
         at_end_of_backward(waits, step.end)
         return result
 
     def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Say what calls have in common for which nothing is captured anew: a profiler would get in its way."""
         model = self._model_of()
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = leaves_of((args, kwargs))
         told = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
         return model is not None and model.training, told
 

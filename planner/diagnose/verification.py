@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from planner import runtimes
 from planner.capture.inputs import Inputs, LossFunction, run_backward
@@ -21,6 +20,7 @@ from planner.capture.memory import measure_peak
 from planner.capture.planned_call import as_its_class
 from planner.capture.random_states import RandomStates
 from planner.capture.torch_internals import call_implementation, calling
+from planner.capture.trees import leaf_tensors
 from planner.common.options import TOLERANCE, Budget, chunks_of
 from planner.ir.static_memory import LossMemory
 from planner.plans.plan import MeasuredEager, Plan, Verification
@@ -165,7 +165,7 @@ class _Step:
             start.put_back(model)
             peak_bytes, outputs = measure_peak(self.run, self.device)
             result = StepResult(
-                loss=tuple(t.detach().clone() for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)),
+                loss=tuple(tensor.detach().clone() for tensor in leaf_tensors(outputs)),
                 gradients={n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
                 buffers={name: b.clone() for name, b in model.named_buffers()},
                 random_states=RandomStates(),

@@ -13,9 +13,9 @@ from dataclasses import replace
 from cost_models.devices import DeviceSpec
 from cost_models.roofline import RooflineCosts
 from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
-from planner.capture.inputs import tensors_in
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
+from planner.capture.trees import tensors_in
 from planner.ir.graph import OperationCost
 
 _PLAIN = ("aten.add.Tensor", "aten.mul.Tensor")

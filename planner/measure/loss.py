@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.failures import in_one_line
@@ -19,6 +18,7 @@ from planner.capture.joint_capture import fake_mode, is_fake, run_without_data
 from planner.capture.put_back import put_back
 from planner.capture.storages import Run, StepRecorder
 from planner.capture.torch_internals import FakeTensorMode, call_implementation
+from planner.capture.trees import mapped
 from planner.common.units import round_up
 from planner.errors import PlannerError, UsageError
 from planner.ir.static_memory import LossMemory, LossPasses
@@ -109,9 +109,7 @@ class _Counted:
 def _followed(model: nn.Module, inputs: Inputs, loss_fn: LossOfTarget, target: Any) -> _Followed:
     try:
         with run_without_data(model, inputs) as (mode, outputs, resident):
-            return _follow(
-                mode, outputs, resident, loss_fn, pytree.tree_map_only(torch.Tensor, mode.from_tensor, target)
-            )
+            return _follow(mode, outputs, resident, loss_fn, mapped(mode.from_tensor, target))
     except PlannerError:
         raise
     except Exception as error:
@@ -136,7 +134,7 @@ def _failed(error: Exception) -> UsageError:
 
 def _follow(mode: FakeTensorMode, outputs: Any, resident: Any, loss_fn: LossOfTarget, target: Any) -> _Followed:
     leaf = cache(lambda t: t.detach().requires_grad_(t.requires_grad))  # one for what is returned twice
-    outputs = pytree.tree_map_only(torch.Tensor, leaf, outputs)
+    outputs = mapped(leaf, outputs)
     leaves = differentiable_in(outputs)
     sums = EngineSums(leaves[0].device if leaves else torch.device("cpu"))
     recorder = StepRecorder[Run](mode, sums, (outputs, resident, target))

@@ -21,12 +21,13 @@ from cost_models.flops import moved_bytes
 from planner.capture import operands
 from planner.capture.dropout import kernel_of
 from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
-from planner.capture.inputs import new_bytes, tensors_in
+from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
 from planner.capture.joint_capture import is_fake
 from planner.capture.lowering import LoweredGraph
 from planner.capture.memory import record
 from planner.capture.torch_internals import profiler_is_running, storage_id
+from planner.capture.trees import tensors_in
 from planner.common.units import round_up
 from planner.ir.graph import OperationCost
 from planner.plans.allocator import MIN_BLOCK_BYTES

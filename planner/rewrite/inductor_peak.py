@@ -12,7 +12,6 @@ from planner.capture import operands
 from planner.capture.autograd_accumulation import is_copied
 from planner.capture.call_nodes import CallNodes
 from planner.capture.inductor_internals import Draft
-from planner.capture.inputs import tensors_in
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.storages import PeakRecorder
@@ -23,6 +22,7 @@ from planner.capture.torch_internals import (
     run_with_rng_state,
     storage_id,
 )
+from planner.capture.trees import tensors_in
 from planner.ir.builder import CPU_RANDOM_STATE_BYTES
 from planner.ir.graph import OperationCost
 from planner.ir.static_memory import LossMemory

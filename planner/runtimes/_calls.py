@@ -12,7 +12,6 @@ from weakref import WeakMethod
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
@@ -20,6 +19,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.operands import settle
 from planner.capture.parallel import sends_later, unplanned_sharding
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
+from planner.capture.trees import leaves_of
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running
 from planner.runtimes._arena import ArenaInUse, Arenas
@@ -182,7 +182,7 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
 
     It is asked in every step, so it is quick to find.
     """
-    leaves = pytree.tree_leaves((inputs.args, inputs.kwargs))
+    leaves = leaves_of((inputs.args, inputs.kwargs))
     described = tuple(
         (x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x
         for x in leaves

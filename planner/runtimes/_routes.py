@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from planner.analysis.study import Study
 from planner.capture.random_states import HostStates, random_states_kept, seed_all
 from planner.capture.torch_internals import installed_call
+from planner.capture.trees import leaf_tensors
 from planner.errors import CaptureError, InfeasibleBudgetError
 from planner.ir.layers import is_within
 from planner.plans.module_choices import modules_of
@@ -59,7 +58,7 @@ class Course:
     def note(self, name: str, module: nn.Module, given: object) -> None:
         """Note a call of a module."""
         self.calls[name] += 1
-        self.elements[name] += sum(x.numel() for x in tree_leaves(given) if isinstance(x, torch.Tensor))
+        self.elements[name] += sum(tensor.numel() for tensor in leaf_tensors(given))
         self.note_settings(name, module)
 
     def note_settings(self, name: str, module: nn.Module) -> None:

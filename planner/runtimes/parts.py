@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from planner.capture.blocks.regions import Block, SeenCall, Step
 from planner.capture.failures import explain_failures, in_one_line, raised_at
@@ -26,6 +25,7 @@ from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint_capture import is_fake
 from planner.capture.operands import is_opaque
 from planner.capture.random_states import RandomStates, random_states_kept, seed_all
+from planner.capture.trees import leaves_of
 from planner.common.units import format_percent
 from planner.errors import (
     CaptureError,
@@ -300,7 +300,7 @@ def _described(inputs: Inputs) -> Any:
     """Return all that a module's plan depends on in what it is called with."""
     return [
         (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in pytree.tree_leaves((inputs.args, inputs.kwargs))
+        for leaf in leaves_of((inputs.args, inputs.kwargs))
         if isinstance(leaf, (torch.Tensor, bool, int, float, str))
     ]
 

@@ -13,9 +13,10 @@ import torch
 
 import planner
 from planner.analysis.study import Study
-from planner.capture.inputs import Inputs, run_backward, tensors_in
+from planner.capture.inputs import Inputs, run_backward
 from planner.capture.joint import JointGraph
 from planner.capture.symbolic import Sizes
+from planner.capture.trees import tensors_in
 from planner.errors import PlannerError
 from planner.session import sizes as by_size
 from planner.session.sized import SizedStep

@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of, tensors_in
+from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, tensors_of
 from planner.capture.joint_capture import Captures, differentiable_outputs, mode_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
@@ -31,6 +30,7 @@ from planner.capture.put_back import put_back
 from planner.capture.random_states import RandomStates
 from planner.capture.storages import Run
 from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
+from planner.capture.trees import leaves_of, mapped, tensors_in
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
@@ -246,7 +246,7 @@ class Step:
                     inputs = Inputs(args, kwargs).map_tensors(like)
                 outputs = forward(*args, **kwargs)
                 with self.mode:
-                    noted = pytree.tree_map_only(torch.Tensor, _leaf_like, outputs)
+                    noted = mapped(_leaf_like, outputs)
                 seen[path].append(SeenCall(module, inputs, noted, has_settings))
                 return outputs
 
@@ -306,7 +306,7 @@ def _block(
         raise UnsupportedModelError(f"block {path} returns a view of what it is given")
     if any(not isinstance(place, int) for node, place in zip(joint.placeholders, places, strict=True) if node in given):
         raise UnsupportedModelError(f"block {path} reads a tensor that is neither its own nor given to it")
-    if not all(map(_is_plain, pytree.tree_leaves(outputs))):
+    if not all(map(_is_plain, leaves_of(outputs))):
         raise UnsupportedModelError(f"block {path} returns an object that may hold tensors")
     if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
         raise UnsupportedModelError(f"block {path} overwrites what it is given")
@@ -377,7 +377,7 @@ class _StandIn:
                 for tensor, result in zip(made, tensors_in(results), strict=True):
                     tensor.copy_(result)
         left = iter(made)
-        return pytree.tree_map_only(torch.Tensor, lambda _: next(left), results)
+        return mapped(lambda _: next(left), results)
 
     def like(self, node: fx.Node) -> torch.Tensor:
         """Return a tensor with the layout of what a node makes, of the kind that the step runs on."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from planner.capture.fake_internals import with_its_number
-from planner.capture.inputs import tensors_in
 from planner.capture.joint import draws
 from planner.capture.torch_internals import FakeTensor
+from planner.capture.trees import tensors_in
 
 
 class DrawnNumbers:

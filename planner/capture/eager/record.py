@@ -19,7 +19,7 @@ from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import without_meta_logs
 from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
-from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of, tensors_in
+from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of
 from planner.capture.joint_capture import is_fake, is_without_data, mode_of
 from planner.capture.operands import is_opaque
 from planner.capture.parallel import has_distributed_tensors, units_of
@@ -32,6 +32,7 @@ from planner.capture.torch_internals import (
     installed_call,
     other_state,
 )
+from planner.capture.trees import tensors_in
 from planner.errors import CaptureError, ForwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 

@@ -17,12 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.drawn_numbers import DrawnNumbers
 from planner.capture.eager.units import Told, UnitCalls, with_gradients
-from planner.capture.inputs import sparse_in, tensors_in
 from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
@@ -35,6 +33,7 @@ from planner.capture.torch_internals import (
     profiler_is_running,
     taken_apart,
 )
+from planner.capture.trees import mapped, sparse_in, tensors_in
 from planner.errors import UsageError
 
 _CHECKPOINTS_ITSELF = (
@@ -294,7 +293,7 @@ class Recorder(StepRecorder[Run]):
             self._turn(unit, is_entered=False)
 
         passed = dict(zip(map(id, leaves), Told.apply(ends, *leaves), strict=True))
-        return tree_map_only(torch.Tensor, lambda tensor: passed.get(id(tensor), tensor), tree)
+        return mapped(lambda tensor: passed.get(id(tensor), tensor), tree)
 
     def _turn(self, unit: str, *, is_entered: bool) -> None:
         self.events.append(

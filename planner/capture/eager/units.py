@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from planner.capture.trees import leaf_tensors
 
 
 class UnitCalls:
@@ -48,4 +49,4 @@ class Told(torch.autograd.Function):
 
 def with_gradients(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in a tree that have gradients."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return [tensor for tensor in leaf_tensors(tree) if tensor.requires_grad]

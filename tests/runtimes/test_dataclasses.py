@@ -1,0 +1,120 @@
+"""Batches and outputs that are dataclasses, which torch takes for leaves: what they hold counts as in a tuple."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import planner
+from planner.capture.trees import leaf_tensors, mapped
+from tests.models import looked_at, perceptron
+from tests.runtimes.steps import assert_same, hold_peak, train, wrap_and_hold
+
+WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: torch.Tensor
+    labels: torch.Tensor
+    name: str = "a batch"
+
+
+@dataclass
+class Hidden:
+    state: torch.Tensor
+    penalty: torch.Tensor
+    seen: list[str] = field(default_factory=list)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = perceptron()
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        change = self.body(hidden.state)
+        return Hidden(hidden.state + change, hidden.penalty + change.pow(2).mean())
+
+
+class Model(nn.Module):
+    """Dataclasses come in, come out, and go from block to block."""
+
+    def __init__(self, *, looks: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 10)
+        self.looks = looks
+
+    def forward(self, batch: Batch) -> Hidden:
+        hidden = Hidden(batch.x, batch.x.new_zeros(()))
+        for block in self.blocks:
+            hidden = block(hidden)
+            if self.looks and looked_at(self, hidden.state) > 1e9:
+                return hidden
+        loss = nn.functional.cross_entropy(self.head(hidden.state), batch.labels)
+        return Hidden(loss, hidden.penalty)
+
+
+def _loss(output: Hidden) -> torch.Tensor:
+    return output.state + 0.1 * output.penalty
+
+
+def _batch(count: int = 256) -> Batch:
+    return Batch(torch.randn(count, WIDTH), torch.randint(10, (count,)))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "looks"),
+    [("modules", False), ("regional", False), ("modules", True), ("parts", True)],
+)
+@pytest.mark.filterwarnings("ignore:what Model runs depends on data")
+def test_they_are_planned_as_tuples_are(runtime: str, looks: bool) -> None:
+    model, batch = Model(looks=looks), _batch()
+    plain = copy.deepcopy(model)
+    plan = wrap_and_hold(model, batch, loss_fn=_loss, activation_budget="85%", runtime=runtime)
+    assert plan.static_bytes["inputs"] == sum(tensor.nbytes for tensor in (batch.x, batch.labels))
+    assert plan.recompute_seconds > 0
+
+    smaller = _batch(200)
+    assert_same(train(plain, smaller, _loss), train(model, smaller, _loss))
+    assert planner.plan_of(model).static_bytes["inputs"] < plan.static_bytes["inputs"]  # its size was seen
+    hold_peak(model, smaller, loss_fn=_loss)
+
+
+def test_a_captured_step_is_compared_with_eager_and_verified() -> None:
+    model, batch = Model(looks=False), _batch()
+    plan = planner.plan(model, batch, activation_budget="85%", loss_fn=_loss)
+    assert plan.runtime == "graph"
+    assert plan.eager is not None
+    verification = planner.verify(model, batch, plan, loss_fn=_loss)
+    assert verification.differences == ()
+
+
+@dataclass
+class Node:
+    value: Any
+    other: Any = None
+
+
+def test_dataclasses_that_hold_each_other_end() -> None:
+    first = Node(torch.ones(1))
+    second = Node(torch.zeros(1), first)
+    first.other = second
+    assert [tensor.item() for tensor in leaf_tensors([first])] == [1.0, 0.0]
+    assert mapped(lambda tensor: tensor + 1, first).value.item() == 2.0
+    assert first.value.item() == 1.0
+
+
+def test_what_holds_no_tensor_is_not_copied() -> None:
+    settings, batch = Node("settings"), _batch(2)
+    tree = mapped(lambda tensor: tensor * 2, {"settings": settings, "batch": batch})
+    assert tree["settings"] is settings
+    assert tree["batch"] is not batch
+    assert torch.equal(tree["batch"].x, batch.x * 2)
+    assert tree["batch"].name == batch.name
