@@ -151,6 +151,8 @@ _GPU_FIGURES = {
     "l40s":     ("sm89",   142,  44.4,  864,  362.0,  183.0,  91.6, 32, 0.6, "NVIDIA L40S datasheet"),
     "h100":     ("sm90",   132,  79.1, 3350,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H100 whitepaper, SXM"),
     "h100-pcie": ("sm90",  114,  79.1, 2000,  756.5,  378.0,  51.2, 64, 0.7, "NVIDIA H100 datasheet, PCIe"),
+    "h100-nvl": ("sm90",   132,  93.0, 3938,  835.5,  417.5,  60.0, 64, 0.7, "NVIDIA H100 NVL datasheet, one card"),
+    "gh200":    ("sm90",   132,  95.0, 4000,  989.4,  494.7,  66.9, 450, 0.7, "NVIDIA GH200 datasheet, 96 GB of HBM3"),
     "h20":      ("sm90",    78,  95.0, 4000,  148.0,   74.0,  44.0, 64, 0.7, "NVIDIA H20, 96 GB, as others quote it"),
     "h200":     ("sm90",   132, 139.8, 4800,  989.4,  494.7,  66.9, 64, 0.7, "NVIDIA H200 datasheet, SXM"),
     "b200":     ("sm100",  148, 178.0, 8000, 2250.0, 1125.0,  75.0, 64, 0.7, "NVIDIA DGX B200 datasheet, one of 8"),
@@ -272,7 +274,8 @@ def _normalised(name: str) -> str:
 
     Examples
     --------
-    >>> [_normalised(n) for n in ("NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3")]
-    ['4090', 'a10080', 'h100']
+    >>> [_normalised(n) for n in ("NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB")]
+    ['4090', 'h100', 'gh200']
     """
-    return re.sub(r"^h10080$", "h100", _NOISE.sub("", name.lower()))
+    # What a GH200 adds is the memory of its CPU.
+    return re.sub(r"^(h100(?=80$)|gh200(?=\d{3}$))\d+$", r"\1", _NOISE.sub("", name.lower()))

@@ -60,6 +60,34 @@ _CPU_FLOPS_FRACTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": 1.0,
 }
 
+# The same on a GPU, for elements of 16 bits, and for float32 that is multiplied in TF32.
+#
+# Attention, of FLOP/s without a causal mask at 2,048 to 16,384 tokens and heads of 64 and 128, products at 0.7 of the
+# peak. On an H100 and later: figures 5 and 6 of Shah et al., "FlashAttention-3" (2024), which has FlashAttention-2,
+# torch's flash kernel, at 322 to 370 forward and 280 to 318 backward, and cuDNN's at 408 to 609 and 417 to 518. On an
+# A100: Dao, "FlashAttention-2" (2023), with at most 0.73 and 0.63 of the peak, and 0.3 to 0.5 and 0.25 to 0.35 for the
+# first FlashAttention, of which the efficient kernel is a kind.
+#
+# Convolutions reach what is left of the published time of a ResNet-50 of NVIDIA's examples on an A100 (2,470 images a
+# second in mixed precision, 938 in TF32), after the memory traffic that the roofline predicts.
+_FLASH, _CUDNN, _EFFICIENT = (f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "cudnn", "efficient"))
+_CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
+_SHARES_IN_TF32 = dict.fromkeys(_CONVOLUTIONS, 0.33)
+_SHARES_IN_16_BITS = {
+    **dict.fromkeys(_CONVOLUTIONS, 0.55),
+    _FLASH: 1.0,
+    f"{_FLASH}_backward": 0.85,
+    _EFFICIENT: 0.57,
+    f"{_EFFICIENT}_backward": 0.43,
+}
+_SHARES_SINCE_HOPPER = {
+    **_SHARES_IN_16_BITS,
+    _FLASH: 0.5,
+    f"{_FLASH}_backward": 0.43,
+    _CUDNN: 0.73,
+    f"{_CUDNN}_backward": 0.67,
+}
+
 # cuDNN multiplies float32 in TF32 for these, unless torch.backends.cudnn.allow_tf32 is switched off.
 _IN_TF32 = {
     "aten.convolution",
@@ -67,7 +95,7 @@ _IN_TF32 = {
     "checkpoint_planner.cudnn_rnn",
     "checkpoint_planner.cudnn_rnn_backward",
 }
-_FIRST_WITH_TF32 = 80
+_FIRST_WITH_TF32, _HOPPER = 80, 90
 """Of CUDA's compute capabilities, times ten."""
 
 
@@ -90,19 +118,40 @@ class RooflineCosts:
         device = self.device
         if operation.target.startswith(_COLLECTIVE):
             return operation.moved_bytes / device.host_link_bytes_per_second + device.launch_seconds
-        dtype = "tf32" if _is_in_tf32(operation, device) else operation.dtype
-        flops_per_second = device.peak_flops_per_second(dtype) * device.compute_efficiency
         bytes_per_second = device.bandwidth_bytes_per_second * device.bandwidth_efficiency
-        if device.kind == "cpu":
-            flops_per_second = _cpu_flops_per_second(operation.target, device.cores, flops_per_second)
+        flops_per_second = _flops_per_second(operation.target, operation.dtype, device)
         return max(operation.flops / flops_per_second, operation.moved_bytes / bytes_per_second) + device.launch_seconds
 
 
-def _is_in_tf32(operation: CostedOperation, device: DeviceSpec) -> bool:
-    if operation.dtype != "float32" or operation.target.rpartition(".")[0] not in _IN_TF32:
-        return False
-    capability = device.architecture.removeprefix("sm")
-    return capability.isdigit() and int(capability) >= _FIRST_WITH_TF32
+def _flops_per_second(target: str, dtype: str, device: DeviceSpec) -> float:
+    if dtype == "float32" and target.rpartition(".")[0] in _IN_TF32 and _capability(device) >= _FIRST_WITH_TF32:
+        dtype = "tf32"
+    rate = device.peak_flops_per_second(dtype) * device.compute_efficiency
+    if device.kind == "cpu":
+        return _cpu_flops_per_second(target, device.cores, rate)
+    return rate * share_of_products(target, dtype, device)
+
+
+def share_of_products(target: str, dtype: str, device: DeviceSpec) -> float:
+    """Return which share of a large matrix product's rate an operator reaches on one of NVIDIA's GPUs; elsewhere 1.
+
+    Examples
+    --------
+    >>> from cost_models.devices import device
+    >>> share_of_products("aten._scaled_dot_product_flash_attention.default", "bfloat16", device("h100"))
+    0.5
+    """
+    capability = _capability(device)
+    if not capability or dtype not in ("tf32", "bfloat16", "float16"):
+        return 1.0
+    in_16_bits = _SHARES_SINCE_HOPPER if capability >= _HOPPER else _SHARES_IN_16_BITS
+    return (_SHARES_IN_TF32 if dtype == "tf32" else in_16_bits).get(target.rpartition(".")[0], 1.0)
+
+
+def _capability(device: DeviceSpec) -> int:
+    """Return CUDA's compute capability, times ten; 0 where there is none."""
+    number = device.architecture.removeprefix("sm")
+    return int(number) if number.isdigit() else 0
 
 
 def _cpu_flops_per_second(target: str, cores: int, flops_per_second: float) -> float:

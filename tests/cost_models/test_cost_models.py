@@ -143,7 +143,9 @@ def test_device_figures_make_sense(name):
         ("NVIDIA A100-80GB", "a100-80"),
         ("NVIDIA A100 80GB PCIe", "a100-80-pcie"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H20", "h20"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA L4", "l4"),
         ("NVIDIA A10", "a10"),
         ("CPU", "cpu"),
@@ -188,16 +190,38 @@ def test_roofline_is_the_longer_of_arithmetic_and_traffic():
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "in_tf32"),
-    [("h100", "float32", True), ("h100", "bfloat16", False), ("mi300x", "float32", False), ("cpu", "float32", False)],
+    ("name", "dtype", "share"),
+    [
+        ("a100-80", "float32", 8 * 0.33),
+        ("h100", "bfloat16", 0.55),
+        ("mi300x", "float32", 1.0),
+        ("cpu", "float32", 0.95),
+    ],
 )
-def test_cudnns_convolutions_multiply_in_tf32_and_products_do_not(name, dtype, in_tf32):
-    spec = device(name)
-    model = cost_models.get("roofline")(spec)
+def test_convolutions_reach_less_than_products_and_take_tf32_where_those_do_not(name, dtype, share):
+    model = cost_models.get("roofline")(device(name))
     work = {"flops": 10**15, "moved_bytes": 0, "dtype": dtype}
     product, convolution = seconds(model, Call(**work), Call(target="aten.convolution.default", **work))
-    rates = spec.peak_flops_per_second("tf32" if in_tf32 else dtype), spec.peak_flops_per_second(dtype)
-    assert product / convolution == pytest.approx(rates[0] / rates[1], rel=0.06)  # a CPU's are a little slower
+    assert product / convolution == pytest.approx(share, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "forward_peta", "backward_peta"),
+    [
+        ("h100", "flash", 0.35, 0.30),
+        ("h100", "cudnn", 0.51, 0.46),
+        ("a100-80", "flash", 0.22, 0.19),
+    ],
+)
+def test_attention_is_as_fast_as_published(name, kernel, forward_peta, backward_peta):
+    target = f"aten._scaled_dot_product_{kernel}_attention"
+    work = {"flops": 10**15, "moved_bytes": 0, "dtype": "bfloat16"}
+    forward, backward = seconds(
+        cost_models.get("roofline")(device(name)),
+        Call(target=f"{target}.default", **work),
+        Call(target=f"{target}_backward.default", **work),
+    )
+    assert (1 / forward, 1 / backward) == pytest.approx((forward_peta, backward_peta), rel=0.03)
 
 
 def test_random_numbers_are_slow_on_a_cpu_however_many_cores():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cost_models.base import OperationCost
 from cost_models.devices import DeviceSpec
-from cost_models.roofline import RooflineCosts
+from cost_models.roofline import RooflineCosts, share_of_products
 from planner.analysis.splits.table import Layer, ModelTable, Work
 
 
@@ -57,7 +57,8 @@ class LayerClock:
     """Asks the roofline of a device how long shares of layers take."""
 
     def __init__(self, table: ModelTable, device: DeviceSpec, attention_efficiency: float | None = None) -> None:
-        self.attention_slower = device.compute_efficiency / (attention_efficiency or device.compute_efficiency)
+        self.device = device
+        self.attention_efficiency = attention_efficiency
         self.layers = (table.first, table.last, *table.kinds)
         self.costs = RooflineCosts(device)
         self._known: dict[tuple[int, Share], Timed] = {}
@@ -85,7 +86,10 @@ class LayerClock:
     def _scaled(self, work: Work, share: Share) -> Operands:
         weights = share.tensor * (share.expert if work.of_experts else 1)
         tokens = share.tokens / share.tensor
-        slower = self.attention_slower if work.is_attention else 1.0
+        slower = 1.0
+        if work.is_attention and self.attention_efficiency is not None:
+            known = self.device.compute_efficiency * share_of_products(work.target, work.dtype, self.device)
+            slower = known / self.attention_efficiency
         return Operands(
             name="",
             target=work.target,

@@ -39,7 +39,7 @@ class Question:
     """What each device may hold of the step."""
     engines: tuple[str, ...] = ENGINES
     attention_efficiency: float | None = None
-    """What fused attention reaches of the peak rate; by default what products do."""
+    """What fused attention reaches of the peak rate; by default what is known of its kernel on this device."""
     overlap: bool = True
     """Whether the engine hides behind arithmetic what replicas send each other."""
     most: int = 10
