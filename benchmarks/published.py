@@ -76,8 +76,9 @@ FIGURES: tuple[Figure, ...] = (
         stated="pretraining on an RTX 3090 of 24 GB",
         assumed="float32, AdamW, batch 16 of 128 tokens, which is what leaves 3.2 GB for activations",
         finding="Plausible. Parameters, gradients and Adam's state alone are 5.4 GB, so 5,978 MB is close to the least "
-        "that any plan could reach; today's default optimizer takes 1.3 GB more for a moment of its step (foreach), "
-        "which then is the larger peak. 33% is every layer's full price; the same memory can be had for less.",
+        "that any plan could reach. Today's default optimizer (foreach) takes 1.3 GB more for a moment of its step, "
+        "which then is the larger peak. 33% is the full overhead of checkpointing every layer; the same memory can "
+        "cost less.",
     ),
     Figure(
         name="MiniMind 26M",
@@ -87,8 +88,8 @@ FIGURES: tuple[Figure, ...] = (
         published="18 to 10 GB, 1.1 to 1.4 h (27% more time)",
         stated="MiniMind 26M on an RTX 3090",
         assumed="float32 parameters and activations, AdamW, batch 64 of 512 tokens",
-        finding="The 18 GB and the 27% are plausible at that batch; 10 GB is more than checkpointing each layer should "
-        "leave, so either only some layers were checkpointed, or it is a reading of what the allocator reserved.",
+        finding="The 18 GB and the 27% are plausible at that batch. 10 GB is more than checkpointing each layer should "
+        "leave. Either only some layers were checkpointed, or 10 GB is what the allocator reserved.",
     ),
     Figure(
         name="ResNet-152",
@@ -120,8 +121,8 @@ FIGURES: tuple[Figure, ...] = (
         published="38 to 16 GB",
         stated="GPT-2 of 774M parameters",
         assumed="float32, AdamW, batch 4 of 1,024 tokens, fused attention",
-        finding="Plausible: the ratio is the predicted one. Of the 16 GB, 9.3 GB are parameters and Adam's state, so a "
-        "plan at that peak has most of its freedom in what little is left, and still pays less than half.",
+        finding="Plausible: the ratio is the predicted one. Of the 16 GB, 9.3 GB are parameters and Adam's state. A "
+        "plan at that peak can only change the rest, and still pays less than half.",
     ),
     Figure(
         name="LLaMA-7B",

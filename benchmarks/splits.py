@@ -601,10 +601,11 @@ def _sheets(rows: Sequence[Result]) -> str:
 
 _ASSUMED = (
     "Efficiencies are those that every plan has: products reach 0.7 of the peak rate, attention what is published of "
-    "its kernel, memory 0.8 of its bandwidth, collectives 0.8 of a link; attention on torchtitan's H100s reaches the 0.35 that is published of FlashAttention-2 "
-    "there. None is fitted to a run. Megatron-LM's speeds are those of its paper, whose two columns of speed agree, "
-    "its settings those of the script. torchtitan's float8 runs are estimated in bfloat16, so only their order means "
-    "anything; its H100 runs at 500 W. 'Utilization' is the model's own arithmetic over the peak."
+    "its kernel, memory 0.8 of its bandwidth, collectives 0.8 of a link; attention on torchtitan's H100s reaches the "
+    "0.35 that is published of FlashAttention-2 there. None is fitted to a run. Megatron-LM's speeds are those of its "
+    "paper, whose two columns of speed agree, its settings those of the script. torchtitan's float8 runs are estimated "
+    "in bfloat16, so only their order means anything; its H100 runs at 500 W. 'Utilization' is the model's own "
+    "arithmetic over the peak."
 )
 _OF_SHEETS = (
     f"{SHEETS}: layouts of one model on the same GPUs, with fused attention. 'Ours of the best' is the published speed "

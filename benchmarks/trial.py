@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -22,8 +23,9 @@ from torch import nn
 
 import planner
 from benchmarks.common import Result
+from cost_models.devices import cpu
 from planner.capture.inputs import differentiable_in
-from planner.capture.memory import measure_peak
+from planner.capture.memory import record
 from planner.capture.random_states import RandomStates
 from planner.diagnose.verification import StepResult, bitwise_equal, compare, distance
 from planner.errors import InfeasibleBudgetError, PlannerError
@@ -124,10 +126,14 @@ class _Training:
             optimizer.step()
         return results
 
-    def peak_bytes(self, number: int) -> int:
+    def peak(self, number: int) -> tuple[int, int]:
+        """Return the most bytes that a step holds, and what they are with each allocation rounded up as plans do."""
         given = self.data(number)
         self.case.model.zero_grad(set_to_none=True)
-        return measure_peak(lambda: self.step(given), torch.device("cpu"))[0]
+        gc.collect()
+        with record() as recording:
+            self.step(given)
+        return recording.peak_bytes(), recording.peak_bytes(alignment_bytes=cpu().alignment_bytes)
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
@@ -194,7 +200,7 @@ def _eager(make: Callable[[], Case], row: Result) -> _Reference:
         raise ValueError("the loss is no number")
     training = _Training.of(make)
     training.compared()
-    peak_bytes = training.peak_bytes(COMPARED_STEPS)
+    peak_bytes, _ = training.peak(COMPARED_STEPS)
     row["eager_peak_bytes"] = peak_bytes
     equal = not any(line for one, other in zip(first, again, strict=True) for line in compare(one, other))
     row["eager_repeats_itself"] = equal
@@ -229,11 +235,12 @@ def _planned(make: Callable[[], Case], reference: _Reference, seconds_to_solve: 
         row |= {"drew_otherwise": True, "wrong": _without_random_numbers(make, budget, options)}
     row["steps"] = []
     for number in range(COMPARED_STEPS, COMPARED_STEPS + MEASURED_STEPS):
-        measured_bytes = training.peak_bytes(number)
+        measured_bytes, rounded_bytes = training.peak(number)
         plan = planner.plan_of(model)
         row["steps"].append(
             {
                 "measured_bytes": measured_bytes,
+                "rounded_bytes": rounded_bytes,
                 "predicted_bytes": plan.peak_bytes - plan.total_static_bytes,
                 "budget_bytes": plan.activation_budget_bytes,
             }

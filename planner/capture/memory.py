@@ -18,6 +18,7 @@ import torch
 from torch.autograd.profiler import profile
 
 from planner.capture.torch_internals import profiler_is_running
+from planner.common.units import round_up
 from planner.errors import UsageError
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -67,11 +68,15 @@ class Recording:
     windows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Begin and end of each ``record_function`` label."""
 
-    def peak_bytes(self, label: str | None = None, *, until: str | None = None) -> int:
-        """Return the most bytes held above what was there before: within a label, until one begins, or in all."""
+    def peak_bytes(self, label: str | None = None, *, until: str | None = None, alignment_bytes: int = 1) -> int:
+        """Return the most bytes held above what was there before: within a label, until one begins, or in all.
+
+        Allocations count as they are, or rounded up to an alignment, as plans count them.
+        """
         begin_ns, end_ns = self.windows[label] if label else (-math.inf, self.windows[until][0] if until else math.inf)
         within = slice(bisect_left(self.changes, (begin_ns,)), bisect_right(self.changes, (end_ns, math.inf)))
-        return max(accumulate((change_bytes for _, change_bytes in self.changes[within]), initial=0))
+        signed = ((1 if change > 0 else -1, abs(change)) for _, change in self.changes[within])
+        return max(accumulate((sign * round_up(size, alignment_bytes) for sign, size in signed), initial=0))
 
     def seconds(self, label: str) -> float:
         """Return how long a label took."""

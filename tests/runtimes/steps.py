@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -90,5 +89,4 @@ def hold_peak(
 
 def peak_of(recording: Recording, alignment_bytes: int = 64) -> int:
     """Return the peak of a recorded step, with each allocation rounded up as the planner counts it."""
-    signed = ((-1 if change < 0 else 1, abs(change)) for _, change in recording.changes)
-    return max(accumulate(sign * -(-size // alignment_bytes) * alignment_bytes for sign, size in signed))
+    return recording.peak_bytes(alignment_bytes=alignment_bytes)
