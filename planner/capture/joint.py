@@ -13,6 +13,7 @@ from torch import fx, nn
 from planner.capture.elsewhere import Elsewhere
 from planner.capture.torch_internals import (
     FakeTensor,
+    ForwardTokenAOTInput,
     InputMutationAOTOutput,
     OpOverload,
     TangentAOTInput,
@@ -63,9 +64,14 @@ class JointGraph:
         return cls(fx.GraphModule({}, graph), graph, 0, inputs)
 
     @property
-    def placeholders(self) -> list[fx.Node]:
-        """What the forward is given, parameters and buffers included, in the order of ``inputs``."""
+    def arguments(self) -> list[fx.Node]:
+        """All that the forward is given, in order: tokens before the rest, where operators have effects."""
         return [node for node in self.graph.find_nodes(op="placeholder") if not is_tangent(node)]
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """What the forward is given but for tokens, in the order of ``inputs`` and of the backward's outputs."""
+        return [node for node in self.arguments if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput)]
 
     @property
     def tangents(self) -> list[fx.Node]:
@@ -160,7 +166,7 @@ def is_attention(node: fx.Node) -> bool:
 
 def parameter_nodes(joint: JointGraph) -> set[fx.Node]:
     """Return the placeholders of parameters."""
-    given = zip(joint.placeholders, joint.inputs, strict=False)
+    given = zip(joint.placeholders, joint.inputs, strict=True)
     return {node for node, tensor in given if isinstance(tensor, nn.Parameter)}
 
 

@@ -113,7 +113,7 @@ class _Lowering(GraphBuilder[fx.Node]):
                         f"{node.name}{f' (at {source})' if source else ''} has a size that is known only when the "
                         "forward runs, by data or by a number that it draws: plans hold for fixed sizes"
                     )
-        for node in [*self.joint.placeholders, *graph.find_nodes(op="get_attr")]:
+        for node in [*self.joint.arguments, *graph.find_nodes(op="get_attr")]:
             if node not in given:
                 self.value_of_storage.update((storage_id(tensor), None) for tensor in tensors_of(node))
                 self.storage_of[node] = ()
@@ -231,7 +231,7 @@ class _Lowering(GraphBuilder[fx.Node]):
         taken = {storage for storage, kind in self.retained.items() if kind != "gradient"}
         reads: list[int] = []
         copies: list[int] = []
-        for node, gradient in zip(self.joint.placeholders, gradients, strict=False):
+        for node, gradient in zip(self.joint.placeholders, gradients, strict=True):
             if not isinstance(gradient, fx.Node) or not self.storage_of[gradient]:
                 continue
             (of,), (tensor,) = tensors_of(node), tensors_of(gradient)

@@ -94,9 +94,10 @@ class ProgramsBySize:
         """Remember the joint graph, and return what stands for a partition of it."""
         self._joint = joint
         placeholders = list(enumerate(joint.placeholders))
-        if len(placeholders) != self._given:
+        if len(joint.arguments) != self._given:
             raise UnsupportedModelError(
-                "it is given tensors that are made of several (of a subclass), and whose sizes vary"
+                "its sizes vary, and it is given tensors that are made of several (of a subclass), or runs operators "
+                "with effects"
             )
         self._tensors = [at for at, node in placeholders if not is_number(node)]
         deciding = symbols_of_sizes(joint.graph)

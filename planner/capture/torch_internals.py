@@ -40,6 +40,7 @@ from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.variables import TensorVariable, builder
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.descriptors import ForwardTokenAOTInput as ForwardTokenAOTInput
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput as InputMutationAOTOutput
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput as SavedForBackwardsAOTOutput
 from torch._functorch._aot_autograd.descriptors import TangentAOTInput as TangentAOTInput

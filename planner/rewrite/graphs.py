@@ -61,7 +61,7 @@ def extract_fwd_bwd(
 
     over = over or {}
     forward = _Emitter(lowered, schedule, replayed, over, already_run=set(), arriving=set())
-    for node in lowered.joint.placeholders:
+    for node in lowered.joint.arguments:
         forward.take(node)
     forward.run(range(boundary), skipped)
     forward.move(boundary)

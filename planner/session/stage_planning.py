@@ -356,5 +356,5 @@ def _gradient_bytes(module: nn.Module, lowered: LoweredGraph, aligned: Callable[
 
 def _gradients(lowered: LoweredGraph) -> list[tuple[torch.Tensor, fx.Node]]:
     joint = lowered.joint
-    pairs = zip(joint.inputs, joint.outputs[1], strict=False)
+    pairs = zip(joint.inputs, joint.outputs[1], strict=True)
     return [(tensor, gradient) for tensor, gradient in pairs if isinstance(gradient, fx.Node)]

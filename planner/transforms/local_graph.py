@@ -70,7 +70,7 @@ def local_step(joint: JointGraph, devices: int) -> LocalStep:
             "work on each part alone"
         )
     stand_ins = {}
-    for node, tensor in zip(joint.placeholders, joint.inputs, strict=False):
+    for node, tensor in zip(joint.placeholders, joint.inputs, strict=True):
         if isinstance(state := found.states[node], Shard):
             local = torch.empty(_divided(tensor.shape, state, devices), dtype=tensor.dtype, device="meta")
             stand_ins[storage_id(tensor)] = nn.Parameter(local, requires_grad=tensor.requires_grad)

@@ -260,7 +260,7 @@ class _ShardSearch:
                 raise NeedsRedistribute([state])
             if isinstance(state, Partial):
                 self._sum(node)
-        for of, node in zip(self.joint.placeholders, backward, strict=False):
+        for of, node in zip(self.joint.placeholders, backward, strict=True):
             if not isinstance(node, fx.Node):
                 continue
             state, own = self.states[node], self.states[of]

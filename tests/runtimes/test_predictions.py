@@ -85,3 +85,22 @@ def test_what_is_predicted_happens(way: str, name: str, budget: str) -> None:
     assert read == replace(plan, operations=())
     ran = wrap_and_hold(model, x, plan=read, rounded=options["runtime"] == "graph")
     assert (ran.offloading, ran.kept) == (plan.offloading, plan.kept)
+
+
+class Factored(nn.Module):
+    """A Cholesky factor, whose check for errors is an operator with an effect: a token orders it among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(256, 256), nn.Linear(256, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        points = self.second(self.first(x).tanh())
+        return torch.linalg.cholesky(points @ points.T + torch.eye(len(x))).diagonal().log().sum()
+
+
+def test_tokens_of_effects_stand_for_no_parameter() -> None:
+    model, x = Factored(), rows(64, 256)
+    plan = wrap_and_hold(model, x, activation_budget="100%", runtime="graph")
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert plan.anatomy["gradients"] < 1.01 * parameter_bytes  # none is copied
