@@ -16,6 +16,7 @@ from itertools import pairwise
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
+from planner.solving.budget_rows import broken_budgets
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
 from planner.solving.path_rows import PathRows, Way
@@ -231,7 +232,7 @@ class _StepCutSearch:
                 break
             risen, answer = found.bound - answer.bound if answer.columns else math.inf, found
             self.ways = paths.tight(found.columns)
-            broken = paths.broken(found.columns)
+            broken = [*paths.broken(found.columns), *broken_budgets(model, found.columns)]
             if not broken:
                 break
             relaxation.add(broken)

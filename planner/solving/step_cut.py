@@ -39,6 +39,16 @@ Row = tuple[list[tuple[int, float]], float]
 """Columns with their weights, and what their weighted sum is at least."""
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a cut has room for; in a whole plan each of its columns is 0 or 1."""
+
+    sizes: dict[int, int]
+    """By column, the bytes of what it is about."""
+    free_bytes: int
+    """Beside all that is there anyway."""
+
+
 @dataclass(slots=True)
 class Model:
     """A mixed-integer programme: minimise ``cost . x``, every ``x`` in 0..1, every row at least so much.
@@ -54,6 +64,8 @@ class Model:
     run_again: list[dict[int, int]] = field(default_factory=list)
     held: list[dict[int, int]] = field(default_factory=list)
     begins: list[dict[int, int]] = field(default_factory=list)
+    rooms: list[Room] = field(default_factory=list)
+    """Of the cuts at which not everything fits."""
 
     def column(self, cost: float = 0.0, *, integer: bool = False) -> int:
         """Add a variable between 0 and 1."""
@@ -215,6 +227,7 @@ class _Builder:
             sizes[column] = self.problem.costs[operation].workspace_bytes
             sizes[column] += sum(graph.values[u].size_bytes for u in extra)
         if sum(sizes.values()) > self.room_bytes[number]:
+            model.rooms.append(Room(sizes, self.room_bytes[number]))
             unit = max(self.problem.budget_bytes, 1)
             row = [(column, -size / unit) for column, size in sizes.items() if size]
             model.at_least(-self.room_bytes[number] / unit, *row)

@@ -1,0 +1,81 @@
+"""Rows that a budget implies for whole values: they cut off shares of values, and no plan."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from planner.ir.problem import Problem
+from planner.solving.budget_rows import broken_budgets
+from planner.solving.milp import Library
+from planner.solving.step_cut import Cut, Model, Room, build
+from tests.oracle import cheapest, random_graph, resnet_like
+
+LIBRARY = Library(print)
+
+
+def _room(sizes: list[int], free_bytes: int) -> Model:
+    return Model(cost=[0.0] * len(sizes), rooms=[Room(dict(enumerate(sizes)), free_bytes)])
+
+
+def test_of_three_equal_values_two_fit_where_a_relaxation_holds_most_of_each() -> None:
+    [(terms, least)] = broken_budgets(_room([4, 4, 4], 11), [11 / 12] * 3)
+
+    def keeps(*columns: float) -> bool:
+        return sum(weight * columns[column] for column, weight in terms) >= least
+
+    assert keeps(1, 1, 0)
+    assert not keeps(1, 1, 1)
+    assert not keeps(11 / 12, 11 / 12, 11 / 12)
+    assert not keeps(1, 1, 0.5)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_whole_choice_that_fits_breaks_a_row_and_the_shares_do(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.choice([0, 1, 4, 8, 12, 13, 2**30 + 1, 2**31]) for _ in range(9)]
+    free_bytes = rng.randrange(sum(sizes) + 1)
+    shares = [rng.choice([0.0, 1.0, rng.random()]) for _ in sizes]
+    for terms, least in broken_budgets(_room(sizes, free_bytes), shares):
+        assert sum(weight * shares[column] for column, weight in terms) < least
+        for whole in product((0, 1), repeat=len(sizes)):
+            if sum(size * one for size, one in zip(sizes, whole, strict=True)) <= free_bytes:
+                assert sum(weight * whole[column] for column, weight in terms) >= least
+
+
+def _bounds(problem: Problem, cuts: list[Cut]) -> tuple[float, float]:
+    """Return what the relaxation of some cuts proves without and with these rows."""
+    model = build(problem, cuts)
+    assert model is not None
+    scale = max(cost.seconds for cost in problem.costs)
+    relaxation = LIBRARY.relaxation(model)
+    without = found = relaxation.solve()
+    while found.columns is not None and (rows := broken_budgets(model, found.columns)):
+        relaxation.add(rows)
+        found = relaxation.solve()
+    assert found.columns is not None
+    return without.bound * scale, found.bound * scale
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_bound_with_them_is_above_the_cheapest_plan(seed: int) -> None:
+    graph, costs = random_graph(seed, operations=9, plain=seed % 2 == 0)
+    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=int((0.6 + 0.1 * (seed % 4)) * whole.baseline.peak_bytes))
+    best = cheapest(problem)
+    if best is None:
+        return
+    for steps in ((4,), (4, 6), (2, 3, 4, 5, 6, 7, 8)):
+        without, bound = _bounds(problem, [Cut(step) for step in steps])
+        assert without - 1e-9 <= bound <= best[0] + 1e-6
+
+
+def test_between_cuts_of_a_tight_budget_the_bound_rises() -> None:
+    graph, costs = resnet_like(4)
+    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=whole.baseline.peak_bytes // 2)
+    turn, count = graph.loss_index, len(graph.operations)
+    without, bound = _bounds(problem, [Cut(step) for step in range(turn, count, (count - turn) // 8)])
+    assert bound > 1.1 * without
