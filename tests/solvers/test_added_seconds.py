@@ -31,7 +31,7 @@ EFFORT = SolveLimits(time_limit_seconds=1.0, deterministic=True)
 def slow_link() -> Problem:
     """Pose a step that must recompute, and must wait for transfers too."""
     problem = Problem(
-        graph=GRAPH, costs=COSTS, budget_bytes=0, host=Host(bytes_per_second=2e9, budget_bytes=2**40)
+        graph=GRAPH, costs=COSTS, budget_bytes=0, host=Host(bytes_per_second=5e8, budget_bytes=2**40)
     )  # fmt: skip
     return replace(problem, budget_bytes=int(0.3 * problem.baseline.peak_bytes))
 
