@@ -108,7 +108,7 @@ def build(problem: Problem, cuts: Sequence[Cut], spare_bytes: int = 0) -> Model 
     need not be declared so: each of its columns is bounded from below by differences of whole ones.
     Rows between neighbouring cuts are those of Jain et al., "Checkmate: Breaking the Memory Wall
     with Optimal Tensor Rematerialization", MLSys 2020, for a chosen few of its stages. The relaxation of several cuts
-    is weak without those that :mod:`planner.solving.path_rows` adds.
+    is weak without those that :mod:`planner.solving.path_rows` and :mod:`planner.solving.budget_rows` add.
     """
     builder = _Builder(problem, cuts, spare_bytes)
     if min(builder.room_bytes) < 0:
