@@ -75,8 +75,8 @@ def watch_backward(outputs: Sequence[torch.Tensor], reach: Reach | None) -> None
 def _refuse_double_backward(_gradients: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeUnsupportedError(
-            "a planned model cannot be differentiated twice: call backward() without create_graph=True, "
-            "or planner.unwrap(model) first"
+            "a planned model cannot be differentiated twice: call backward() without create_graph=True, or wrap the "
+            "model with runtime='modules', which allows it"
         )
 
 

@@ -30,7 +30,9 @@ class HeldGradients:
         if self._is_counted or self._is_said:
             return 0
         if plan is None or plan is not self._plan:
-            self._parameters, self._plan = [*map(weakref.ref, model.parameters())], plan
+            # What torch.func.functional_call puts in their place may be computed, and is then no leaf.
+            leaves = (p for p in model.parameters() if p.is_leaf)
+            self._parameters, self._plan = [*map(weakref.ref, leaves)], plan
         gradients = [p.grad for reference in self._parameters if (p := reference()) is not None]
         return sum(gradient.nbytes for gradient in gradients if type(gradient) is Tensor)
 

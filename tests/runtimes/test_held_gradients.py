@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import planner
 from tests.models import Stack, rows
@@ -41,3 +42,12 @@ def test_gradients_that_are_counted_freed_or_fit_are_not_said() -> None:
     for _ in range(3):
         model(rows()).backward()
         model.zero_grad()
+
+
+def test_computed_parameters_have_no_gradient_to_look_at() -> None:
+    model = wrap(budget="1GiB")
+    computed = {name: p * 0.9 for name, p in model.named_parameters()}
+    functional_call(model, computed, (rows(),)).backward(retain_graph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        functional_call(model, computed, (rows(),)).backward()
