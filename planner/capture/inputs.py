@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from planner.capture.device import check_one_device
+from planner.capture.module_internals import has_full_backward_hooks
 from planner.capture.parallel import check_not_distributed, has_distributed_tensors
-from planner.capture.torch_internals import has_full_backward_hooks, in_memory, storage_id
+from planner.capture.torch_internals import in_memory, storage_id
 from planner.capture.trees import mapped, tensors_in
 from planner.common.units import round_up
 from planner.errors import RuntimeUnsupportedError, UnsupportedModelError, UsageError

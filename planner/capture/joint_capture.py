@@ -31,6 +31,7 @@ from planner.capture.inputs import Inputs, check_capturable, expected_losses, st
 from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
+from planner.capture.module_internals import hooks_on_all_modules, training_switches
 from planner.capture.planned_call import as_its_class, parts_run_as_they_are
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
 from planner.capture.provenance import places_of, short_path
@@ -52,7 +53,6 @@ from planner.capture.torch_internals import (
     is_drawn,
     other_state,
     storage_id,
-    training_switches,
 )
 from planner.capture.tracing_internals import Answers, answering, drawing, is_drawn_on_host
 from planner.common import timings
@@ -196,7 +196,7 @@ class IsolatedCall:
         self._answers = Answers()
         """What the program was answered when it was last captured."""
         self._functions: dict[Any, OwnedFunction] = {}
-        """What is compiled; before torch 2.13, whose guards see it, for each choice of what trains."""
+        """What is compiled, for each state that guards do not see; before torch 2.13 they see not what trains."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for these arguments; capture it first if there is none."""
@@ -268,14 +268,14 @@ class IsolatedCall:
         )
 
     def _function(self, module: nn.Module) -> OwnedFunction:
-        trained = None if GUARDS_PARAMETERS else training_switches(module)
-        if trained not in self._functions:
+        state = hooks_on_all_modules(), None if GUARDS_PARAMETERS else training_switches(module)
+        if state not in self._functions:
 
             def planned(implementation: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
                 return implementation(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else NOT_CAPTURED
 
-            self._functions[trained] = OwnedFunction(planned, f"planned_{next(_counter)}")
-        return self._functions[trained]
+            self._functions[state] = OwnedFunction(planned, f"planned_{next(_counter)}")
+        return self._functions[state]
 
 
 def _is_of_capture(refusal: TorchDynamoException) -> bool:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from torch import nn
 
-from planner.capture.torch_internals import has_full_backward_hooks
+from planner.capture.module_internals import has_full_backward_hooks
 from planner.findings.subject import ModuleFacts
 from planner.ir.graph import TrainingGraph
 

@@ -6,6 +6,7 @@ import os
 import re
 import sysconfig
 from dataclasses import dataclass
+from inspect import getattr_static
 
 import torch
 from torch import fx, nn
@@ -85,7 +86,7 @@ def kinds_of(model: nn.Module) -> dict[str, str]:
     return {
         path: type(module).__name__
         for path, module in model.named_modules(remove_duplicate=False)
-        if type(module).forward is not nn.Module.forward
+        if getattr_static(type(module), "forward") is not nn.Module.forward  # what is scripted has it on objects alone
     }
 
 

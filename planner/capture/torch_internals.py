@@ -458,24 +458,6 @@ def profiler_is_running() -> bool:
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
-def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
-    """Return the mode of every module and whether each parameter trains, in a tenth of the time of ``modules()``."""
-    found: list[bool] = []
-    seen: set[torch.nn.Module] = set()
-    pending: list[torch.nn.Module | None] = [model]
-    while pending:
-        module = pending.pop()
-        if module is None or module in seen:
-            continue
-        seen.add(module)
-        found.append(module.training)
-        if module._parameters:
-            found += [p is not None and p.requires_grad for p in module._parameters.values()]
-        if module._modules:
-            pending += module._modules.values()
-    return tuple(found)
-
-
 def is_watched() -> bool:
     """Whether a dispatch mode of the user's is on, ``FlopCounterMode`` say: Dynamo then leaves every call alone."""
     asked = getattr(_python_dispatch, "any_torch_dispatch_mode_on_stack", None)  # since Dynamo looks at the stack
@@ -487,11 +469,6 @@ def is_transformed() -> bool:
     if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def has_full_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether hooks wait for the gradients of a module's inputs and outputs."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 # Their kernels for training are torch's own only in forms that tracing makes of them.

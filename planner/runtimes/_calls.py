@@ -16,9 +16,10 @@ from torch import nn
 from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
+from planner.capture.module_internals import training_switches
 from planner.capture.operands import settle
 from planner.capture.parallel import sends_later, unplanned_sharding
-from planner.capture.torch_internals import call_implementation, is_transformed, is_watched, training_switches
+from planner.capture.torch_internals import call_implementation, is_transformed, is_watched
 from planner.capture.trees import leaves_of
 from planner.plans.plan import Plan
 from planner.runtimes import Prepare, Running

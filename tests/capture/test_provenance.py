@@ -16,6 +16,7 @@ from torch import nn
 import planner
 from planner import zoo
 from planner.capture import fake_mode
+from planner.capture.provenance import kinds_of
 from planner.errors import CaptureError
 
 CODE = """\
@@ -138,3 +139,9 @@ def test_modules_have_their_names_where_a_model_looks_attributes_up_itself() -> 
     graph = planner.study(model, torch.randn(4, 8)).graph
     assert {o.module for o in graph.operations} <= {name for name, _ in model.named_modules()}
     assert "blocks.1.0" in {o.module for o in graph.operations}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_part_has_a_kind() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    assert kinds_of(model) == {"": "Sequential", "0": "Linear", "1": "RecursiveScriptModule"}

@@ -83,17 +83,6 @@ def test_what_another_torch_does_differently_is_named(monkeypatch: pytest.Monkey
     assert differences() == ["tangents of the joint graph carry no TangentAOTInput descriptor"]
 
 
-def test_the_switches_of_a_model_are_those_of_its_modules_and_parameters():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.BatchNorm1d(2))
-    model.append(model[0])
-    switches = internals.training_switches(model)
-    assert len(switches) == len([*model.modules(), *model.parameters()])
-    model[2].eval()
-    without_mode = internals.training_switches(model)
-    model[0].bias.requires_grad_(False)
-    assert len({switches, without_mode, internals.training_switches(model)}) == 3
-
-
 def test_compilation_with_the_settings_logs_no_error(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     logger = logging.getLogger("model")
     added = lambda self, message: self.error(message)  # noqa: E731

