@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import set_detect_anomaly
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -94,8 +95,8 @@ def _references_alone(device: torch.device) -> tuple[int, int] | None:
     """Sum two gradients that nobody else holds, and see how often the first is referred to."""
     x = torch.ones(2, 2, device=device, requires_grad=True)
     # Hooks of its own: those around this, of a checkpoint say, are not to see what is saved here.
-    probe = _Probe()
-    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), probe:
+    own_hooks, probe = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), _Probe()
+    with torch.enable_grad(), own_hooks, set_detect_anomaly(False), probe:
         value = x * 2
         torch.autograd.backward([(value.sin() * value.cos()).sum()])
     return probe.seen

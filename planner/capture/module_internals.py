@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as all_modules
 
+_OWN = __name__.partition(".")[0]
+
 _HOOKS_ON_ALL: tuple[dict[int, Any], ...] = (
     all_modules._global_forward_pre_hooks,
     all_modules._global_forward_hooks,
@@ -36,9 +38,13 @@ def training_switches(model: torch.nn.Module) -> tuple[bool, ...]:
 def hooks_on_all_modules() -> tuple[int, ...]:
     """Return the numbers of the hooks that run around every module, those for gradients too: guards see none of them.
 
-    Torch gives no number twice.
+    Torch gives no number twice. Hooks of the planner itself, which only look on, are left out.
     """
-    return tuple(number for hooks in _HOOKS_ON_ALL for number in hooks)
+    return tuple(number for hooks in _HOOKS_ON_ALL for number, hook in hooks.items() if not _is_own(hook))
+
+
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == _OWN
 
 
 def has_full_backward_hooks(module: torch.nn.Module) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.autograd import set_detect_anomaly
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -268,6 +269,17 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
         self.fakes, self.sums = fakes, sums
         self.events: list[EventT | Run] = []
         self._nodes = CallNodes(fakes)
+        self._around: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Self:
+        # To find anomalies, autograd looks at numbers: there may be none, and to look would be written down.
+        self._around.append(set_detect_anomaly(False))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._around.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -160,6 +160,16 @@ def test_hooks_on_all_modules_that_are_added_later_run(model: Any) -> None:
         backward.remove()
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("runtime", ["graph", "regional"])
+def test_planning_looks_for_no_anomalies(runtime: str) -> None:
+    def planned(anomalies: bool) -> planner.Plan:
+        with torch.autograd.set_detect_anomaly(anomalies):
+            return planner.plan(build(), data(), budget="75%", runtime=runtime, time_limit_seconds=0.5)
+
+    assert planned(True).budget_bytes == planned(False).budget_bytes
+
+
 def test_checkpointing_of_its_own_is_refused(model: Any) -> None:
     model.blocks[1].gradient_checkpointing = True
     with pytest.raises(UsageError, match=r"itself, in 'blocks\.1'.*gradient_checkpointing_disable"):
