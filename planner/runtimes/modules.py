@@ -25,8 +25,8 @@ from planner.capture.inputs import Inputs
 from planner.capture.parallel import units_of, whole
 from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.random_states import HostStates
-from planner.capture.torch_internals import call_implementation, calling
-from planner.errors import PlanMismatchError, ScheduleError
+from planner.capture.torch_internals import call_implementation, calling, version_of
+from planner.errors import PlanMismatchError, RuntimeUnsupportedError, ScheduleError
 from planner.ir.checkpoints import schedule_of
 from planner.plans.module_choices import choices_in
 from planner.plans.offload import OffloadedModule
@@ -208,9 +208,10 @@ class _Only(TorchDispatchMode):
 
 
 class _Again(AbstractContextManager[None]):
-    """Gives the second run what was kept, and what the first drew from Python's and numpy's random states.
+    """Gives the second run what was kept, what the first drew from Python's and numpy's random states, and its state.
 
-    No further run touches running statistics, but copies of them.
+    These are the tensors that the module had then: ``torch.func.functional_call`` lends it others for a call. A tensor
+    that was written into since is refused. No further run touches running statistics, but copies of them.
 
     What was kept is given once: a third run, as for a second backward, computes everything.
     """
@@ -220,11 +221,19 @@ class _Again(AbstractContextManager[None]):
         self.giving = giving
         self.stack = ExitStack()
         self.drawn_from = HostStates()
+        self.read = [(table, name, t, version_of(t)) for table, name, t in _read_by(module)]
 
     def __enter__(self) -> None:
         self.stack.enter_context(parts_run_as_they_are())  # as in the forward
         self.stack.callback(HostStates().restore)
         self.drawn_from.restore()
+        for table, name, tensor, version in self.read:
+            if version_of(tensor) != version:
+                self.stack.close()
+                raise _changed(self.module, name)
+            if (now := table.get(name)) is not tensor:
+                self.stack.callback(table.__setitem__, name, now)
+                table[name] = tensor
         for part in filter(keeps_statistics, self.module.modules()):
             for name, buffer in part.named_buffers(recurse=False):
                 self.stack.callback(setattr, part, name, buffer)
@@ -235,6 +244,21 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *raised: Any) -> None:
         self.stack.__exit__(*raised)
+
+
+def _read_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return the parameters and buffers of a module, but for running statistics, and where each is kept."""
+    for part in module.modules():
+        for table in (part._parameters, {} if keeps_statistics(part) else part._buffers):
+            yield from ((table, name, tensor) for name, tensor in table.items() if tensor is not None)
+
+
+def _changed(module: nn.Module, name: str) -> RuntimeUnsupportedError:
+    return RuntimeUnsupportedError(
+        f"{name!r} of a module {type(module).__name__} was changed in place between the forward and its backward. The "
+        "plan runs the module again in the backward, which would compute with the new numbers. Change it after the "
+        "backward"
+    )
 
 
 class _Modules(StartsCalls):

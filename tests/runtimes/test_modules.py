@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import planner
@@ -23,7 +24,7 @@ from planner.capture.inputs import Inputs
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import SolveLimits
-from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, UsageError
+from planner.errors import CaptureError, InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError, UsageError
 from planner.ir.builder import StepContext
 from planner.ir.checkpoints import Region, schedule_of
 from planner.ir.graph import OperationCost
@@ -236,6 +237,46 @@ def test_hooks_and_double_backward_work_as_in_eager() -> None:
     for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None)
         assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("state", ["bias", "buffer"])
+def test_what_is_changed_before_the_backward_is_refused(state: str) -> None:
+    model = Stack()
+    for block in model.blocks:
+        block.inner.register_buffer("unread", torch.zeros(1))
+    planner.auto_wrap(model, rows(), activation_budget="60%", runtime="modules")
+    chosen = model.get_submodule(modules_of(planner.plan_of(model))[0])
+    loss = model(rows())
+    changed = next(chosen.buffers()) if state == "buffer" else chosen.get_parameter("inner.0.bias")
+    with torch.no_grad():
+        changed.add_(0.1)
+    with pytest.raises(RuntimeUnsupportedError, match="changed in place between the forward and its backward"):
+        loss.backward()
+    model(rows()).backward()
+
+
+def test_an_inner_step_is_differentiated_with_the_parameters_that_it_ran_with() -> None:
+    torch.manual_seed(0)
+    plain = Stack().eval()
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="60%", runtime="modules")
+    for model in (plain, wrapped):
+        trained = dict(model.named_parameters())
+        for _ in range(2):  # the second step is of computed parameters
+            loss = functional_call(model, trained, (rows(),))
+            gradients = torch.autograd.grad(loss, list(trained.values()), create_graph=True)
+            trained = {name: p - 0.1 * g for (name, p), g in zip(trained.items(), gradients, strict=True)}
+        functional_call(model, trained, (rows(),)).backward()
+    assert modules_of(planner.plan_of(wrapped))
+    for one, other in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_parameters_that_are_computed_are_recorded_without_their_history() -> None:
+    model = planner.auto_wrap(Stack(), activation_budget="60%", runtime="modules")
+    computed = {name: p * 0.9 for name, p in model.named_parameters()}
+    functional_call(model, computed, (rows(),)).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 class GradientCheckpointingLayer(Mlp):

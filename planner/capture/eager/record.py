@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -53,8 +53,15 @@ def record(
     recorded without data, or that nothing in it requires gradients; a UsageError that the model calls
     ``torch.utils.checkpoint`` itself.
     """
-    # The backward of a recording ends where the model begins, whatever the inputs were computed from.
-    follow = partial(_record, model, inputs.map_tensors(_as_leaf), loss=loss)
+    # The backward of a recording ends where the model begins, whatever inputs and parameters were computed from.
+    inputs = inputs.map_tensors(_as_leaf)
+    with other_state(model, {path: _as_leaf(tensor) for path, tensor in state_of(model).items()}):
+        return _recorded_somehow(model, inputs, partial(_record, model, inputs, loss=loss), elsewhere, may_run)
+
+
+def _recorded_somehow(
+    model: nn.Module, inputs: Inputs, follow: Callable[..., Trace], elsewhere: Elsewhere | None, may_run: bool
+) -> Trace:
     depends_on_data = False
     try:
         trace = follow(elsewhere=elsewhere)
