@@ -174,6 +174,9 @@ class Captures:
         return joint
 
 
+_AS_WRITTEN = {"L['implementation'].__self__": "self", "L['args']": "args", "L['kwargs']": "kwargs"}
+"""What Dynamo calls, in the function that it compiles, what a module's author writes."""
+
 NOT_CAPTURED = object()
 """What a call that has no graph gives in place of its result."""
 
@@ -213,6 +216,15 @@ class IsolatedCall:
         """
         call = of or self
         return self._function(call.module).run((call.implementation, *args), kwargs)
+
+    def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Say in Python which condition of the last capture a call does not meet; ``""`` if it meets all."""
+        given = {"implementation": self.implementation, "args": args, "kwargs": kwargs}
+        condition, *lines = self._function(self.module).difference(given).split("  # ")
+        for name, as_written in _AS_WRITTEN.items():
+            condition = condition.replace(name, as_written)
+        at = f" (at {lines[-1].rpartition('/')[2]})" if lines else ""
+        return f"{condition.strip()}{at}"
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         install_output_hooks(self.module, kwargs)
@@ -329,7 +341,7 @@ def _explain_unknown_sizes(graph_module: fx.GraphModule) -> Iterator[None]:
                 f"with what {_called(unknown)} gives, whose size depends on data{f' (at {source})' if source else ''}"
             )
         else:
-            what = f"with a whole number that it draws (random.randint and the like){raised_at(error)}"
+            what = f"with a whole number that it draws or reads from a tensor (randint, int(x)){raised_at(error)}"
         raise CaptureError(f"the forward computes {what}, so sizes or positions differ from call to call") from error
 
 

@@ -26,7 +26,7 @@ import torch._dynamo
 from torch import fx
 from torch._C import DispatchKey, _DisableAutocast
 from torch._C._autograd import _get_current_graph_task_keep_graph as _get_current_graph_task_keep_graph
-from torch._C._dynamo.eval_frame import reset_code, set_eval_frame
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code, set_eval_frame
 from torch._decomp import decomposition_table, decompositions
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import guards, mutation_guard
@@ -308,6 +308,12 @@ class OwnedFunction:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the graph for such arguments, else the function itself; compile nothing."""
         return run_compiled(self._function, args, kwargs)
+
+    def difference(self, given: Mapping[str, Any]) -> str:
+        """Return what the newest graph takes for granted and arguments, by name, do not have; ``""`` if nothing."""
+        newest = next(iter(_debug_get_cache_entry_list(self._function.__code__)), None)
+        failed = newest.guard_manager.check_verbose(dict(given)).verbose_code_parts if newest is not None else ()
+        return next(iter(failed), "")
 
 
 def _forget(code: CodeType, names: dict[str, Any], finalizers: list[weakref.finalize[..., Any]]) -> None:

@@ -171,7 +171,8 @@ class AutoRuntime:
         except (CaptureError, RuntimeUnsupportedError):
             raise refusal from None  # it is the call that fails, not its capture
         if first_time:
-            warnings.warn(f"{refusal}. Such calls run under the runtime {INSTEAD!r}, within the budget", stacklevel=3)
+            reason = str(refusal).rstrip(".")
+            warnings.warn(f"{reason}. Such calls run under the runtime {INSTEAD!r}, within the budget", stacklevel=3)
         self._refused.add(self._kind_of(args, kwargs))
         self._current = self._instead
         return result

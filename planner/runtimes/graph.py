@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -47,6 +48,9 @@ from planner.session.telling import one_at_a_time, working
 
 _log = logging.getLogger("planner")
 
+_OFTEN = 8
+"""After so many captures in a row people are told."""
+
 
 class GraphRuntime(PlannedCalls):
     """What ``model(...)`` runs while a plan is in force.
@@ -84,6 +88,8 @@ class GraphRuntime(PlannedCalls):
         """Whether FSDP2's hooks run around the graphs, which then are of the model's ``forward``."""
         self._own_call = model.forward if self._in_hooks else call_implementation(model)
         self._expected: list[int] | None = None
+        self._in_a_row = 0
+        """How many calls up to the last were each captured."""
         self._new_calls()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,10 +103,11 @@ class GraphRuntime(PlannedCalls):
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)
-            if result is NOT_CAPTURED:
-                with one_at_a_time:
-                    result = self._captured(self._inputs)
-            return result
+            if result is not NOT_CAPTURED:
+                self._in_a_row = 0
+                return result
+            with one_at_a_time:
+                return self._captured(self._inputs)
         finally:
             self._inputs = None
 
@@ -119,6 +126,9 @@ class GraphRuntime(PlannedCalls):
     def _captured(self, inputs: Inputs) -> Any:
         """Run the model on what is new to it, or marked as dynamic."""
         check_plannable(self.model, inputs)
+        if self._in_a_row == _OFTEN:
+            self._say_what_changes(inputs)
+        self._in_a_row += 1
         self._complete_for(inputs)
         varying = marked(inputs)
         self._look_ahead(inputs)
@@ -137,6 +147,16 @@ class GraphRuntime(PlannedCalls):
             if self._graphs != graphs:
                 done(self._why(symbolic), self.plan)
             return result
+
+    def _say_what_changes(self, inputs: Inputs) -> None:
+        found = (call.difference(inputs.args, inputs.kwargs) for pair in reversed(self._calls) for call in pair)
+        what = next(filter(None, found), "")
+        warnings.warn(
+            f"each of the last {_OFTEN} calls of {type(self.model).__name__} was captured anew, and so is this one"
+            f"{f': it is no longer so that {what}' if what else ''}. What its forward looks at must be alike in most "
+            "calls; runtime='modules' captures nothing",
+            stacklevel=9,
+        )
 
     def _captured_by_one(self, inputs: Inputs, symbolic: Sequence[Varying]) -> Any:
         """Run the first program that holds for a call, or a new one, which takes nothing for granted that did not."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from planner.capture import programs
+from planner.runtimes import graph
 from tests.models import Stack, mean_square, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 
@@ -111,3 +112,26 @@ def test_a_number_that_tracing_pins_has_a_program_for_each_value(recwarn: pytest
         hold_peak(model, rows(2048))
         assert planner.plan_of(model).runtime == "graph"
     assert not [str(warning.message) for warning in recwarn if "'modules'" in str(warning.message)]
+
+
+class Noting(Stack):
+    """Notes in a list how large its batches were, and so looks at another list in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes.append(x.shape[0])
+        return super().forward(x)
+
+
+def test_calls_that_are_all_captured_anew_are_said_with_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_OFTEN", 2)
+    model = planner.auto_wrap(Noting(), activation_budget="70%", runtime="graph", time_limit_seconds=0.2)
+    for _ in range(2):
+        model(rows()).backward()
+    with pytest.warns(
+        UserWarning, match=r"no longer so that len\(self\.sizes\) == 1 \(at test_numbers\.py:\d+ in forward"
+    ):
+        model(rows()).backward()
