@@ -31,7 +31,7 @@ from planner.capture.inputs import Inputs, check_capturable, expected_losses, st
 from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
-from planner.capture.module_internals import hooks_on_all_modules, training_switches
+from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_run_as_they_are
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
 from planner.capture.provenance import places_of, short_path
@@ -280,7 +280,7 @@ class IsolatedCall:
         )
 
     def _function(self, module: nn.Module) -> OwnedFunction:
-        state = hooks_on_all_modules(), None if GUARDS_PARAMETERS else training_switches(module)
+        state = hooks_on_all_modules(), None if GUARDS_PARAMETERS else switches_and_sizes(module)
         if state not in self._functions:
 
             def planned(implementation: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from planner.capture.device import entered, of_model
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
-from planner.capture.module_internals import training_switches
+from planner.capture.module_internals import switches_and_sizes
 from planner.capture.operands import settle
 from planner.capture.parallel import sends_later, unplanned_sharding
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched
@@ -192,7 +192,7 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
     kind = next((x.device.type for x in leaves if isinstance(x, torch.Tensor)), "cpu")
     can_cast = torch.amp.is_autocast_available(kind)
     cast = can_cast and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return described, cast, training_switches(model), masking_of(model, inputs)
+    return described, cast, switches_and_sizes(model), masking_of(model, inputs)
 
 
 def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:

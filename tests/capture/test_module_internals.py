@@ -9,15 +9,17 @@ from planner.capture import module_internals as internals
 from planner.capture.storages import StorageRecorder
 
 
-def test_the_switches_of_a_model_are_those_of_its_modules_and_parameters() -> None:
+def test_switches_and_sizes_are_those_of_modules_parameters_and_buffers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.BatchNorm1d(2))
     model.append(model[0])
-    switches = internals.training_switches(model)
-    assert len(switches) == len([*model.modules(), *model.parameters()])
+    switches = internals.switches_and_sizes(model)
+    assert len(switches) == len([*model.modules(), *model.parameters(), *model.buffers()])
     model[2].eval()
-    without_mode = internals.training_switches(model)
+    without_mode = internals.switches_and_sizes(model)
     model[0].bias.requires_grad_(False)
-    assert len({switches, without_mode, internals.training_switches(model)}) == 3
+    frozen = internals.switches_and_sizes(model)
+    model[0].weight = torch.nn.Parameter(torch.ones(3, 2))
+    assert len({switches, without_mode, frozen, internals.switches_and_sizes(model)}) == 4
 
 
 def test_hooks_on_all_modules_have_numbers_of_their_own() -> None:

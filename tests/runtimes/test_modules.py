@@ -35,6 +35,7 @@ from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
 from planner.solving.modules.variants import cheapest, variants_of
 from tests.models import WIDTH, Convolutions, images, looked_at, rows
+from tests.runtimes.steps import hold_peak
 
 
 class Mlp(nn.Module):
@@ -277,6 +278,16 @@ def test_parameters_that_are_computed_are_recorded_without_their_history() -> No
     computed = {name: p * 0.9 for name, p in model.named_parameters()}
     functional_call(model, computed, (rows(),)).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_part_of_another_size_is_planned_for() -> None:
+    model = planner.auto_wrap(Stack(), rows(), budget="1GiB", runtime="modules")
+    before = planner.plan_of(model)
+    model.blocks[1].inner[0] = nn.Linear(WIDTH, 16 * WIDTH)
+    model.blocks[1].inner[3] = nn.Linear(16 * WIDTH, WIDTH)
+    model(rows()).backward()
+    hold_peak(model, rows())
+    assert planner.plan_of(model).total_static_bytes > before.total_static_bytes
 
 
 class GradientCheckpointingLayer(Mlp):
