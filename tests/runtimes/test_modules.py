@@ -281,7 +281,8 @@ def test_parameters_that_are_computed_are_recorded_without_their_history() -> No
 
 
 def test_a_part_of_another_size_is_planned_for() -> None:
-    model = planner.auto_wrap(Stack(), rows(), budget="1GiB", runtime="modules")
+    model = planner.auto_wrap(Stack(), budget="1GiB", runtime="modules")
+    model(rows()).backward()
     before = planner.plan_of(model)
     model.blocks[1].inner[0] = nn.Linear(WIDTH, 16 * WIDTH)
     model.blocks[1].inner[3] = nn.Linear(16 * WIDTH, WIDTH)
