@@ -190,12 +190,18 @@ def check_own_checkpointing(model: nn.Module) -> None:
 
 
 def check_device(model: nn.Module, inputs: Inputs) -> None:
-    """Raise a UsageError for inputs that are not on the model's device; refuse nested ones, of unknown bytes."""
+    """Raise a UsageError for inputs that are not on the model's device; refuse nested ones, and those of subclasses."""
     devices = {tensor.device for tensor in state_of(model).values()}
     for tensor in inputs.tensors():
         if tensor.is_nested:
             raise UnsupportedModelError(
                 "an input is a nested tensor, whose bytes no plan knows: pass its values and offsets, or pad it"
+            )
+        kind = type(tensor)
+        if kind not in (torch.Tensor, nn.Parameter) and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            raise UnsupportedModelError(
+                f"an input is of the class {kind.__name__}, which torch does not follow when it captures or records: "
+                "pass input.as_subclass(torch.Tensor)"
             )
         if len(devices) == 1 and tensor.device not in devices:
             raise UsageError(

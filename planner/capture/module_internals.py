@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def switches_and_sizes(model: torch.nn.Module) -> tuple[int, ...]:
         if module._modules:
             pending += module._modules.values()
     return tuple(found)
+
+
+def tensors_held_by(module: torch.nn.Module, *, buffers: bool) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Return what a module itself holds: each tensor with its name, and the table that has it under that."""
+    tables: list[dict[str, Any]] = [module._parameters, *([module._buffers] if buffers else [])]
+    return ((table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None)
 
 
 def hooks_on_all_modules() -> tuple[int, ...]:

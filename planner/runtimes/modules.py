@@ -22,6 +22,7 @@ from planner.capture.device import of_model
 from planner.capture.eager.graph import keeps_statistics
 from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs
+from planner.capture.module_internals import tensors_held_by
 from planner.capture.parallel import units_of, whole
 from planner.capture.planned_call import parts_run_as_they_are
 from planner.capture.random_states import HostStates
@@ -249,8 +250,7 @@ class _Again(AbstractContextManager[None]):
 def _read_by(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """Return the parameters and buffers of a module, but for running statistics, and where each is kept."""
     for part in module.modules():
-        for table in (part._parameters, {} if keeps_statistics(part) else part._buffers):
-            yield from ((table, name, tensor) for name, tensor in table.items() if tensor is not None)
+        yield from tensors_held_by(part, buffers=not keeps_statistics(part))
 
 
 def _changed(module: nn.Module, name: str) -> RuntimeUnsupportedError:

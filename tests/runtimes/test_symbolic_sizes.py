@@ -241,3 +241,16 @@ def test_nested_inputs_are_refused_by_name(runtime: str) -> None:
     rows_of_lengths = [torch.randn(length, WIDTH) for length in (30, 50)]
     with pytest.raises(UnsupportedModelError, match="an input is a nested tensor"):
         model(torch.nested.nested_tensor(rows_of_lengths, layout=torch.jagged))
+
+
+class Picture(torch.Tensor):
+    """A tensor that says what it holds, as those of some libraries do."""
+
+
+@pytest.mark.parametrize("runtime", ["auto", "modules"])
+def test_inputs_of_a_class_of_their_own_are_refused_with_the_way_out(runtime: str) -> None:
+    model = planner.auto_wrap(nn.Linear(4, 4), budget="1GiB", runtime=runtime)
+    picture = torch.randn(2, 4).as_subclass(Picture)
+    with pytest.raises(UnsupportedModelError, match=r"of the class Picture.*as_subclass\(torch\.Tensor\)"):
+        model(picture)
+    model(picture.as_subclass(torch.Tensor)).sum().backward()
