@@ -200,12 +200,16 @@ class IsolatedCall:
         """What the program was answered when it was last captured."""
         self._functions: dict[Any, OwnedFunction] = {}
         """What is compiled, for each state that guards do not see; before torch 2.13 they see not what trains."""
+        self._forwards: dict[type[nn.Module], Any] = {}
+        """The forwards that classes had when they were captured: guards see only one that an object has of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph for these arguments; capture it first if there is none."""
         result = self.known(args, kwargs)
         if result is NOT_CAPTURED:
             result = self._captured(args, kwargs)
+            kinds = {type(module) for module in self.module.modules()}
+            self._forwards = {kind: kind.forward for kind in kinds if kind.forward is kind.forward}
         # Where torch leaves the function alone (it is being exported, say) nothing is planned.
         return self.implementation(*args, **kwargs) if result is NOT_CAPTURED else result
 
@@ -280,6 +284,8 @@ class IsolatedCall:
         )
 
     def _function(self, module: nn.Module) -> OwnedFunction:
+        if any(kind.forward is not forward for kind, forward in self._forwards.items()):
+            self._functions, self._forwards = {}, {}
         state = hooks_on_all_modules(), None if GUARDS_PARAMETERS else switches_and_sizes(module)
         if state not in self._functions:
 

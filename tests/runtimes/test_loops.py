@@ -160,6 +160,13 @@ def test_hooks_on_all_modules_that_are_added_later_run(model: Any) -> None:
         backward.remove()
 
 
+def test_a_forward_that_a_class_is_given_later_runs(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.GELU, "forward", lambda self, x: x.tanh())
+    check(model)
+    monkeypatch.undo()
+    check(model)
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("runtime", ["graph", "regional"])
 def test_planning_looks_for_no_anomalies(runtime: str) -> None:
