@@ -16,7 +16,7 @@ from itertools import pairwise
 from planner.common.limits import SolveLimits
 from planner.ir.problem import Problem, Progress, Solution
 from planner.ir.schedule import Schedule
-from planner.solving.budget_rows import broken_budgets
+from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.incumbent import Incumbent
 from planner.solving.milp import Answer, Library
 from planner.solving.path_rows import PathRows, Way
@@ -98,6 +98,7 @@ class _StepCutSearch:
         self.needs_bytes = first_run_bytes(self.problem.graph, self.problem.costs)
         self.scale = max((cost.seconds for cost in self.problem.costs), default=0.0) or 1.0
         self.ways: list[Way] = []
+        self.roundings: list[Rounding] = []
         """The rows that mattered to the last relaxation, for the next with more cuts."""
         self.last: tuple[list[Cut], Model, Answer] | None = None
         """The last relaxation, with the rows that it needed: the programme itself is often asked for next."""
@@ -220,7 +221,7 @@ class _StepCutSearch:
     def relaxed(self, cuts: list[Cut], model: Model, share: float) -> Answer:
         """Solve the relaxation of a programme, and again with the rows that its solution breaks."""
         clock, enough = self.clock, _STALLED * self.problem.baseline.seconds / self.scale
-        paths = PathRows(self.problem, cuts, model, self.ways)
+        paths, budgets = PathRows(self.problem, cuts, model, self.ways), BudgetRows(model, self.roundings)
         relaxation = self.library.relaxation(model)
         answer, risen = Answer(None, 0.0), math.inf
         while risen > enough and clock.left(share) > 0:
@@ -231,8 +232,8 @@ class _StepCutSearch:
             if found.columns is None:
                 break
             risen, answer = found.bound - answer.bound if answer.columns else math.inf, found
-            self.ways = paths.tight(found.columns)
-            broken = [*paths.broken(found.columns), *broken_budgets(model, found.columns)]
+            self.ways, self.roundings = paths.tight(found.columns), budgets.tight(found.columns)
+            broken = [*paths.broken(found.columns), *budgets.broken(found.columns)]
             if not broken:
                 break
             relaxation.add(broken)

@@ -13,14 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from planner.ir.problem import Problem
-from planner.solving.step_cut import Cut, Model, Row
+from planner.solving.step_cut import Cut, Model, Row, has_no_slack
 
 _BROKEN = 1e-3
 """By so much a row must be broken to be worth adding."""
 
 _ROWS_AT_ONCE = 600
 
-_NOTHING, _NO_SLACK = 1e-9, 1e-6
+_NOTHING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,7 @@ class PathRows:
 
     def tight(self, columns: Sequence[float]) -> list[Way]:
         """Return the ways whose rows a solution leaves no slack."""
-        return [
-            way
-            for way, (terms, least) in self.added
-            if sum(weight * columns[column] for column, weight in terms) < least + _NO_SLACK
-        ]
+        return [way for way, row in self.added if has_no_slack(row, columns)]
 
     def _broken_from(self, first: int, columns: Sequence[float]) -> Iterator[tuple[float, Way]]:
         """Return the ways of broken rows of an earlier cut, each with by how much."""

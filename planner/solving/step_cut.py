@@ -38,13 +38,22 @@ class Cut:
 Row = tuple[list[tuple[int, float]], float]
 """Columns with their weights, and what their weighted sum is at least."""
 
+_NO_SLACK = 1e-6
+
+
+def has_no_slack(row: Row, columns: Sequence[float]) -> bool:
+    """Say whether a solution keeps a row by nothing."""
+    terms, least = row
+    return sum(weight * columns[column] for column, weight in terms) < least + _NO_SLACK
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """What a cut has room for; in a whole plan each of its columns is 0 or 1."""
 
+    cut: Cut
     sizes: dict[int, int]
-    """By column, the bytes of what it is about."""
+    """By column, the bytes of what it is about; in the same order in every model that has the cut."""
     free_bytes: int
     """Beside all that is there anyway."""
 
@@ -227,7 +236,7 @@ class _Builder:
             sizes[column] = self.problem.costs[operation].workspace_bytes
             sizes[column] += sum(graph.values[u].size_bytes for u in extra)
         if sum(sizes.values()) > self.room_bytes[number]:
-            model.rooms.append(Room(sizes, self.room_bytes[number]))
+            model.rooms.append(Room(self.cuts[number], sizes, self.room_bytes[number]))
             unit = max(self.problem.budget_bytes, 1)
             row = [(column, -size / unit) for column, size in sizes.items() if size]
             model.at_least(-self.room_bytes[number] / unit, *row)

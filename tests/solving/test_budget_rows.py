@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from planner.ir.problem import Problem
-from planner.solving.budget_rows import broken_budgets
+from planner.solving.budget_rows import BudgetRows, Rounding
 from planner.solving.milp import Library
 from planner.solving.step_cut import Cut, Model, Room, build
 from tests.oracle import cheapest, random_graph, resnet_like
@@ -17,11 +17,11 @@ LIBRARY = Library(print)
 
 
 def _room(sizes: list[int], free_bytes: int) -> Model:
-    return Model(cost=[0.0] * len(sizes), rooms=[Room(dict(enumerate(sizes)), free_bytes)])
+    return Model(cost=[0.0] * len(sizes), rooms=[Room(Cut(0), dict(enumerate(sizes)), free_bytes)])
 
 
 def test_of_three_equal_values_two_fit_where_a_relaxation_holds_most_of_each() -> None:
-    [(terms, least)] = broken_budgets(_room([4, 4, 4], 11), [11 / 12] * 3)
+    [(terms, least)] = BudgetRows(_room([4, 4, 4], 11)).broken([11 / 12] * 3)
 
     def keeps(*columns: float) -> bool:
         return sum(weight * columns[column] for column, weight in terms) >= least
@@ -38,25 +38,27 @@ def test_no_whole_choice_that_fits_breaks_a_row_and_the_shares_do(seed: int) -> 
     sizes = [rng.choice([0, 1, 4, 8, 12, 13, 2**30 + 1, 2**31]) for _ in range(9)]
     free_bytes = rng.randrange(sum(sizes) + 1)
     shares = [rng.choice([0.0, 1.0, rng.random()]) for _ in sizes]
-    for terms, least in broken_budgets(_room(sizes, free_bytes), shares):
+    for terms, least in BudgetRows(_room(sizes, free_bytes)).broken(shares):
         assert sum(weight * shares[column] for column, weight in terms) < least
         for whole in product((0, 1), repeat=len(sizes)):
             if sum(size * one for size, one in zip(sizes, whole, strict=True)) <= free_bytes:
                 assert sum(weight * whole[column] for column, weight in terms) >= least
 
 
-def _bounds(problem: Problem, cuts: list[Cut]) -> tuple[float, float]:
-    """Return what the relaxation of some cuts proves without and with these rows."""
+def _bounds(problem: Problem, cuts: list[Cut], known: list[Rounding]) -> tuple[float, float, list[Rounding]]:
+    """Return what the relaxation of some cuts proves without and with these rows, and those that matter."""
     model = build(problem, cuts)
     assert model is not None
     scale = max(cost.seconds for cost in problem.costs)
+    without = LIBRARY.minimise(model, relax=True)
+    budgets = BudgetRows(model, known)
     relaxation = LIBRARY.relaxation(model)
-    without = found = relaxation.solve()
-    while found.columns is not None and (rows := broken_budgets(model, found.columns)):
+    found = relaxation.solve()
+    while found.columns is not None and (rows := budgets.broken(found.columns)):
         relaxation.add(rows)
         found = relaxation.solve()
     assert found.columns is not None
-    return without.bound * scale, found.bound * scale
+    return without.bound * scale, found.bound * scale, budgets.tight(found.columns)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -67,8 +69,9 @@ def test_no_bound_with_them_is_above_the_cheapest_plan(seed: int) -> None:
     best = cheapest(problem)
     if best is None:
         return
+    known: list[Rounding] = []
     for steps in ((4,), (4, 6), (2, 3, 4, 5, 6, 7, 8)):
-        without, bound = _bounds(problem, [Cut(step) for step in steps])
+        without, bound, known = _bounds(problem, [Cut(step) for step in steps], known)
         assert without - 1e-9 <= bound <= best[0] + 1e-6
 
 
@@ -77,5 +80,10 @@ def test_between_cuts_of_a_tight_budget_the_bound_rises() -> None:
     whole = Problem(graph=graph, costs=costs, budget_bytes=0)
     problem = Problem(graph=graph, costs=costs, budget_bytes=whole.baseline.peak_bytes // 2)
     turn, count = graph.loss_index, len(graph.operations)
-    without, bound = _bounds(problem, [Cut(step) for step in range(turn, count, (count - turn) // 8)])
+    cuts = [Cut(step) for step in range(turn, count, (count - turn) // 8)]
+    without, bound, known = _bounds(problem, cuts, [])
     assert bound > 1.1 * without
+    again = build(problem, [Cut(turn - 1), *cuts])
+    assert again is not None
+    BudgetRows(again, known)
+    assert LIBRARY.minimise(again, relax=True).bound * max(cost.seconds for cost in costs) > 0.999 * bound
