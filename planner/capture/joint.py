@@ -32,6 +32,10 @@ _ATTENTION_DROPOUT_ARGUMENT = {
 _DROPOUT_OF_RNN = 6
 
 
+Reach = tuple[list[int], list[frozenset[int]]]
+"""Raw output of each tangent, and for each gradient the tangents that it depends on."""
+
+
 @dataclass(frozen=True)
 class JointGraph:
     """A joint graph as AOTAutograd hands it to a partition function, common subexpressions merged.
@@ -162,6 +166,25 @@ def draws_once(node: fx.Node) -> bool:
 def is_attention(node: fx.Node) -> bool:
     """Whether a node is fused attention, whose integers are random states and lengths."""
     return isinstance(node.target, OpOverload) and node.target.overloadpacket.__name__ in _ATTENTION_DROPOUT_ARGUMENT
+
+
+def reach_of(joint: JointGraph) -> Reach | None:
+    """Find which gradients depend on which outputs; None if each depends on all."""
+    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and is_tangent(n)]
+    if len(tangents) < 2:
+        return None
+    forward_descriptors = joint.output_descriptors[0]
+    descriptors = [node.meta.get("desc") for node in tangents]
+    raw_outputs = [forward_descriptors.index(d.output) for d in descriptors if isinstance(d, TangentAOTInput)]
+    depends: dict[fx.Node, frozenset[int]] = {node: frozenset([i]) for i, node in enumerate(tangents)}
+    for node in joint.graph.nodes:
+        if node not in depends:
+            depends[node] = frozenset().union(*(depends[source] for source in node.all_input_nodes))
+    gradients = [depends[n] if isinstance(n, fx.Node) else frozenset() for n in joint.outputs[1]]
+    everything = frozenset(range(len(tangents)))
+    if all(not needed or needed == everything for needed in gradients):
+        return None
+    return raw_outputs, gradients
 
 
 def parameter_nodes(joint: JointGraph) -> set[fx.Node]:

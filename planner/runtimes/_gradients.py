@@ -18,31 +18,8 @@ import torch
 from torch import fx
 from torch.utils.hooks import RemovableHandle
 
-from planner.capture.joint import JointGraph, is_random, is_tangent, mutates
-from planner.capture.torch_internals import TangentAOTInput
+from planner.capture.joint import JointGraph, Reach, is_random, mutates, reach_of
 from planner.errors import PlannerError, RuntimeUnsupportedError
-
-Reach = tuple[list[int], list[frozenset[int]]]
-"""Raw output of each tangent, and for each gradient the tangents that it depends on."""
-
-
-def reach_of(joint: JointGraph) -> Reach | None:
-    """Find which gradients depend on which outputs; None if each depends on all."""
-    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and is_tangent(n)]
-    if len(tangents) < 2:
-        return None
-    forward_descriptors = joint.output_descriptors[0]
-    descriptors = [node.meta.get("desc") for node in tangents]
-    raw_outputs = [forward_descriptors.index(d.output) for d in descriptors if isinstance(d, TangentAOTInput)]
-    depends: dict[fx.Node, frozenset[int]] = {node: frozenset([i]) for i, node in enumerate(tangents)}
-    for node in joint.graph.nodes:
-        if node not in depends:
-            depends[node] = frozenset().union(*(depends[source] for source in node.all_input_nodes))
-    gradients = [depends[n] if isinstance(n, fx.Node) else frozenset() for n in joint.outputs[1]]
-    everything = frozenset(range(len(tangents)))
-    if all(not needed or needed == everything for needed in gradients):
-        return None
-    return raw_outputs, gradients
 
 
 def watched(

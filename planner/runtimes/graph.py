@@ -19,7 +19,7 @@ from planner.capture.branches import OtherBranchError
 from planner.capture.failures import explain_failures
 from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs, Varying, check_plannable
-from planner.capture.joint import JointGraph
+from planner.capture.joint import JointGraph, reach_of
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, capture, differentiable_outputs, loss_outputs
 from planner.capture.masks import AssumptionBrokenError
 from planner.capture.parallel import is_sharded
@@ -37,7 +37,7 @@ from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
-from planner.runtimes._gradients import LateGradients, reach_of, watch_backward
+from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, largest_sizes, marked, with_sizes
 from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep

@@ -262,3 +262,32 @@ def test_a_dropout_that_is_switched_on_outside_of_parts_is_said_and_planned() ->
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Rests does not run")
         assert_same(train(plain, rows()), train(model, rows()))
+
+
+class TwoWays(nn.Module):
+    """Returns two tensors, by weights of their own; the backward of the first is widest after its gradient was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.other = nn.Linear(WIDTH, 1024), nn.Linear(1024, 256), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.narrow(self.wide(x).tanh().exp()), self.other(x).tanh()
+
+
+class UsesOne(nn.Module):
+    """Looks at a number, and uses one of two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = TwoWays()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used, _unused = self.body(x)
+        return mean_square(used * 2.0 if looked_at(self, used) > 0 else used * 3.0)
+
+
+@pytest.mark.filterwarnings("ignore:what UsesOne runs depends on data")
+def test_a_gradient_is_held_where_another_does_not_come() -> None:
+    plan = wrap_and_hold(UsesOne(), rows(), activation_budget="100%", runtime="parts")
+    assert plan.runtime == "parts"

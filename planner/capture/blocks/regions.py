@@ -22,7 +22,7 @@ from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
-from planner.capture.joint import JointGraph, mutates, tensors_of
+from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
 from planner.capture.joint_capture import Captures, differentiable_outputs, mode_of
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
@@ -63,6 +63,14 @@ class Block:
         descriptors = [node.meta["desc"] for node in joint.tangents]
         results = [joint.outputs[0][raw.index(descriptor.output)] for descriptor in descriptors]
         return [(node, self.outputs.index(result)) for node, result in zip(joint.tangents, results, strict=True)]
+
+    def held_of(self, arrived: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the gradients of outputs that autograd holds to the end of the backward.
+
+        None, but where some do not come: then what runs the block has a hook on its end, which is told of them.
+        """
+        is_watched = reach_of(self.lowered.joint) is not None and any(arrived[at] is None for _, at in self.tangents)
+        return [gradient for gradient in arrived if is_watched and gradient is not None]
 
     def value(self, node: fx.Node) -> int:
         """Return the one value that a node's output is, or looks at."""
@@ -432,7 +440,7 @@ class _Through(torch.autograd.Function):
         stand_in: _StandIn = ctx.stand_in
         block, recorder = stand_in.block, stand_in.recorder
         boxed: list[Any] = arrived[0] if arrived and isinstance(arrived[0], list) else list(arrived)
-        tangents = []
+        held, tangents = block.held_of(boxed), []
         for node, position in block.tangents:
             like = stand_in.like(node)
             tangent = boxed[position]
@@ -446,4 +454,6 @@ class _Through(torch.autograd.Function):
         tangents.clear()
         boxed.clear()  # what is freed by that lives as long as the block's own operations read it
         passage = recorder.passage(Phase.BACKWARD, block.path, reads)
-        return (None, *stand_in.new(block.lowered.joint.outputs[1], passage.makes))
+        gradients = stand_in.new(block.lowered.joint.outputs[1], passage.makes)
+        held.clear()
+        return (None, *gradients)
