@@ -72,9 +72,9 @@ def test_what_was_known_after_half_of_the_time_is_told() -> None:
 
 
 def test_a_search_tells_it_of_itself_and_the_same_every_time() -> None:
-    graph, costs = resnet_like(6)
+    graph, costs = resnet_like(10)
     whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    problem = replace(whole, budget_bytes=int(0.7 * whole.baseline.peak_bytes))
+    problem = replace(whole, budget_bytes=int(0.6 * whole.baseline.peak_bytes))
     one, other = (solve(problem, time_limit_seconds=0.5, deterministic=True) for _ in range(2))
     assert one.halfway_bound_seconds is not None and 0 < one.halfway_bound_seconds <= one.lower_bound_seconds
     assert one.halfway_added_seconds is None or one.halfway_added_seconds >= one.recompute_seconds
