@@ -170,7 +170,7 @@ def is_attention(node: fx.Node) -> bool:
 
 def reach_of(joint: JointGraph) -> Reach | None:
     """Find which gradients depend on which outputs; None if each depends on all."""
-    tangents = [n for n in joint.graph.nodes if n.op == "placeholder" and is_tangent(n)]
+    tangents = joint.tangents
     if len(tangents) < 2:
         return None
     forward_descriptors = joint.output_descriptors[0]

@@ -209,6 +209,7 @@ class IsolatedCall:
         if result is NOT_CAPTURED:
             result = self._captured(args, kwargs)
             kinds = {type(module) for module in self.module.modules()}
+            # One that is another object whenever it is asked for cannot be compared.
             self._forwards = {kind: kind.forward for kind in kinds if kind.forward is kind.forward}
         # Where torch leaves the function alone (it is being exported, say) nothing is planned.
         return self.implementation(*args, **kwargs) if result is NOT_CAPTURED else result

@@ -696,12 +696,17 @@ def other_state(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> It
     Recurrent layers keep a list of the weights that they last ran with. ``torch.func.functional_call`` does not put
     that back, nor the parameters of a module that has several paths.
     """
-    tables: list[dict[str, Any]] = [t for part in model.modules() for t in (part._parameters, part._buffers)]
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    others = {id(tensor): state[path] for path, tensor in every if path in state}
+    tables: list[dict[str, Any]] = [
+        table
+        for part in model.modules()
+        for table in (part._parameters, part._buffers)
+        if not others.keys().isdisjoint(map(id, table.values()))
+    ]
     layers = [vars(part) for part in model.modules() if isinstance(part, torch.nn.RNNBase)]
     kept = [(table, dict(table)) for table in tables]
     kept += [(layer, {name: layer[name] for name in ("_flat_weights", "_flat_weight_refs")}) for layer in layers]
-    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    others = {id(tensor): state[path] for path, tensor in every if path in state}
     for table in tables:
         table.update({name: others[id(tensor)] for name, tensor in table.items() if id(tensor) in others})
     for layer, weights in kept[len(tables) :]:

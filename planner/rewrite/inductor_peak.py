@@ -75,7 +75,7 @@ def _followed(
         del made, saved
         gradients = list(backward.run(arguments))
         taken = set(map(storage_id, tensors_in([forward.inputs, results, tangents])))
-        given = zip(forward.inputs, gradients, strict=False)
+        given = zip(forward.inputs, gradients, strict=True)
         recorder.reach(sum(of.nbytes for of, g in given if isinstance(g, torch.Tensor) and is_copied(of, g, taken)))
     return recorder
 

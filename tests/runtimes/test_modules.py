@@ -34,7 +34,7 @@ from planner.plans.module_choices import modules_of
 from planner.solving.modules.ilp import Chooser, rivals
 from planner.solving.modules.peaks import Need, Needs
 from planner.solving.modules.variants import cheapest, variants_of
-from tests.models import WIDTH, Convolutions, images, looked_at, rows
+from tests.models import WIDTH, Convolutions, images, looked_at, mean_square, perceptron, rows
 from tests.runtimes.steps import hold_peak
 
 
@@ -278,6 +278,19 @@ def test_parameters_that_are_computed_are_recorded_without_their_history() -> No
     computed = {name: p * 0.9 for name, p in model.named_parameters()}
     functional_call(model, computed, (rows(),)).backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:what Sequential runs depends on data")
+def test_a_scripted_part_runs() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    model, x = nn.Sequential(perceptron(), scripted, perceptron()), rows()
+    for _ in range(3):  # TorchScript itself rounds otherwise after its first runs
+        expected = torch.autograd.grad(mean_square(model(x)), [*model.parameters()])
+    planner.auto_wrap(model, activation_budget="80%", loss_fn=mean_square, runtime="modules")
+    mean_square(model(x)).backward()
+    assert modules_of(planner.plan_of(model))
+    for gradient, parameter in zip(expected, model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
 
 
 def test_a_part_of_another_size_is_planned_for() -> None:

@@ -9,11 +9,9 @@ import pytest
 
 from planner.ir.problem import Problem
 from planner.solving.budget_rows import BudgetRows, Rounding
-from planner.solving.milp import Library
 from planner.solving.step_cut import Cut, Model, Room, build
-from tests.oracle import cheapest, random_graph, resnet_like
-
-LIBRARY = Library(print)
+from tests.oracle import resnet_like
+from tests.solving.relaxations import LIBRARY, bounds, hold_to_the_cheapest_plan
 
 
 def _room(sizes: list[int], free_bytes: int) -> Model:
@@ -45,34 +43,13 @@ def test_no_whole_choice_that_fits_breaks_a_row_and_the_shares_do(seed: int) -> 
                 assert sum(weight * whole[column] for column, weight in terms) >= least
 
 
-def _bounds(problem: Problem, cuts: list[Cut], known: list[Rounding]) -> tuple[float, float, list[Rounding]]:
-    """Return what the relaxation of some cuts proves without and with these rows, and those that matter."""
-    model = build(problem, cuts)
-    assert model is not None
-    scale = max(cost.seconds for cost in problem.costs)
-    without = LIBRARY.minimise(model, relax=True)
-    budgets = BudgetRows(model, known)
-    relaxation = LIBRARY.relaxation(model)
-    found = relaxation.solve()
-    while found.columns is not None and (rows := budgets.broken(found.columns)):
-        relaxation.add(rows)
-        found = relaxation.solve()
-    assert found.columns is not None
-    return without.bound * scale, found.bound * scale, budgets.tight(found.columns)
+def _rows(_problem: Problem, _cuts: list[Cut], model: Model, known: list[Rounding]) -> BudgetRows:
+    return BudgetRows(model, known)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_no_bound_with_them_is_above_the_cheapest_plan(seed: int) -> None:
-    graph, costs = random_graph(seed, operations=9, plain=seed % 2 == 0)
-    whole = Problem(graph=graph, costs=costs, budget_bytes=0)
-    problem = Problem(graph=graph, costs=costs, budget_bytes=int((0.6 + 0.1 * (seed % 4)) * whole.baseline.peak_bytes))
-    best = cheapest(problem)
-    if best is None:
-        return
-    known: list[Rounding] = []
-    for steps in ((4,), (4, 6), (2, 3, 4, 5, 6, 7, 8)):
-        without, bound, known = _bounds(problem, [Cut(step) for step in steps], known)
-        assert without - 1e-9 <= bound <= best[0] + 1e-6
+    hold_to_the_cheapest_plan(seed, _rows, ((4,), (4, 6), (2, 3, 4, 5, 6, 7, 8)))
 
 
 def test_between_cuts_of_a_tight_budget_the_bound_rises() -> None:
@@ -81,7 +58,7 @@ def test_between_cuts_of_a_tight_budget_the_bound_rises() -> None:
     problem = Problem(graph=graph, costs=costs, budget_bytes=whole.baseline.peak_bytes // 2)
     turn, count = graph.loss_index, len(graph.operations)
     cuts = [Cut(step) for step in range(turn, count, (count - turn) // 8)]
-    without, bound, known = _bounds(problem, cuts, [])
+    without, bound, known = bounds(problem, cuts, _rows, [])
     assert bound > 1.1 * without
     again = build(problem, [Cut(turn - 1), *cuts])
     assert again is not None

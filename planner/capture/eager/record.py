@@ -55,7 +55,8 @@ def record(
     """
     # The backward of a recording ends where the model begins, whatever inputs and parameters were computed from.
     inputs = inputs.map_tensors(_as_leaf)
-    with other_state(model, {path: _as_leaf(tensor) for path, tensor in state_of(model).items()}):
+    computed = {path: _as_leaf(tensor) for path, tensor in state_of(model).items() if not tensor.is_leaf}
+    with other_state(model, computed):
         return _recorded_somehow(model, inputs, partial(_record, model, inputs, loss=loss), elsewhere, may_run)
 
 
