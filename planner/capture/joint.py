@@ -60,6 +60,8 @@ class JointGraph:
     """Whether sizes or numbers of a call vary in it, so that each has a plan of its own."""
     branches: tuple[str, ...] = ()
     """What decides which branches it takes, and how; see :mod:`planner.capture.branches`."""
+    capture_seconds: float = 0.0
+    """How long it took to capture."""
 
     @classmethod
     def without_graph(cls, inputs: list[torch.Tensor]) -> JointGraph:

@@ -7,13 +7,14 @@ there (:func:`capture`); running goes on with the graphs that ``planner.rewrite.
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from types import CodeType
 from typing import Any
@@ -308,6 +309,7 @@ class _Work:
     """A call that is being compiled."""
 
     backend: Backend
+    begun: float = field(default_factory=time.perf_counter)
     is_done: bool = False
 
 
@@ -435,6 +437,7 @@ class Backend:
                 backend.elsewhere,
                 varies=programs is not None,
                 branches=branches.taken if branches else (),
+                capture_seconds=time.perf_counter() - _work.get().begun,
             )
             joints.append(captured)
             _check_strided(captured)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -387,12 +385,9 @@ class _Graph(StartsCalls):
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
-        begun = time.perf_counter()
         check_plannable(model, inputs)
         joint = captured(model, inputs, options)
-        capture_seconds = time.perf_counter() - begun
-        plan = plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
-        return replace(plan, capture_seconds=plan.capture_seconds + capture_seconds)
+        return plan_step(model, joint, options, reuse=reuse, must_match=must_match).plan
 
 
 RUNTIME = _Graph()

@@ -191,10 +191,10 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     lowered = rounding.marked(lowered)
     # Inductor writes in place by itself, and orders its code itself.
     if joint.functional:
-        return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins)
+        return LoweredStep(lowered, spec, around, facts, local.notes, joint.capture_seconds, local.stand_ins)
     lowered = replace(lowered, graph=replace(lowered.graph, runs_after=runs_after(lowered)))
     over = may_overwrite(lowered, on_cpu=spec.kind == "cpu")
-    return LoweredStep(lowered, spec, around, facts, local.notes, stand_ins=local.stand_ins, may_overwrite=over)
+    return LoweredStep(lowered, spec, around, facts, local.notes, joint.capture_seconds, local.stand_ins, over)
 
 
 def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options: Options) -> StepContext:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -373,3 +374,40 @@ def test_a_plan_that_is_made_in_the_first_call_knows_the_workspace_of_kernels(mo
     planner.auto_wrap(model, activation_budget="70%")
     model(x).backward()
     assert planner.plan_of(model).peak_bytes == ahead.peak_bytes
+
+
+@torch.library.custom_op("test_api::slow", mutates_args=())
+def slow(x: torch.Tensor) -> torch.Tensor:
+    """Take long wherever it is traced."""
+    return x.clone()
+
+
+@slow.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.2)
+    return torch.empty_like(x)
+
+
+slow.register_autograd(lambda _, gradient: gradient)
+
+
+class Slow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return slow(self.linear(x))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_time_of_capture_is_told_however_a_model_is_planned(ahead: bool) -> None:
+    """A plan that the first call makes left Dynamo and AOTAutograd out."""
+    inputs = torch.randn(4, 8)
+    if ahead:
+        plan = planner.plan(Slow(), inputs, budget="1MiB", runtime="graph")
+    else:
+        model = planner.auto_wrap(Slow(), budget="1MiB", runtime="graph")
+        model(inputs)
+        plan = planner.plan_of(model)
+    assert plan.capture_seconds > 0.4  # Dynamo traces a forward, and AOTAutograd traces it again
