@@ -98,8 +98,16 @@ def measure(
     return _seen(lowered.operation_nodes, signatures, device, affordable, lowered.called)
 
 
-def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: TrialLimits) -> list[int | None]:
-    """See how much workspace calls of planned graphs need; None where one cannot be tried, or is too large to be."""
+def of_calls(
+    nodes: Sequence[fx.Node | None],
+    device: torch.device,
+    effort: TrialLimits,
+    called: Callable[[fx.Node], Any] = kernel_of,
+) -> list[int | None]:
+    """See how much workspace calls need; None where one cannot be tried, or is too large to be.
+
+    ``called`` says what is called for a node: by default what planned graphs call for it.
+    """
     able = {index: node for index, node in enumerate(nodes) if node and operands.runs_alone(node, in_place=True)}
 
     def is_small(node: fx.Node) -> bool:
@@ -112,7 +120,7 @@ def of_calls(nodes: Sequence[fx.Node | None], device: torch.device, effort: Tria
         return (index for index in calls if is_small(able[index]))
 
     signatures = {index: operands.signature(node) for index, node in able.items()}
-    seen = _seen(nodes, signatures, device, small, kernel_of)
+    seen = _seen(nodes, signatures, device, small, called)
     return [None if (one := seen.get(index)) is None else one.workspace_bytes for index in range(len(nodes))]
 
 

@@ -45,7 +45,9 @@ def peak_of_drafts(
     """
     seen = _followed(forward, backward, lowered, costs, loss, {})
     device = tensors_in(forward.inputs)[0].device
-    tried = dict(zip(seen.calls, of_calls(list(seen.calls.values()), device, effort), strict=True))
+    # Its code calls the operators themselves, and not what planned graphs call for them.
+    workspaces_bytes = of_calls(list(seen.calls.values()), device, effort, lambda node: node.target)
+    tried = dict(zip(seen.calls, workspaces_bytes, strict=True))
     known = {signature: size_bytes for signature, size_bytes in tried.items() if size_bytes is not None}
     return _followed(forward, backward, lowered, costs, loss, known).peak_bytes
 
