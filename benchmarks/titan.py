@@ -1,7 +1,8 @@
 """torchtitan's debug Llama on two ranks: its own checkpointing modes beside plans, over twenty steps.
 
 Model, sharding and checkpointing are torchtitan's own (``model_registry``, ``parallelize_llama``, its policies).
-Attention is its ``ScaledDotProductAttention``, since flex attention needs a compiler on a CPU. torchtitan is no
+Attention is its ``ScaledDotProductAttention``, since flex attention needs a compiler on a CPU. Types are float32: most
+CPUs multiply bfloat16 many times slower (one with AVX2 alone, sixteen times). torchtitan is no
 dependency: put it on ``PYTHONPATH``. Peaks are of forward, loss and backward beside what is resident; of several steps
 the lowest, since the profiler does not see what gloo's threads free. Recompute is counted and not timed: the products
 that run on top of those of a step without checkpointing.
@@ -163,7 +164,7 @@ def _debug_llama(mode: str) -> nn.Module:
     spec.parallelize_fn(
         model,
         parallel_dims=dims,
-        training=config.TrainingConfig(),
+        training=config.TrainingConfig(mixed_precision_param="float32"),
         parallelism=config.ParallelismConfig(spmd_backend=backend),
         compile_config=config.CompileConfig(enable=False),
         ac_config={"full": policies.FullAC.Config(), "selective": policies.SelectiveAC.Config()}.get(mode),
@@ -197,7 +198,7 @@ def _page(result: Result) -> str:
         "torchtitan",
         result,
         f"torchtitan's debug Llama (six blocks of width 256), sharded by its own code over {RANKS} ranks of gloo on "
-        f"CPUs: bfloat16, gradients reduced in float32, {BATCH} sequences of {LENGTH} tokens on each rank, AdamW, "
+        f"CPUs: float32, {BATCH} sequence of {LENGTH} tokens on each rank, AdamW, "
         f"{STEPS} steps. *Full* and *selective* are its own checkpointing modes, *none* is without. A plan's budget is "
         "for what a step adds to what is resident: a part of the peak of *selective*. Losses are compared bit for bit. "
         "Peaks are of the higher rank. *Products again*: flops of matrix products beyond those of *none*. Its mode "

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from planner.capture.joint_capture import fake_mode
-from planner.capture.sharding import ROOT, Parameter, Unit
+from planner.capture.sharding import GATHERED, ROOT, SHARES, WHOLE, Found, Parameter, Unit
 from planner.capture.torch_internals import other_state
 
 
@@ -31,8 +31,6 @@ def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | Non
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule) and (found := next(_settings(module, ranks), None)):
             return f"{f'block {path}' if path else 'the model'} is sharded {found}"
-    if keeps_whole_gradients(model):
-        return "gradients stay whole until a later backward (set_requires_gradient_sync)"
     return None
 
 
@@ -49,8 +47,6 @@ class ShardedUnit:
     """Of the first of its modules; :data:`ROOT` is the model."""
     modules: tuple[nn.Module, ...]
     """Around whose forwards they are gathered."""
-    parameters: tuple[str, ...]
-    """Their paths in the model."""
     unit: Unit
 
 
@@ -63,16 +59,47 @@ def sharded_units(model: nn.Module) -> list[ShardedUnit]:
         path = paths[group.modules[0]]
         state: Any = group.modules[0]._get_fsdp_state()
         ahead, back = ([paths[one._modules[0]] for one in states] for states in _told_ahead(state))
+        parameters = [(names[id(_registered(one))], one) for one in group.fsdp_params]
         unit = Unit(
-            parameters=tuple(_as_gathered(one, group.mp_policy) for one in group.fsdp_params),
+            parameters=tuple(_as_gathered(name, one, group.mp_policy) for name, one in parameters),
             stays=_stays(group, is_root=path == ROOT),
+            stays_after_backward=not group.reshard_after_backward,
+            keeps_for=_keeps_for(group),
             copies=isinstance(group.mesh_info, HSDPMeshInfo),
+            is_on_host=isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu",
+            sends=group.reduce_grads,
+            finds=_found(group),
             ahead=tuple(ahead),
             ahead_in_backward=tuple(back) or None,
         )
-        parameters = tuple(names[id(_registered(one))] for one in group.fsdp_params)
-        found.append(ShardedUnit(path=path, modules=tuple(group.modules), parameters=parameters, unit=unit))
+        found.append(ShardedUnit(path=path, modules=tuple(group.modules), unit=unit))
     return found
+
+
+def gradient_state(model: nn.Module) -> tuple[Any, ...]:
+    """Return how each unit treats gradients, and what it finds of earlier steps."""
+    return tuple((group.reduce_grads, group.reshard_after_backward, _found(group)) for group in _all_groups(model))
+
+
+def _found(group: Any) -> Found:
+    """Return what earlier steps have left of a unit."""
+    found = set()
+    if group.is_unsharded:
+        found.add(GATHERED)
+    if any(one.sharded_param.grad is not None for one in group.fsdp_params):
+        found.add(SHARES)
+    wholes = (getattr(one, "_unsharded_param", None) for one in group.fsdp_params)
+    if any(whole is not None and whole.grad is not None for whole in wholes) or any(
+        one.unsharded_accumulated_grad is not None for one in group.fsdp_params
+    ):
+        found.add(WHOLE)
+    return frozenset(found)
+
+
+def _keeps_for(group: Any) -> int:
+    """Return over how many ranks parameters are spread after a forward, if that is not all of them; else 0."""
+    after = group.post_forward_mesh_info
+    return 0 if after in (None, group.mesh_info) else int(after.shard_mesh_size)
 
 
 def _told_ahead(state: Any) -> tuple[list[Any], list[Any]]:
@@ -87,11 +114,12 @@ def _stays(group: Any, *, is_root: bool) -> bool:
     return is_root and bool(getattr(group.modules[0]._get_fsdp_state(), "_auto_reshard_after_forward", True))
 
 
-def _as_gathered(one: Any, policy: Any) -> Parameter:
+def _as_gathered(name: str, one: Any, policy: Any) -> Parameter:
     own, first = one.sharded_param.dtype, one.fsdp_placement.dim
     size = tuple(one._orig_size)
     computed = policy.param_dtype if own.is_floating_point else None
     return Parameter(
+        name=name,
         shape=(size[first], *size[:first], *size[first + 1 :]) if size else (),
         item_bytes=(computed or own).itemsize,
         share_item_bytes=own.itemsize,
@@ -125,10 +153,18 @@ def settings_of(model: nn.Module) -> str:
     said = []
     for unit in sharded_units(model):
         name, one = f"block {unit.path}" if unit.path else "the model", unit.unit
-        if one.stays != (unit.path == ROOT):
+        if one.keeps_for:
+            said.append(f"{name} is sharded with reshard_after_forward={one.keeps_for}")
+        elif one.stays != (unit.path == ROOT):
             said.append(f"{name} is sharded with reshard_after_forward={not one.stays}")
         if one.copies:
             said.append(f"{name} is sharded over a mesh that also copies it (HSDP)")
+        if one.is_on_host:
+            said.append(f"{name} is sharded with a CPUOffloadPolicy")
+        if not one.sends:
+            said.append(f"gradients of {name} stay whole until a later backward (set_requires_gradient_sync)")
+        if one.stays_after_backward:
+            said.append(f"{name} stays gathered after the backward (set_reshard_after_backward)")
         if one.ahead or one.ahead_in_backward:
             back = "" if one.ahead_in_backward is None else f", in the backward {' '.join(one.ahead_in_backward)}"
             said.append(f"{name} is sharded with prefetching of its own: {' '.join(one.ahead)}{back}")
@@ -224,15 +260,14 @@ def _settings(block: FSDPModule, ranks: int | None) -> Iterator[str]:
     for group in _groups(block._get_fsdp_state()):
         if ranks is not None and (shards := getattr(group.mesh_info, "shard_mesh_size", 1)) != ranks:
             yield f"over {shards} ranks, and was planned for ranks={ranks}"
-        if group.post_forward_mesh_info not in (None, group.mesh_info):
-            yield "with a number of ranks as reshard_after_forward"
-        if isinstance(group.offload_policy, CPUOffloadPolicy):
-            yield "with a CPUOffloadPolicy"
-
-
-def keeps_whole_gradients(model: nn.Module) -> bool:
-    """Whether a sharded model is told to keep its gradients whole, to send them in a later backward."""
-    return any(not group.reduce_grads for group in _all_groups(model))
+        if not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo):
+            yield "with gradients that are not summed over copies yet (set_requires_all_reduce)"
+        if not group.unshard_in_backward:
+            yield "with parameters that are not gathered for the backward (set_unshard_in_backward)"
+        if getattr(group, "reduce_scatter_max_input_buffers", 1) > 1:  # from torch 2.13 on
+            yield "with more buffers for gradients than one (set_reduce_scatter_max_input_buffers)"
+    if not block._get_fsdp_state()._state_ctx.is_last_backward:
+        yield "with more backwards to come (set_is_last_backward)"
 
 
 def _all_groups(model: nn.Module) -> list[Any]:

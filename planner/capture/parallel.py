@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from planner.capture.ddp_internals import Ddp as Ddp
+from planner.capture.ddp_internals import ddp_around as ddp_around
+from planner.capture.sharding import SHARES, WHOLE
 from planner.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,8 +29,13 @@ def has_several_ranks() -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` has spread parameters of a model over ranks."""
-    if not has_distributed_tensors(model):
+    """Whether ``fully_shard`` has spread parameters of a model over ranks, and they are spread now."""
+    return has_distributed_tensors(model) and has_units(model)
+
+
+def has_units(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on a model or its parts, whatever its parameters are now."""
+    if _FSDP not in sys.modules:
         return False
     from torch.distributed.fsdp import FSDPModule
 
@@ -45,25 +53,37 @@ def units_of(model: nn.Module) -> list[ShardedUnit]:
 
 def shards_of(model: nn.Module) -> int:
     """Return over how many ranks a model is sharded; 1 if it is not."""
-    if not is_sharded(model):
+    if not has_units(model):
         return 1
     from planner.capture.fsdp_internals import shards_of
 
     return shards_of(model)
 
 
-def sends_later(model: nn.Module) -> bool:
-    """Whether a sharded model is told to keep its gradients whole, to send them in a later backward."""
-    if _FSDP not in sys.modules:
-        return False
-    from planner.capture.fsdp_internals import keeps_whole_gradients
+def gradient_state(model: nn.Module) -> Hashable:
+    """Return how the call of a model that begins treats gradients, and what it finds of earlier ones.
 
-    return keeps_whole_gradients(model)
+    Of a model that is neither sharded nor inside DDP there is nothing to say.
+    """
+    if _FSDP in sys.modules:
+        from planner.capture.fsdp_internals import gradient_state
+
+        if state := gradient_state(model):
+            return state
+    return ddp_around(model)
+
+
+def finds_gradients(model: nn.Module) -> bool:
+    """Whether gradients of earlier backwards are there as the call of a model begins that several ranks train."""
+    if units := units_of(model):
+        return any(not unit.unit.finds.isdisjoint((WHOLE, SHARES)) for unit in units)
+    ddp = ddp_around(model)
+    return ddp is not None and ddp.finds_gradients
 
 
 def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
     """Say how a sharded model is, if that is otherwise than a plan counts on."""
-    if not is_sharded(model):
+    if not has_units(model):
         return None
     from planner.capture.fsdp_internals import unplanned_sharding
 
@@ -72,7 +92,7 @@ def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | Non
 
 def whole(model: nn.Module) -> AbstractContextManager[None]:
     """Let a sharded model be as its own code sees it: see :func:`planner.capture.fsdp_internals.unsharded`."""
-    if not is_sharded(model):
+    if not has_units(model):
         return nullcontext()
     from planner.capture.fsdp_internals import unsharded
 

@@ -3,20 +3,26 @@
 This follows ``torch.distributed.fsdp.fully_shard`` on each block and on the model, with its default prefetching: in
 the forward the buffer of one gather lives until the next unit is gathered; in the backward the next block is gathered
 before the current one runs; the buffer of one reduce-scatter lives until the next. A unit that is told to
-(``reshard_after_forward=False``) stays gathered between its forward and its backward. What a unit's backward recomputes
-finds its parameters gathered, so recompute needs no further gather.
+(``reshard_after_forward=False``) stays gathered between its forward and its backward, or keeps a larger part than its
+share. What a unit's backward recomputes finds its parameters gathered, so recompute needs no further gather.
+
+Gradients that are not sent yet stay whole, in the type in which they will be; those of later backwards are added.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from planner.common.units import round_up
-from planner.ir.graph import Value
+from planner.ir.builder import StepContext
+from planner.ir.graph import FOUND_TARGET, Value
 from planner.ir.static_memory import StaticMemory
+
+_GLOO_NUMBER_BYTES = 16
+"""What gloo divides sums by takes so much."""
 
 ROOT = ""
 """The unit of all parameters that are in no block."""
@@ -26,6 +32,8 @@ ROOT = ""
 class Parameter:
     """A parameter as sharding sees it: split along its first dimension, padded to be even."""
 
+    name: str
+    """Its path in the model."""
     shape: tuple[int, ...]
     item_bytes: int
     """Of what is gathered, and computed with."""
@@ -40,6 +48,17 @@ class Parameter:
         first = self.shape[0] if self.shape else 1
         return -(-first // ranks) * ranks * math.prod(self.shape[1:])
 
+    @property
+    def is_cast_to_be_spread(self) -> bool:
+        """Whether its gradient is spread in another type than it is computed in."""
+        return self.spread_item_bytes != self.item_bytes
+
+
+GATHERED, WHOLE, SHARES = "gathered parameters", "whole gradients", "shares of gradients"
+"""What a step may find of earlier ones."""
+
+Found = frozenset[str]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
@@ -48,12 +67,39 @@ class Unit:
     parameters: Sequence[Parameter]
     stays: bool = False
     """Whether they stay gathered after the forward, until their gradients are spread."""
+    stays_after_backward: bool = False
+    """Whether they stay gathered after the backward, for the next forward."""
+    keeps_for: int = 0
+    """Over so few ranks the parameters are spread between forward and backward; 0 where each keeps its share alone."""
     copies: bool = False
     """Whether other ranks have the same shares (HSDP): gradients are then summed over these too."""
+    is_on_host: bool = False
+    """Whether shares, of parameters and of gradients, are in the memory of the host, which is not the device's."""
+    sends: bool = True
+    """Whether its gradients are spread in this backward; else they stay whole, to be in a later one."""
+    finds: Found = frozenset()
+    """What earlier steps have left."""
     ahead: Sequence[str] = ()
     """Units that are gathered ahead as its forward begins."""
     ahead_in_backward: Sequence[str] | None = None
     """Those as its backward begins; None for the one whose backward comes next."""
+
+    def as_planned(self, *, finds_gradients: bool) -> Unit:
+        """Return the unit with what a step is planned to find: gradients are left out, or there for certain."""
+        finds = self.finds if finds_gradients else self.finds - {WHOLE, SHARES}
+        if finds_gradients and finds.isdisjoint((WHOLE, SHARES)):
+            finds |= {SHARES if self.sends else WHOLE}
+        return replace(self, finds=finds)
+
+    @property
+    def trainable(self) -> list[Parameter]:
+        """Those of its parameters that have gradients."""
+        return [parameter for parameter in self.parameters if parameter.trainable]
+
+    @property
+    def spreads(self) -> bool:
+        """Whether gradients do not stay as the backward makes them."""
+        return self.sends or any(parameter.is_cast_to_be_spread for parameter in self.trainable)
 
 
 Units = Mapping[str, Unit]
@@ -61,19 +107,27 @@ Units = Mapping[str, Unit]
 
 
 def resident(around: StaticMemory, units: Units, alignment_bytes: int) -> StaticMemory:
-    """Count padded shards, and no buffers for communication: those come and go within the step."""
+    """Count padded shards, and no buffers for communication: those come and go within the step.
+
+    What is on the host takes nothing; there the optimizer works where all shards are.
+    """
     ranks = around.gradient_shards
-    shards = [p.padded(ranks) // ranks * p.share_item_bytes for unit in units.values() for p in unit.parameters]
+    here = [unit for unit in units.values() if not unit.is_on_host]
+    shards = [p.padded(ranks) // ranks * p.share_item_bytes for unit in here for p in unit.parameters]
     static = dict(around.static_bytes)
     static.pop("communication buffers", None)
     static["parameters"] = sum(round_up(size_bytes, alignment_bytes) for size_bytes in shards)
-    return replace(around, static_bytes=static)
+    around = replace(around, static_bytes=static)
+    if not here:
+        around = replace(around.without("optimizer", "master weights", "gradients"), optimizer_step_bytes=0)
+    return around
 
 
 class Builder(Protocol):
     """What a step is built by, as far as sharding adds to it."""
 
     values: list[Value]
+    context: StepContext
 
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
@@ -86,30 +140,53 @@ class Builder(Protocol):
 
 
 class Sharding:
-    """Adds to a step, where that stands, what FSDP2 allocates for its units."""
+    """Adds to a step, where that stands, what FSDP2 allocates for its units.
 
-    def __init__(self, builder: Builder, units: Units, ranks: int) -> None:
+    ``gradient_of`` gives the value that holds the gradient of a parameter, by its name; None as long as there is none.
+    """
+
+    def __init__(self, builder: Builder, units: Units, ranks: int, gradient_of: Callable[[str], int | None]) -> None:
         self.builder, self._add = builder, builder.add_once
         self.units = {path: unit for path, unit in units.items() if unit.parameters}
         self.ranks = ranks
-        self.gradients: dict[str, list[int]] = {path: [] for path in self.units}
+        self.gradient_of = gradient_of
         self.buffers: dict[str, int] = {}
         """What gathers that nobody has waited for wrote into, by unit."""
         self.last_gathered: list[int] = []
         """What the last gather of the forward wrote into, which is there until the next."""
-        self.gathered: dict[str, int] = {}
+        self.gathered: dict[str, list[int]] = {}
+        self.kept: dict[str, list[int]] = {}
+        """What units keep between forward and backward that keep more than their share."""
+        self.earlier: dict[str, int] = {}
+        """Whole gradients of earlier backwards that those of this one are added to by FSDP2, by parameter."""
         self.order: list[str] = []
         """Units in the order in which their forwards end."""
         self.last_reduced: list[int] = []
+        self.until_end: list[int] = []
+        """What is there until the backward ends: parameters that stay, and what was summed over copies."""
+
+    def begin(self) -> None:
+        """Find what earlier steps have left, and gather what belongs to no block, for the whole step."""
+        for path, unit in self.units.items():
+            if GATHERED in unit.finds:
+                self.gathered[path] = [self._make(FOUND_TARGET, path, self._gathered_bytes(unit), GATHERED)]
+            if SHARES in unit.finds and not unit.is_on_host:
+                self._make(FOUND_TARGET, path, self._share_bytes(unit), "gradient", retained=True)
+            if WHOLE in unit.finds:
+                for parameter in unit.trainable:
+                    if self.gradient_of(parameter.name) is None:
+                        self.earlier[parameter.name] = self._whole(FOUND_TARGET, path, unit, parameter)
+        self.before_forward(ROOT)
 
     def before_forward(self, path: str) -> None:
-        """Gather a unit; before all of them what belongs to none, for the whole step."""
+        """Gather a unit that is not."""
         if path not in self.units:
             return
-        self._all_gather(path)
-        self._add("free the gather before", path, self.last_gathered)
-        self._copy_out(path, [self.buffers[path]])
-        self.last_gathered = [self.buffers.pop(path)]
+        if path not in self.gathered:
+            self._all_gather(path)
+            self._add("free the gather before", path, self.last_gathered)
+            self._copy_out(path, [self.buffers[path]])
+            self.last_gathered = [self.buffers.pop(path)]
         for other in self.units[path].ahead:
             self._all_gather(other)
 
@@ -117,8 +194,10 @@ class Sharding:
         """Free a unit's parameters; its gather's buffer stays until the next unit is gathered."""
         if path not in self.units:
             return
-        if not self.units[path].stays:
-            self._add("reshard", path, [self.gathered.pop(path)])
+        if self.units[path].keeps_for:
+            self._keep_more(path)
+        elif not self.units[path].stays:
+            self._add("reshard", path, self.gathered.pop(path))
         self.order.append(path)
 
     def end_forward(self) -> None:
@@ -138,55 +217,135 @@ class Sharding:
         if path not in self.gathered:
             self._all_gather(path)
             self._copy_out(path, [])
-            self._add("free the gather", path, [self.buffers.pop(path)])
+            self._add("free the gather", path, [self.buffers.pop(path), *self.kept.pop(path, [])])
         place, ahead = self.order.index(path), self.units[path].ahead_in_backward
         for other in self.order[max(place - 1, 0) : place] if ahead is None else ahead:
             self._all_gather(other)
 
-    def after_backward(self, path: str, gradients: Iterable[int], *, input_has_gradient: bool) -> None:
-        """Spread a unit's gradients; where its input needs none, that waits for the end of the backward."""
-        if path not in self.units:
-            return
-        self.gradients[path] += gradients
-        if input_has_gradient:
-            self._reduce(path)
+    def after_backward(self, path: str, *, input_has_gradient: bool) -> None:
+        """Spread a unit's gradients, or keep them; where its input needs none, that waits for the backward's end."""
+        if path in self.units and input_has_gradient:
+            self._complete(path)
 
-    def end(self, gradients: Iterable[int]) -> None:
-        """Spread what is left."""
-        if ROOT in self.gathered:
-            self.after_backward(ROOT, gradients, input_has_gradient=True)
-        for path in list(self.gathered):
-            self._reduce(path)
+    def end(self) -> None:
+        """Do so with what is left, and let go of what was kept to the end."""
+        for path in [ROOT, *self.gathered]:
+            if path in self.gathered:
+                self._complete(path)
+        if self.until_end:
+            self._add("end", ROOT, self.until_end)
 
     def _all_gather(self, path: str) -> None:
         if path in self.buffers or path in self.gathered or path not in self.units:
             return
-        size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in self.units[path].parameters)
-        self.buffers[path] = self._make("all-gather", path, size_bytes, "gathered parameters")
+        unit = self.units[path]
+        size_bytes = sum(p.padded(self.ranks) * p.item_bytes for p in unit.parameters)
+        moved = [p for p in unit.parameters if unit.is_on_host or p.item_bytes != p.share_item_bytes]
+        spread_over = self.ranks if path not in self.kept else unit.keeps_for
+        moved_bytes = sum(p.padded(self.ranks) // spread_over * p.item_bytes for p in moved)
+        # What is cast first, or comes from the host, is gone after the call.
+        beside = [self._value("own part", path, moved_bytes, GATHERED)] if moved_bytes else []
+        beside += self._gloo_copies(path, size_bytes, GATHERED)
+        self.buffers[path] = self._make("all-gather", path, size_bytes, GATHERED, beside=beside)
+
+    def _gloo_copies(self, path: str, size_bytes: int, kind: str) -> list[int]:
+        """Return the copy that gloo, which communicates on a CPU, makes of what is gathered, or reduced to shares."""
+        on_cpu = self.builder.context.on_cpu
+        return [self._value("gloo's copy", path, size_bytes + _GLOO_NUMBER_BYTES, kind)] if on_cpu else []
+
+    def _gathered_bytes(self, unit: Unit) -> int:
+        return sum(self.builder.aligned(p.padded(self.ranks) * p.item_bytes) for p in unit.parameters)
+
+    def _share_bytes(self, unit: Unit) -> int:
+        return sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in unit.trainable)
 
     def _copy_out(self, path: str, reads: Sequence[int]) -> None:
-        aligned = [self.builder.aligned(p.padded(self.ranks) * p.item_bytes) for p in self.units[path].parameters]
-        made = self._make("parameters", path, sum(aligned), "gathered parameters", reads=[*reads, self.buffers[path]])
-        self.gathered[path] = made
-
-    def _reduce(self, path: str) -> None:
-        self._add("reshard", path, [self.gathered.pop(path)])
-        trainable = [p for p in self.units[path].parameters if p.trainable]
-        self._add("free the reduce-scatter before", path, self.last_reduced)
-        size_bytes = sum(p.padded(self.ranks) * p.spread_item_bytes for p in trainable)
-        own_bytes = sum(p.padded(self.ranks) // self.ranks * p.share_item_bytes for p in trainable)
-        buffer = self._make("gradients to be spread", path, size_bytes, "gradients", reads=self.gradients[path])
-        share = self.builder.add_value(f"{path} share", own_bytes, kind="gradient", retained=True)
-        self.last_reduced = [buffer]
-        if own_bytes * self.ranks == size_bytes:
-            self._add("reduce-scatter", path, [buffer], [share])
+        unit, reads = self.units[path], [*reads, self.buffers[path]]
+        if not unit.keeps_for:
+            self.gathered[path] = [self._make("parameters", path, self._gathered_bytes(unit), GATHERED, reads=reads)]
             return
-        spread = self._make("spread gradients", path, size_bytes // self.ranks, "gradients", reads=[buffer])
-        self._add("cast the share", path, [spread], [share])
-        if self.units[path].copies:
-            self.last_reduced.append(spread)
+        sizes = [p.padded(self.ranks) * p.item_bytes for p in unit.parameters]  # freed one by one
+        self.gathered[path] = [self._value("parameter", path, size_bytes, GATHERED) for size_bytes in sizes]
+        self._add("parameters", path, reads, self.gathered[path])
 
-    def _make(self, target: str, path: str, size_bytes: int, kind: str, reads: Sequence[int] = ()) -> int:
-        value = self.builder.add_value(f"{target} of {path}.{len(self.builder.values)}", size_bytes, kind=kind)
-        self._add(target, path, reads, [value])
+    def _keep_more(self, path: str) -> None:
+        """Copy of each parameter what the rank keeps of it, and free the rest."""
+        unit = self.units[path]
+        self.kept[path] = []
+        for parameter, value in zip(unit.parameters, self.gathered.pop(path), strict=True):
+            size_bytes = parameter.padded(self.ranks) // unit.keeps_for * parameter.item_bytes
+            self.kept[path].append(self._make("reshard", path, size_bytes, GATHERED, reads=[value]))
+
+    def _complete(self, path: str) -> None:
+        """Add a unit's gradients to those of earlier backwards, free its parameters, and spread them or keep them."""
+        unit = self.units[path]
+        gradients = {p.name: v for p in unit.trainable if (v := self.gradient_of(p.name)) is not None}
+        for parameter in unit.trainable:
+            if parameter.name in self.earlier and parameter.name in gradients:
+                self._add_to_earlier(path, parameter, gradients)
+        if unit.stays_after_backward:
+            self.until_end += self.gathered.pop(path)
+        else:
+            self._add("reshard", path, self.gathered.pop(path))
+        if unit.sends:
+            self._reduce(path, list(gradients.values()))
+            return
+        for parameter in unit.trainable:
+            if parameter.is_cast_to_be_spread and parameter.name in gradients and parameter.name not in self.earlier:
+                self._whole("cast the gradient", path, unit, parameter, reads=[gradients[parameter.name]])
+
+    def _add_to_earlier(self, path: str, parameter: Parameter, gradients: dict[str, int]) -> None:
+        """Add a gradient; on a CPU one of another type is cast for that."""
+        earlier, beside = self.earlier[parameter.name], list[int]()
+        if parameter.is_cast_to_be_spread and self.builder.context.on_cpu:
+            size_bytes = math.prod(parameter.shape) * parameter.spread_item_bytes
+            beside = [self._value("cast gradient", path, size_bytes, "gradients")]
+        self._add("add to the gradient before", path, [gradients[parameter.name], earlier], beside)
+        gradients[parameter.name] = earlier
+
+    def _whole(self, target: str, path: str, unit: Unit, parameter: Parameter, reads: Sequence[int] = ()) -> int:
+        """Make the gradient of a parameter as it waits to be spread."""
+        size_bytes = math.prod(parameter.shape) * parameter.spread_item_bytes
+        return self._make(target, path, size_bytes, "gradient", reads=reads, retained=not unit.sends)
+
+    def _reduce(self, path: str, gradients: Sequence[int]) -> None:
+        unit = self.units[path]
+        self._add("free the reduce-scatter before", path, self.last_reduced)
+        size_bytes = sum(p.padded(self.ranks) * p.spread_item_bytes for p in unit.trainable)
+        own_bytes = self._share_bytes(unit)
+        buffer = self._make("gradients to be spread", path, size_bytes, "gradients", reads=gradients)
+        stays = SHARES not in unit.finds and not unit.is_on_host
+        share = self.builder.add_value(f"{path} share", own_bytes, kind="gradient", retained=stays)
+        self.last_reduced = [buffer]
+        beside = self._gloo_copies(path, size_bytes, "gradients")
+        if own_bytes * self.ranks == size_bytes:
+            self._add("reduce-scatter", path, [buffer], [share, *beside])
+            summed = share
+        else:
+            spread_bytes = size_bytes // self.ranks
+            summed = self._make("reduce-scatter", path, spread_bytes, "gradients", reads=[buffer], beside=beside)
+            self._add("cast the share", path, [summed], [share])
+        if not stays:
+            self._add("add the share, or send it to the host", path, [share])
+        if unit.copies:
+            self.until_end.append(summed)
+
+    def _value(self, what: str, path: str, size_bytes: int, kind: str, *, retained: bool = False) -> int:
+        name = f"{what} of {path}.{len(self.builder.values)}"
+        return self.builder.add_value(name, size_bytes, kind=kind, retained=retained)
+
+    def _make(
+        self,
+        target: str,
+        path: str,
+        size_bytes: int,
+        kind: str,
+        *,
+        reads: Sequence[int] = (),
+        beside: Sequence[int] = (),
+        retained: bool = False,
+    ) -> int:
+        """Make a value, and ``beside`` it others that are gone at once."""
+        value = self._value(target, path, size_bytes, kind, retained=retained)
+        self._add(target, path, reads, [value, *beside])
         return value

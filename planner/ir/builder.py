@@ -41,7 +41,8 @@ class StepContext:
 
     ``static_bytes`` are resident before it, by kind; ``kinds`` is the class of each module that can be called, by its
     path; ``loss`` is what a loss outside the model takes. Random states take the memory that is planned if that is
-    ``on_cpu``. Each gradient is spread over ``gradient_shards`` devices once it is there.
+    ``on_cpu``. Each gradient is spread over ``gradient_shards`` devices once it is there. Where a step
+    ``finds_gradients``, those of earlier backwards are there.
     """
 
     alignment_bytes: int
@@ -51,6 +52,7 @@ class StepContext:
     loss: LossMemory = field(default_factory=LossMemory)
     on_cpu: bool = True
     gradient_shards: int = 1
+    finds_gradients: bool = False
 
 
 class GraphBuilder(Generic[Node]):
@@ -62,6 +64,8 @@ class GraphBuilder(Generic[Node]):
         self.phase = Phase.FORWARD
         self.operations: list[Operation] = []
         self.values: list[Value] = []
+        self.made: set[int] = set()
+        """Values that an operation has made by now."""
         self.operation_nodes: list[Node | None] = []
         """What operations were made of; None where nothing of the model stands behind one."""
         self.value_nodes: list[Node | None] = []
@@ -118,6 +122,7 @@ class GraphBuilder(Generic[Node]):
     def append(self, operation: Operation, node: Node | None = None) -> int:
         """Add an operation as it is, and give its index."""
         self.operations.append(operation)
+        self.made.update(operation.outputs)
         self.operation_nodes.append(node)
         return len(self.operations) - 1
 

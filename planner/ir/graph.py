@@ -21,6 +21,9 @@ from planner.errors import UsageError
 LOSS_NAME = "loss"
 LOSS_TARGET = "the loss and what runs outside the captured graph"
 
+FOUND_TARGET = "found"
+"""Target of what stands for the making of values that earlier steps have left, before all else."""
+
 LOSS_KEY = f"|{LOSS_NAME}|l0"
 LOSS_KEY_BEFORE = f"|{LOSS_TARGET}|l0"
 """What plan files of recorded steps called the loss, before all steps had one key for it."""
@@ -187,3 +190,9 @@ class TrainingGraph:
     def total_static_bytes(self) -> int:
         """Everything resident before the step."""
         return sum(self.static_bytes.values())
+
+    @property
+    def found_bytes(self) -> int:
+        """What earlier steps have left, which is there before the step, and may go in it."""
+        found = (operation for operation in self.operations if operation.target == FOUND_TARGET)
+        return sum(self.values[value].size_bytes for operation in found for value in operation.outputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 OF_THE_MODEL = ("parameters", "buffers", "inputs")
 """What is resident because of the model itself, whatever surrounds it."""
@@ -11,6 +11,9 @@ OF_THE_MODEL = ("parameters", "buffers", "inputs")
 
 SHARDS = "gradient shards"
 """In a plan's fingerprint: over how many ranks it spreads parameters and gradients."""
+
+FINDS = "finds"
+"""In a plan's fingerprint: what earlier steps have left, gradients say."""
 
 TENSOR_PARALLEL = "tensor parallel"
 """In a plan's fingerprint: over how many devices it spreads each layer."""
@@ -67,6 +70,13 @@ class StaticMemory:
     """Whether it is taken from the device by pages, at the end of one segment."""
     allocator_settings: str = ""
     """What is set of the allocator that is not simulated."""
+
+    def without(self, *kinds: str) -> StaticMemory:
+        """Return it without what is resident beside the model of some kinds."""
+        gone_bytes = sum(self.static_bytes.get(kind, 0) for kind in kinds)
+        static = {kind: size_bytes for kind, size_bytes in self.static_bytes.items() if kind not in kinds}
+        *tensors, others = self.tensor_bytes or (0,)
+        return replace(self, static_bytes=static, tensor_bytes=(*tensors, max(others - gone_bytes, 0)))
 
     @property
     def resident_bytes(self) -> tuple[int, ...]:

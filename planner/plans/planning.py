@@ -179,7 +179,8 @@ def make_problem(
     static_bytes = graph.total_static_bytes
     if whole_bytes is None:
         whole_bytes = unplanned_bytes(graph, costs) if budget.is_share else static_bytes
-    limit_bytes = max(budget.in_bytes(whole_bytes, static_bytes), budget.at_least_bytes) - static_bytes
+    there_bytes = static_bytes + graph.found_bytes
+    limit_bytes = max(budget.in_bytes(max(whole_bytes, there_bytes), there_bytes), budget.at_least_bytes) - static_bytes
     graph = graph_for(graph, host)
     return Problem(graph=graph, costs=tuple(costs), budget_bytes=limit_bytes, host=host, regions=regions)
 

@@ -14,11 +14,18 @@ import torch
 from torch import nn
 
 from planner.capture.device import entered, of_model
+from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import masking_of
 from planner.capture.inputs import Inputs
 from planner.capture.module_internals import switches_and_sizes
 from planner.capture.operands import settle
-from planner.capture.parallel import sends_later, unplanned_sharding
+from planner.capture.parallel import (
+    ddp_around,
+    finds_gradients,
+    gradient_state,
+    shards_of,
+    unplanned_sharding,
+)
 from planner.capture.torch_internals import call_implementation, is_transformed, is_watched
 from planner.capture.trees import leaves_of
 from planner.plans.plan import Plan
@@ -124,6 +131,22 @@ class PlannedCalls(ABC):
         if self.prepare is not None:
             self.options = replace(self.prepare(inputs), budget=self.options.budget)
 
+    def options_for_call(self) -> Options:
+        """Return the options for the call that begins, with what is seen of how its gradients come and go."""
+        options, ddp = self.options, ddp_around(self.model)
+        training, gradients = options.training, options.gradients
+        if finds_gradients(self.model):
+            training = replace(training, gradient_accumulation=True)
+        if training.data_parallel == "none":
+            way, ranks = ("fsdp2", shards_of(self.model)) if ddp is None else ("ddp", ddp.ranks)
+            training = replace(training, data_parallel=way, ranks=ranks) if ranks > 1 else training
+        if ddp is not None:
+            gradients = Gradients(
+                are_in_buckets=ddp.finds_views,
+                go_into_buckets=ddp.has_views and ddp.sends,
+            )
+        return replace(options, training=training, gradients=gradients)
+
     def put_in_force(self, plan: Plan) -> None:
         """Let a new plan be the one in force: a percentage is then of its step at least."""
         self.plan = plan
@@ -155,7 +178,7 @@ class CallsInSituations(PlannedCalls):
 
     def situation(self, inputs: Inputs) -> Any:
         """Return all that a plan depends on, as far as it can change between calls."""
-        return situation_of(self.model, inputs), sends_later(self.model)
+        return situation_of(self.model, inputs), gradient_state(self.model)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model with parts of it replaced."""
@@ -196,13 +219,16 @@ def situation_of(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def check_sharding(model: nn.Module, blocks: Iterable[str] = (), ranks: int | None = None) -> None:
-    """Warn of a sharding that a plan does not count on: that is for ``blocks`` as units, and for so many ranks."""
+    """Warn of a sharding that a plan does not count on, which is for ``blocks`` as units, and of hooks of DDP's."""
     if found := unplanned_sharding(model, blocks, ranks):
         warnings.warn(
             f"{found}, and the plan counts on fully_shard(block) for each block and then for the model, without "
             f"that: {MAY_BE_ABOVE}",
             stacklevel=9,
         )
+    ddp = ddp_around(model)
+    if ddp is not None and ddp.has_hooks:
+        warnings.warn(f"DDP has a communication hook, and what that holds is not counted: {MAY_BE_ABOVE}", stacklevel=9)
 
 
 class StartsCalls:

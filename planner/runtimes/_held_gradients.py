@@ -8,6 +8,7 @@ import weakref
 from torch import Tensor, nn
 
 from planner.common.units import format_bytes
+from planner.ir.static_memory import FINDS
 from planner.plans.plan import Plan
 from planner.session.step import Options
 
@@ -40,6 +41,8 @@ class HeldGradients:
         """Warn, once, if a plan breaks its budget beside so much."""
         if plan is None or not held_bytes or plan.peak_bytes + held_bytes <= plan.budget_bytes:
             return
+        if FINDS in plan.fingerprint or plan.static_bytes.get("gradients"):
+            return  # it was made for a step that begins with them
         self._is_said = True
         warnings.warn(
             f"{self._name} is called while it holds {format_bytes(held_bytes)} of gradients of earlier backwards. Its "

@@ -87,7 +87,7 @@ class ModulesRuntime(CallsInSituations):
 
     def _agreeing(self) -> Options:
         """Return the options: all ranks come here with their first batch, with a later one maybe some of them."""
-        return replace(self.options, together=self.options.together and not self.is_confirmed)
+        return replace(self.options_for_call(), together=self.options.together and not self.is_confirmed)
 
     def _keeps(self, study: Study, chosen: Mapping[str, Kept]) -> bool:
         problem = study.posed(self.options.budget)

@@ -21,12 +21,13 @@ from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.forwards import forwards
 from planner.capture.fsdp_internals import computes_in_other_types, settings_of, types_of_shares
+from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
 from planner.capture.lowering import GIVEN_TARGET, lower
-from planner.capture.parallel import is_sharded, units_of, whole
-from planner.capture.sharding import ROOT, Parameter, Unit, Units, resident
+from planner.capture.parallel import has_units, units_of, whole
+from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.builder import StepContext
@@ -34,11 +35,18 @@ from planner.ir.graph import OperationCost, TrainingGraph, named_by
 from planner.ir.layers import is_within
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
-from planner.ir.static_memory import SHARDS
+from planner.ir.static_memory import FINDS, SHARDS
 from planner.measure.devices import device_spec
 from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes._calls import MAY_BE_ABOVE, CallsInSituations, Decided, StartsCalls, check_sharding
+from planner.runtimes._calls import (
+    MAY_BE_ABOVE,
+    CallsInSituations,
+    Decided,
+    StartsCalls,
+    check_sharding,
+    situation_of,
+)
 from planner.runtimes._gradients import watched
 from planner.session.agreement import plan_together
 from planner.session.step import (
@@ -54,6 +62,8 @@ from planner.session.step import (
 SHARDING = "sharding"
 """In a plan's fingerprint: how the model is sharded, where that is not by default."""
 
+GRADIENTS_IN_BUCKETS = "gradients in DDP's buckets"
+
 BLOCK_BYTES = "block bytes"
 """In a plan's fingerprint: the peaks of all blocks, each alone, added up."""
 
@@ -61,42 +71,73 @@ BLOCK_BYTES = "block bytes"
 class RegionalRuntime(CallsInSituations):
     """What ``model(...)`` runs while a plan is in force."""
 
+    def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
+        super().__init__(model, options, **settings)
+        self._blocks: dict[Any, Planned] = {}
+        """By what plans ask of them: what differs may be how gradients come and go."""
+
     def decide(self, inputs: Inputs) -> Decided:
         """Plan the blocks."""
-        plan = self._planned_sharded(inputs) if is_sharded(self.model) else self._planned(inputs)
-        return plan, partial(installed, self.model, Planned(self.model, plan).forwards)
+        plan = self._plan(inputs)
+        asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", BLOCK_BYTES))
+        key = (situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()))
+        planned = self._blocks.setdefault(key, Planned(self.model, plan))
+        return plan, partial(installed, self.model, planned.forwards)
+
+    def _plan(self, inputs: Inputs) -> Plan:
+        """Plan a call, unless the plan at hand will do.
+
+        Of a sharded model smaller inputs, say a last batch, take over its decisions: in every block less is alive
+        whatever runs. A plan that was made before the model was sharded, or before DDP was put around it, knows nothing
+        of a policy for other types, of parameters that stay, and of gradients that come otherwise.
+        """
+        plan, sharded = self.plan, has_units(self.model)
+        called = how_it_trains(self.model, self.options_for_call())
+        knows_types = self.is_confirmed or not computes_in_other_types(self.model)
+        is_for_this = plan is not None and knows(plan, called)
+        is_near = (sharded and is_for_this and knows_types) or (self.must_match and (sharded or not is_for_this))
+        if plan is not None and is_near and are_no_larger(described(inputs.tensors()), planned_for(plan)):
+            self.is_confirmed = True
+        else:
+            with whole(self.model):
+                plan = self._planned(inputs)
+        if not knows(plan, called):
+            said = (called.get(SHARDING) or called.get(FINDS) or "the model is sharded by default").partition(";")[0]
+            warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
+        check_sharding(self.model, str(plan.fingerprint["blocks"]).split(), int(plan.fingerprint.get(SHARDS, 1)))
+        return plan
 
     def _planned(self, inputs: Inputs) -> Plan:
         check_plannable(self.model, inputs)
         self.complete_options(inputs)
+        options = self.options_for_call()
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
-        options = replace(self.options, together=self.options.together and not self.is_confirmed)
+        options = replace(options, together=options.together and not self.is_confirmed)
         plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
         self.is_confirmed = True
         self.put_in_force(plan)
         return plan
 
-    def _planned_sharded(self, inputs: Inputs) -> Plan:
-        """Plan as if the model were whole, unless the plan at hand will do.
 
-        Smaller inputs, say a last batch, take over its decisions: in every block less is alive whatever runs. One that
-        was made before the model was sharded knows nothing of a policy for other types, and of parameters that stay.
-        """
-        plan = self.plan
-        settings = settings_of(self.model)
-        knows_types = self.is_confirmed or not computes_in_other_types(self.model)
-        is_for_this = plan is not None and plan.fingerprint.get(SHARDING, "") == settings and knows_types
-        fits = plan is not None and are_no_larger(described(inputs.tensors()), planned_for(plan))
-        if plan is not None and fits and (is_for_this or self.must_match):
-            self.is_confirmed = True
-        else:
-            with whole(self.model):
-                plan = self._planned(inputs)
-        if plan.fingerprint.get(SHARDING, "") != settings:
-            said = settings.partition(";")[0] or "the model is sharded by default"
-            warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=8)
-        check_sharding(self.model, str(plan.fingerprint["blocks"]).split(), int(plan.fingerprint.get(SHARDS, 1)))
-        return plan
+def knows(plan: Plan, called: Mapping[str, str]) -> bool:
+    """Whether a plan was made for a model that trains so, as :func:`how_it_trains` says it."""
+    return all(plan.fingerprint.get(key, "") == called.get(key, "") for key in (SHARDING, FINDS))
+
+
+def how_it_trains(model: nn.Module, options: Options) -> dict[str, str]:
+    """Say how a model is sharded, and how its gradients come and go, where that is not by default."""
+    settings = settings_of(model)
+    if options.gradients.go_into_buckets:
+        settings = "DDP is told gradient_as_bucket_view=True"
+    accumulates = options.training.gradient_accumulation
+    if units := [unit.unit for unit in units_of(model)]:
+        finds = {what for unit in units for what in unit.as_planned(finds_gradients=accumulates).finds}
+    elif options.training.data_parallel == "fsdp2":
+        finds = {SHARES} if accumulates else set()
+    else:
+        finds = {GRADIENTS_IN_BUCKETS if options.gradients.are_in_buckets else WHOLE} if accumulates else set()
+    found = ", ".join(f"{what} of earlier steps" for what in sorted(finds))
+    return {key: said for key, said in ((SHARDING, settings), (FINDS, found)) if said}
 
 
 @contextmanager
@@ -252,17 +293,17 @@ def lower_around(
     around = static_memory_of(model, everything, spec, options)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    trace, used = step.trace(blocks, options.loss)
-    units = None
-    if around.gradient_shards > 1:
-        units = _units(model, used)
+    units = _units(model, blocks, options) if around.gradient_shards > 1 else None
+    accumulates = options.training.gradient_accumulation
+    found = found_by_autograd(model, units.values() if units else None, accumulates=accumulates)
+    trace, used = step.trace(blocks, options.loss, replace(options.gradients, found=found))
+    if units is not None:
+        units = _units(model, used, options)
         around = resident(around, units, spec.alignment_bytes)
+    around = around.without("gradients")  # they are seen in the step
     context = context_of(model, spec, around, options)
     lowered = put_together(shapes, trace, used, context, units)
-    facts: dict[str, str | int] = {"blocks": " ".join(used)}
-    if settings := settings_of(model):
-        facts[SHARDING] = settings
-    return LoweredStep(lowered, spec, around, facts), used
+    return LoweredStep(lowered, spec, around, {"blocks": " ".join(used), **how_it_trains(model, options)}), used
 
 
 def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:
@@ -272,7 +313,7 @@ def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:
     return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
 
 
-def _units(model: nn.Module, blocks: Iterable[str]) -> Units:
+def _units(model: nn.Module, blocks: Iterable[str], options: Options) -> Units:
     """Return the parameters of each block, and of the rest, as ``fully_shard`` on each groups them, or would."""
     types, known = types_of_shares(model), {unit.path: unit.unit for unit in units_of(model)}
     units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
@@ -281,6 +322,7 @@ def _units(model: nn.Module, blocks: Iterable[str]) -> Units:
         share, spread = types.get(name, (parameter.dtype, parameter.dtype))
         units[path].append(
             Parameter(
+                name=name,
                 shape=tuple(parameter.shape),
                 item_bytes=parameter.element_size(),
                 share_item_bytes=share.itemsize,
@@ -289,7 +331,11 @@ def _units(model: nn.Module, blocks: Iterable[str]) -> Units:
             )
         )
     default = {path: known.get(path, Unit(parameters=(), stays=path == ROOT)) for path in units}
-    return {path: replace(default[path], parameters=parameters) for path, parameters in units.items()}
+    finds_gradients = options.training.gradient_accumulation
+    return {
+        path: replace(default[path].as_planned(finds_gradients=finds_gradients), parameters=parameters)
+        for path, parameters in units.items()
+    }
 
 
 def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:

@@ -14,6 +14,7 @@ from planner.analysis.study import Study
 from planner.capture.eager.graph import lower_eager
 from planner.capture.eager.record import record
 from planner.capture.eager.trace import Trace
+from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_device, check_own_checkpointing
 from planner.capture.lowering import LoweredGraph
 from planner.capture.operands import is_opaque
@@ -21,6 +22,7 @@ from planner.capture.parallel import has_several_ranks, units_of
 from planner.capture.provenance import kinds_of
 from planner.capture.sharding import resident
 from planner.common import timings
+from planner.common.options import Training
 from planner.errors import CaptureError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost
@@ -133,7 +135,10 @@ class _Recorded:
         options.search.tell("recording a step")
         elsewhere = elsewhere_for(model, options)
         with timings.stage("capture"):
-            self.trace = record(model, inputs, loss=options.loss, elsewhere=elsewhere, may_run=may_run)
+            gradients = replace(options.gradients, found=self._found(model, options.training))
+            self.trace = record(
+                model, inputs, loss=options.loss, gradients=gradients, elsewhere=elsewhere, may_run=may_run
+            )
         self.has_kernels_of_here = self.trace.is_real and elsewhere is not None
         self.model, self.options = model, options
         self.tensors = inputs.tensors()
@@ -142,8 +147,19 @@ class _Recorded:
         if self.around.gradient_shards > 1 and (units := units_of(model)):
             sizes = {unit.path: unit.unit for unit in units}
             self.around = resident(self.around, sizes, self.spec.alignment_bytes)
+        if options.training.data_parallel != "none":
+            self.around = self.around.without("gradients")  # they are seen in the step
         self.costs: dict[fx.Node | None, OperationCost] = {None: OperationCost(seconds=0.0)}
         self.origin: PlanOrigin | None = None
+
+    @staticmethod
+    def _found(model: nn.Module, training: Training) -> frozenset[str]:
+        """Return the parameters with gradients of earlier backwards; of one process these are resident."""
+        if training.data_parallel == "none":
+            return frozenset()
+        accumulates = training.gradient_accumulation
+        units = [unit.unit.as_planned(finds_gradients=accumulates) for unit in units_of(model)]
+        return found_by_autograd(model, units or None, accumulates=accumulates and training.data_parallel == "ddp")
 
     def blocks(self) -> Collection[str]:
         forward = Counter(run.module for run in self.trace.runs[: self.trace.backward])

@@ -137,8 +137,8 @@ def _unplanned(rank: RankOfPipeline, module: nn.Module) -> str:
     if shards_of(module) == 1:
         return "over this rank alone. Leave fully_shard out"
     unit = units[0].unit
-    if not unit.stays or unit.ahead or unit.ahead_in_backward:
-        return "with settings of its own. Leave reshard_after_forward and prefetching as they are"
+    if replace(unit, parameters=(), finds=frozenset()) != Unit(parameters=(), stays=True, copies=unit.copies):
+        return "with settings of its own. Leave resharding, prefetching, offload and sending as they are"
     if any(p.item_bytes != p.share_item_bytes or p.spread_item_bytes != p.item_bytes for p in unit.parameters):
         return "in mixed precision"
     return unplanned_sharding(module, (), None) or ""

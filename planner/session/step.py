@@ -28,6 +28,7 @@ from planner.capture.cuda_attention import NEWEST, RULES
 from planner.capture.device import of_model
 from planner.capture.effects import runs_after
 from planner.capture.elsewhere import Elsewhere
+from planner.capture.gradients import Gradients
 from planner.capture.in_place import may_overwrite
 from planner.capture.inputs import Inputs, LossFunction
 from planner.capture.joint import JointGraph, is_attention
@@ -86,6 +87,8 @@ class Options:
     """The model's own step, recorded, or why it could not be; None where nobody asked."""
     is_stage: bool = False
     """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
+    gradients: Gradients = field(default_factory=Gradients)
+    """What DDP does with gradients of the step; ``found`` is left to who traces it."""
     together: bool = False
     """Whether all ranks of torch.distributed plan this step at once, and are to have one plan."""
 
@@ -207,6 +210,7 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
         loss=options.loss or LossMemory(),
         on_cpu=spec.kind == "cpu",
         gradient_shards=around.gradient_shards,
+        finds_gradients=options.training.gradient_accumulation,
     )
 
 

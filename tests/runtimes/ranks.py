@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import distribute_tensor
@@ -35,6 +37,11 @@ from planner.capture.memory import measure_peak, record
 from planner.plans.plan import Plan
 
 WIDTH, ROWS, DEPTH = 64, 384, 4
+FEW_ROWS = 32
+"""Few enough for gradients to be most of what a step holds."""
+
+IN_FLOAT32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))  # pytest looks for doctests here
 
 
@@ -52,10 +59,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Something before the blocks and something after them, which stay eager."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
         self.start = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,9 +76,9 @@ def data(rank: int) -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def make() -> Model:
+def make(depth: int = DEPTH) -> Model:
     torch.manual_seed(0)
-    return Model()
+    return Model(depth)
 
 
 def every_block_differently(plan: Plan) -> Plan:
@@ -373,7 +380,156 @@ def shardings(rank: int) -> dict[str, Any]:
         times = 2 if name == "unsent" else 1
         equal = all(torch.equal(gradient, times * expected[n]) for n, gradient in gradients(model).items())
         found[name] = {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
+    found["hook"] = with_hook(rank, expected)
     return found
+
+
+def with_hook(rank: int, expected: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Let a hook send what DDP would."""
+    running: Any = DistributedDataParallel(wrap(make(), rank, "ddp"), init_sync=False)
+    running.register_comm_hook(None, allreduce_hook)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        running(data(rank)).backward()
+    equal = all(torch.equal(gradient, expected[n]) for n, gradient in gradients(running).items())
+    return {"equal": equal, "said": [str(one.message) for one in said if one.category is UserWarning]}
+
+
+def micro_batches(rank: int) -> dict[str, Any]:
+    """Train by micro-batches in the ways in which most differs."""
+    views = partial(with_ddp, gradient_as_bucket_view=True)
+    sharded = partial(fully_sharded, mesh=init_device_mesh("cpu", (RANKS,)))
+    return {
+        f"ddp, views, {FEW_ROWS} rows": by_micro_batches(rank, FEW_ROWS, views),
+        f"fsdp2, {ROWS} rows": by_micro_batches(rank, ROWS, sharded),
+        f"fsdp2, 16 bits, {FEW_ROWS} rows": by_micro_batches(rank, FEW_ROWS, partial(sharded, mp_policy=IN_FLOAT32)),
+    }
+
+
+def more_micro_batches(rank: int) -> dict[str, Any]:
+    """Train by micro-batches in all ways, where gradients are most of what a step holds, and where they are least."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    views, sharded = partial(with_ddp, gradient_as_bucket_view=True), partial(fully_sharded, mesh=mesh)
+    offloaded = partial(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    ways: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
+        "ddp": (with_ddp, {}),
+        "ddp, views": (views, {}),
+        "ddp, views, each": (views, {"waits": False}),
+        "fsdp2": (sharded, {}),
+        "fsdp2, each": (sharded, {"waits": False}),
+        "fsdp2, 16 bits": (partial(sharded, mp_policy=IN_FLOAT32), {}),
+        "fsdp2, 16 bits, each": (partial(sharded, mp_policy=IN_FLOAT32), {"waits": False}),
+        "fsdp2, all 16 bits": (partial(sharded, mp_policy=IN_16_BITS), {}),
+        "fsdp2, gathered": (sharded, {"reshards": False}),
+        "fsdp2, offloaded": (offloaded, {}),
+        "fsdp2, offloaded, 16 bits": (partial(offloaded, mp_policy=IN_FLOAT32), {"waits": False}),
+        "fsdp2, modules": (sharded, {"runtime": "modules"}),
+    }
+    return _in_ways(rank, ways)
+
+
+def micro_batches_of_four(rank: int) -> dict[str, Any]:
+    """Train by micro-batches over two ranks and two copies, and with parameters that two of four ranks keep."""
+    copies = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("copy", "shard"))
+    copied = partial(fully_sharded, mesh=copies)
+    kept = partial(fully_sharded, mesh=init_device_mesh("cpu", (RANKS,)), reshard_after_forward=2)
+    ways: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]] = {
+        "copies": (copied, {}),
+        "copies, 16 bits": (partial(copied, mp_policy=IN_FLOAT32), {}),
+        "copies, all 16 bits, each": (partial(copied, mp_policy=IN_16_BITS), {"waits": False}),
+        "two": (kept, {}),
+        "two, 16 bits, each": (partial(kept, mp_policy=IN_FLOAT32), {"waits": False}),
+        "two, modules, each": (kept, {"waits": False, "runtime": "modules"}),
+    }
+    return _in_ways(rank, ways)
+
+
+def _in_ways(rank: int, ways: dict[str, tuple[Callable[[Model], nn.Module], dict[str, Any]]]) -> dict[str, Any]:
+    return {
+        f"{name}, {rows} rows": by_micro_batches(rank, rows, distribute, **settings)
+        for name, (distribute, settings) in ways.items()
+        for rows in (ROWS, FEW_ROWS)
+    }
+
+
+def with_ddp(model: Model, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, init_sync=False, **options)
+
+
+def by_micro_batches(
+    rank: int,
+    rows: int,
+    distribute: Callable[[Model], nn.Module],
+    *,
+    waits: bool = True,
+    reshards: bool = True,
+    runtime: str = "regional",
+) -> list[dict[str, Any]]:
+    """Return for each of three micro-batches what it held and what its plan says; gradients are of all three.
+
+    Where they do not wait, each sends its gradients; where nothing reshards, parameters stay gathered between them.
+    """
+    batches = [data(10 * rank + number)[:rows].clone() for number in range(3)]
+
+    def micro_step(running: Any, number: int) -> None:
+        sends = number == 2 or not waits
+        if isinstance(running, DistributedDataParallel):
+            with nullcontext() if sends else running.no_sync():
+                running(batches[number]).backward()
+            return
+        running.set_requires_gradient_sync(sends)
+        running.set_reshard_after_backward(number == 2 or reshards)
+        running(batches[number]).backward()
+
+    alone = distribute(make(2))
+    for number in range(3):
+        micro_step(alone, number)
+    expected = gradients(alone)
+    del alone
+    others = live()
+    model = make(2)
+    budget = "75%" if rows == ROWS else "100%"
+    planner.auto_wrap(model, activation_budget=budget, time_limit_seconds=1.0, deterministic=True, runtime=runtime)
+    running = distribute(model)
+    is_ddp = isinstance(running, DistributedDataParallel)
+    buckets_bytes = sum(p.nbytes for p in model.parameters()) if is_ddp else 0
+    buckets: set[int] = set()
+    found: list[dict[str, Any]] = [{"peak_bytes": 2**40, "said": []} for _ in batches]
+    cycles = 0
+    # Up to three cycles more, for what gloo's threads free: see peak_of.
+    while cycles < 2 or not all_agree(all(one["peak_bytes"] <= one["predicted_bytes"] for one in found) or cycles > 8):
+        running.zero_grad(set_to_none=True)
+        for number, one in enumerate(found):
+            own, here, kept = batches[number], live(), held_gradients(model)
+            here |= {gradient.untyped_storage().data_ptr(): gradient.untyped_storage().nbytes() for gradient in kept}
+            del kept
+            resident_bytes = own.nbytes + buckets_bytes
+            resident_bytes += sum(size for place, size in here.items() if place not in (*others, *buckets))
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                peak, _ = measure_peak(partial(micro_step, running, number), torch.device("cpu"))
+            one["said"] += [str(warning.message) for warning in said if "budget" in str(warning.message)]
+            if cycles:  # the first one plans
+                one["peak_bytes"] = min(one["peak_bytes"], resident_bytes + peak)
+            plan = planner.plan_of(model)
+            one |= {"predicted_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}
+            one["recomputed"] = plan.recompute_seconds > 0
+            if is_ddp and (number == 2 or not waits):
+                buckets = {g.untyped_storage().data_ptr() for g in held_gradients(model) if g._base is not None}
+        cycles += 1
+    sums = gradients(running)
+    equal = sums.keys() == expected.keys() and all(torch.equal(sums[n], expected[n]) for n in expected)
+    return [{**one, "equal": equal} for one in found]
+
+
+def held_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients that are there, with those that FSDP2 keeps for later."""
+    found = [p.grad for p in model.parameters()]
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for one in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                found += [getattr(one, "_unsharded_param", torch.empty(0)).grad, one.unsharded_accumulated_grad]
+    return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
 
 
 def parallel(model: Model) -> Model:
@@ -622,6 +778,9 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "sharded_first": sharded_first,
     "last_batch": last_batch,
     "shardings": shardings,
+    "micro_batches": micro_batches,
+    "more_micro_batches": more_micro_batches,
+    "micro_batches_of_four": micro_batches_of_four,
     "tensor_parallel": tensor_parallel,
     "two_meshes": two_meshes,
     "sharded_pipeline": sharded_pipeline,

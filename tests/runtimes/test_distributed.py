@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 import planner
+from tests.runtimes.ranks import FEW_ROWS
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = range(2)
 
 
 SCENARIOS = (
-    "ddp,fsdp2,mixed_precision,sharded_first,last_batch,shardings,tensor_parallel,fails_on_rank_0,fails_on_rank_1,"
+    "ddp,fsdp2,mixed_precision,sharded_first,last_batch,shardings,micro_batches,tensor_parallel,fails_on_rank_0,fails_on_rank_1,"
     "fails_where_layers_are_shared,differs,wrong_order,1f1b,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
@@ -42,6 +43,16 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_ranks(tmp_path_factory.mktemp("four"), "two_meshes,sharded_pipeline", range(4))
 
 
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("more"), "more_micro_batches")
+
+
+@pytest.fixture(scope="module")
+def more_of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("more_of_four"), "micro_batches_of_four", range(4))
+
+
 def run_ranks(made: Path, scenarios: str, ranks: range = RANKS) -> Path:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(ROOT / "tests" / "runtimes" / "ranks.py"), scenarios, str(made)]
@@ -53,7 +64,7 @@ def run_ranks(made: Path, scenarios: str, ranks: range = RANKS) -> Path:
             processes.append(subprocess.Popen(command, env=own, cwd=ROOT, stderr=errors))
     try:
         for process, log in zip(processes, logs, strict=True):
-            assert process.wait(timeout=600) == 0, log.read_text(errors="replace")[-4000:]
+            assert process.wait(timeout=1200) == 0, log.read_text(errors="replace")[-4000:]
     finally:
         for process in processes:
             process.kill()
@@ -128,19 +139,47 @@ def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(folder: Path) ->
 SHARDINGS = {
     "kept": "block blocks.0 is sharded with reshard_after_forward=False",
     "copied": "the model is sharded over a mesh that also copies it (HSDP)",
-    "offloaded": "the model is sharded with a CPUOffloadPolicy",
     "whole": "blocks.0 is not sharded by itself",
     "prefetched": "blocks.0 is sharded with prefetching of its own",
-    "unsent": "gradients stay whole until a later backward (set_requires_gradient_sync)",
+    "hook": "DDP has a communication hook",
+    "unsent": "gradients of the model stay whole until a later backward (set_requires_gradient_sync)",
 }
 
 
 def test_a_sharding_that_the_plan_does_not_count_is_right_and_said(folder: Path) -> None:
     for result in results(folder, "shardings"):
-        assert result.pop("default") == {"equal": True, "said": []}
+        for counted in ("default", "offloaded"):  # on a CPU the host's memory is the device's
+            assert result.pop(counted) == {"equal": True, "said": []}
         for sharding, found in result.items():
             assert found["equal"], sharding
             assert len(found["said"]) == 1 and SHARDINGS[sharding] in found["said"][0]
+
+
+def check_micro_batches(found: dict[str, list[dict[str, Any]]]) -> None:
+    for way, steps in found.items():
+        for number, step in enumerate(steps):
+            assert step["equal"] and not step["said"], way
+            assert step["recomputed"] or f"{FEW_ROWS} rows" in way, way
+            assert 0.999 * step["predicted_bytes"] <= step["peak_bytes"] <= step["predicted_bytes"], (way, number)
+            assert step["predicted_bytes"] <= step["budget_bytes"], way
+
+
+def test_every_micro_batch_keeps_its_predicted_peak(folder: Path) -> None:
+    for result in results(folder, "micro_batches"):
+        assert len(result) == 3
+        check_micro_batches(result)
+
+
+@pytest.mark.slow
+def test_so_does_every_one_whatever_gradients_wait_for(more: Path) -> None:
+    for result in results(more, "more_micro_batches"):
+        check_micro_batches(result)
+
+
+@pytest.mark.slow
+def test_so_does_every_one_of_four_ranks(more_of_four: Path) -> None:
+    for result in results(more_of_four, "micro_batches_of_four", range(4)):
+        check_micro_batches(result)
 
 
 def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:

@@ -20,6 +20,7 @@ from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.forwards import forwards
+from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
@@ -54,6 +55,12 @@ class Block:
     """The nodes of its results, in the order of their tensors."""
     results: Any
     """What it gave, on fake tensors."""
+
+    @property
+    def passes_gradients_on(self) -> bool:
+        """Whether its backward makes gradients of what it is given."""
+        gradients = zip(self.lowered.joint.placeholders, self.lowered.joint.outputs[1], strict=True)
+        return any(isinstance(gradient, fx.Node) for node, gradient in gradients if node in self.given)
 
     @property
     def tangents(self) -> list[tuple[fx.Node, int]]:
@@ -175,27 +182,30 @@ class Step:
         descend("", self.model)
         return parts, left
 
-    def trace(self, blocks: Mapping[str, Block], loss: LossMemory | None = None) -> tuple[Recorder, dict[str, Block]]:
+    def trace(
+        self, blocks: Mapping[str, Block], loss: LossMemory | None = None, gradients: Gradients | None = None
+    ) -> tuple[Recorder, dict[str, Block]]:
         """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients.
 
         A block whose backward does not run saves all the same, for as long as what it returned lives. That is what
         eager does, so it is recorded as eager, and left out of the blocks that come second.
         """
-        recorder = self._traced(blocks, loss)
+        gradients = gradients or Gradients()
+        recorder = self._traced(blocks, loss, gradients)
         differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
         used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
         if len(used) == len(blocks):
             return recorder, used
         if not used:
             raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
-        return self._traced(used, loss), used
+        return self._traced(used, loss, gradients), used
 
-    def _traced(self, blocks: Mapping[str, Block], loss: LossMemory | None) -> Recorder:
+    def _traced(self, blocks: Mapping[str, Block], loss: LossMemory | None, gradients: Gradients) -> Recorder:
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): self._stand_in(block, recorder) for path, block in blocks.items()
         }
-        with self._following(replacing, recorder):
+        with self._following(replacing, recorder), gradients.followed(recorder, self.state) as recorder.found:
             self._follow(recorder, loss)
         self.checkpoints = recorder.checkpoints
         return recorder
@@ -236,6 +246,9 @@ class Step:
         else:
             torch.autograd.backward(losses, tangents())
         recorder.mark([tensor.grad for tensor in self.known], "gradient")
+        with_gradients = {name: tensor.grad for name, tensor in self.state.items() if tensor.grad is not None}
+        numbers = {name: recorder.number(gradient) for name, gradient in with_gradients.items()}
+        recorder.gradients = {name: number for name, number in numbers.items() if number is not None}
         recorder.finish()
         for tensor in self.known:
             tensor.grad = None

@@ -38,6 +38,10 @@ class Recorder(StepRecorder[Passage]):
         super().__init__(fakes, sums, resident, names)
         self.checkpoints = False
         """Whether something ran under ``torch.utils.checkpoint``."""
+        self.found: list[int] = []
+        """Storages of gradients that earlier backwards have left."""
+        self.gradients: dict[str, int] = {}
+        """The storage of each parameter's gradient at the end, by the parameter's name."""
         self._turns: list[int] = []
         self._at_work: list[str] = []
         """From the operation of each number on, in forward order, the module that is at work."""

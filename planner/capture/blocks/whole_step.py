@@ -18,11 +18,11 @@ from planner.capture.blocks.regions import Block
 from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
-from planner.capture.sharding import ROOT, Sharding, Units
+from planner.capture.sharding import Sharding, Units
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.builder import GraphBuilder, Keys, StepContext
-from planner.ir.graph import Phase, TrainingGraph
+from planner.ir.graph import FOUND_TARGET, Phase, TrainingGraph
 
 RETURN_TARGET = "returns"
 
@@ -37,7 +37,7 @@ def put_together(
     """Return the graph of a model given ``inputs``, whose ``units`` FSDP2 shards, in O(operations + reads)."""
     builder = Builder(trace, blocks, context)
     if units:
-        builder.sharding = Sharding(builder, units, context.gradient_shards)
+        builder.shard(units)
     graph = builder.run()
     joint = JointGraph.without_graph(inputs)
     return LoweredGraph(joint, graph, builder.operation_nodes, fingerprinted=builder.as_written_before(graph))
@@ -68,28 +68,50 @@ class Builder(GraphBuilder[fx.Node]):
         self.keys_before = Keys()
         self.known_as: dict[int, str] = {}
         """Operation to the key that it had in plan files written before."""
-        self.eager_gradients: list[int] = []
-        """Storages that eager operations make, those of gradients among them."""
+        self.spread: set[int] = set()
+        """Storages of gradients that FSDP2 spreads, and then frees."""
+        self.ended: Block | None = None
+        """A block whose backward has ended, but for sums of its gradients with those of earlier backwards."""
         self.value_of: dict[int | None, int] = {}
         """Storage that was followed to value."""
         self.inside: dict[tuple[str, int], int | None] = {}
         """Block and its own value to value; None for what is resident."""
         self.held = freed_after(trace.storages)
 
+    def shard(self, units: Units) -> None:
+        """Let FSDP2 shard the step's parameters."""
+        self.sharding = Sharding(self, units, self.context.gradient_shards, self._gradient_of)
+        names = {parameter.name for unit in units.values() if unit.spreads for parameter in unit.trainable}
+        self.spread = {number for name, number in self.trace.gradients.items() if name in names}
+
+    def _gradient_of(self, name: str) -> int | None:
+        return self.value_of.get(self.trace.gradients.get(name))
+
     def run(self) -> TrainingGraph:
         """Go through the events of the step."""
+        if self.trace.found:
+            self.add_once(FOUND_TARGET, "", (), [self._value(storage) for storage in self.trace.found])
         if self.sharding:
-            self.sharding.before_forward(ROOT)
+            self.sharding.begin()
         for index, event in enumerate(self.trace.events):
+            if not (isinstance(event, Run) and set(event.writes) & set(self.trace.found)):
+                self._end_block()
             if isinstance(event, Run):
                 self._eager(event, index)
             elif event.phase is Phase.LOSS:
                 self._loss(event, index)
             else:
                 self._block(event, index)
+        self._end_block()
         if self.sharding:
-            self.sharding.end(self._gradients(self.eager_gradients))
+            self.sharding.end()
         return self.finish()
+
+    def _end_block(self) -> None:
+        """Let FSDP2 do what it does after a block's backward, once the block's gradients are complete."""
+        if self.sharding and self.ended is not None:
+            self.sharding.after_backward(self.ended.path, input_has_gradient=self.ended.passes_gradients_on)
+        self.ended = None
 
     def as_written_before(self, graph: TrainingGraph) -> TrainingGraph:
         """Return the graph as fingerprints have it.
@@ -105,16 +127,11 @@ class Builder(GraphBuilder[fx.Node]):
     def _value(self, storage: int) -> int:
         """Return the value of a storage that is made now."""
         seen = self.trace.storages[storage]
-        spread = self.sharding is not None and seen.kind == "gradient"  # and then freed
-        stays = seen.died is None and not spread
+        stays = seen.died is None and storage not in self.spread
         self.value_of[storage] = self.add_value(f"storage {storage}", seen.size_bytes, kind=seen.kind, retained=stays)
         return self.value_of[storage]
 
-    def _gradients(self, storages: Iterable[int]) -> list[int]:
-        return [self.value_of[s] for s in storages if self.trace.storages[s].kind == "gradient"]
-
     def _eager(self, run: Run, index: int) -> None:
-        self.eager_gradients += run.makes
         self.add_once(
             str(run.node.target),
             run.module or run.derivative_of,
@@ -176,10 +193,8 @@ class Builder(GraphBuilder[fx.Node]):
         self.add_once(RETURN_TARGET, path, held)
         if self.sharding and is_forward:
             self.sharding.after_forward(path)
-        elif self.sharding:
-            gradients = self._gradients(event.makes.values())
-            passed_on = any(self.trace.storages[s].kind != "gradient" for s in event.makes.values())
-            self.sharding.after_backward(path, gradients, input_has_gradient=passed_on)
+        elif not is_forward:
+            self.ended = block
 
     def _reads(self, storages: Iterable[int | None], made: Container[int | None]) -> list[int]:
         """Return the values of storages, without what is resident or made by this very operation."""

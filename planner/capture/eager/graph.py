@@ -25,7 +25,7 @@ from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
 from planner.ir.checkpoints import AWAY, BACK, END, HOLD, KEPT, SCRATCH, STOP, UNPACK, Keepable, Region, Sends, Sent
-from planner.ir.graph import LOSS_KEY_BEFORE, Phase, TrainingGraph
+from planner.ir.graph import FOUND_TARGET, LOSS_KEY_BEFORE, Phase, TrainingGraph
 from planner.ir.layers import is_within
 
 _LAYER_CLASS = "GradientCheckpointingLayer"
@@ -59,8 +59,16 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.trace = trace
         self.modules = dict(model.named_modules())
         self.is_parallel = has_distributed_tensors(model)
-        units = units_of(model) if context.gradient_shards > 1 else []
-        spread = {trace.gradients[name] for unit in units for name in unit.parameters if name in trace.gradients}
+        units = {}
+        if context.gradient_shards > 1:
+            finds_gradients = context.finds_gradients
+            units = {u.path: u.unit.as_planned(finds_gradients=finds_gradients) for u in units_of(model)}
+        spread = {
+            trace.gradients[parameter.name]
+            for unit in units.values()
+            for parameter in unit.trainable
+            if unit.spreads and parameter.name in trace.gradients
+        }
         for index, storage in enumerate(trace.storages):
             # What is not the device's, or is counted with the loss, takes nothing.
             is_elsewhere = storage.is_stand_in or (storage.is_number and not context.on_cpu)
@@ -69,11 +77,7 @@ class _Lowering(GraphBuilder[fx.Node]):
             self.add_value(f"storage {index}", size_bytes, kind=storage.kind, retained=stays)
         self.sharding: Sharding | None = None
         if units:
-            self.sharding = Sharding(self, {unit.path: unit.unit for unit in units}, context.gradient_shards)
-            for unit in units:
-                self.sharding.gradients[unit.path] += [
-                    trace.gradients[n] for n in unit.parameters if n in trace.gradients
-                ]
+            self.sharding = Sharding(self, units, context.gradient_shards, self._gradient_of)
         self.let_go = self._let_go()
         self.written = {value for run in trace.runs for value in run.writes}
         self.run_at: list[int] = []
@@ -81,6 +85,11 @@ class _Lowering(GraphBuilder[fx.Node]):
         """For each run, what comes first of what stands for the time between it and the one before."""
         self.noted: dict[tuple[str, str], int] = {}
         """Operations that cost nothing, by target and module; stand-ins by the operation that they stand in for."""
+
+    def _gradient_of(self, name: str) -> int | None:
+        """Return the gradient of a parameter, once it is there."""
+        found = self.trace.gradients.get(name)
+        return found if found in self.made else None
 
     def _let_go(self) -> defaultdict[int, list[int]]:
         """Return for each run the storages that the program, or autograd, lets go of right after it."""
@@ -119,6 +128,8 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _add_operations(self, candidates: Sequence[Candidate], waits: Mapping[str, Waits]) -> None:
         """Add what runs, and between the runs what says how long something lives."""
+        if self.trace.found:
+            self.add_once(FOUND_TARGET, "", (), self.trace.found)
         begins, stops = defaultdict(list), defaultdict(list)
         for candidate in candidates:
             begins[candidate.call.begin].append(candidate)
@@ -146,7 +157,7 @@ class _Lowering(GraphBuilder[fx.Node]):
                 ran = self.operations[-1]  # its outputs, which are kept, are looked up where it would run again
                 self._add_note(KEPT, ran.module, (*ran.inputs, *ran.outputs), of=ran.name)
         if self.sharding:
-            self.sharding.end(())
+            self.sharding.end()
         self.run_at.append(self._add_note(END, "", ()))
 
     def _add_run(self, position: int) -> int:
@@ -165,12 +176,13 @@ class _Lowering(GraphBuilder[fx.Node]):
         if sharding is None:
             pass
         elif turn.is_entered:
-            begins = sharding.begin_backward if path == ROOT else partial(sharding.before_backward, path)
-            (partial(sharding.before_forward, path) if is_forward else begins)()
+            ways = sharding.begin if is_forward else sharding.begin_backward
+            inside = sharding.before_forward if is_forward else sharding.before_backward
+            (ways if path == ROOT else partial(inside, path))()
         elif is_forward:
             (sharding.end_forward if path == ROOT else partial(sharding.after_forward, path))()
         else:
-            sharding.after_backward(path, (), input_has_gradient=True)
+            sharding.after_backward(path, input_has_gradient=True)
         return self.add_once("turn", path, let_go)
 
     def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> int:

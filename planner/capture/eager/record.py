@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import without_meta_logs
 from planner.capture.forwards import forwards
+from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, run_backward, state_of
 from planner.capture.joint_capture import is_fake, is_without_data, mode_of
@@ -42,6 +43,7 @@ def record(
     inputs: Inputs,
     *,
     loss: LossMemory | None = None,
+    gradients: Gradients | None = None,
     elsewhere: Elsewhere | None = None,
     may_run: bool = True,
 ) -> Trace:
@@ -57,7 +59,8 @@ def record(
     inputs = inputs.map_tensors(_as_leaf)
     computed = {path: _as_leaf(tensor) for path, tensor in state_of(model).items() if not tensor.is_leaf}
     with other_state(model, computed):
-        return _recorded_somehow(model, inputs, partial(_record, model, inputs, loss=loss), elsewhere, may_run)
+        follow = partial(_record, model, inputs, loss=loss, gradients=gradients or Gradients())
+        return _recorded_somehow(model, inputs, follow, elsewhere, may_run)
 
 
 def _recorded_somehow(
@@ -108,17 +111,24 @@ def _record(
     inputs: Inputs,
     *,
     loss: LossMemory | None,
+    gradients: Gradients,
     real: bool = False,
     elsewhere: Elsewhere | None = None,
 ) -> Trace:
-    recorder = _recorded(model, inputs, loss=loss, real=real, elsewhere=elsewhere)
+    recorder = _recorded(model, inputs, loss=loss, gradients=gradients, real=real, elsewhere=elsewhere)
     if not real:
         forget(recorder.still_there, type(model).__name__)
     return recorder.trace
 
 
 def _recorded(
-    model: nn.Module, inputs: Inputs, *, loss: LossMemory | None, real: bool, elsewhere: Elsewhere | None
+    model: nn.Module,
+    inputs: Inputs,
+    *,
+    loss: LossMemory | None,
+    gradients: Gradients,
+    real: bool,
+    elsewhere: Elsewhere | None,
 ) -> Recorder:
     state = state_of(model)
     known = [*state.values(), *inputs.tensors()]
@@ -138,23 +148,28 @@ def _recorded(
                 following.enter_context(calling(module, partial(recorder.call, name, call_implementation(module))))
         recorder.resident((list(state.values()), inputs.args, inputs.kwargs))
         if real:
-            _step(recorder, model, list(model.parameters()), inputs, loss)
+            _step(recorder, model, state, inputs, loss, gradients)
         else:
             twins = {id(t): t if is_without_data(t) else mode.from_tensor(t) for t in state.values()}
-            parameters = [twins[id(p)] for p in model.parameters()]
             inputs = inputs.map_tensors(lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t))
             recorder.resident((list(twins.values()), inputs.args, inputs.kwargs))
-            in_their_place = other_state(model, {name: twins[id(tensor)] for name, tensor in state.items()})
-            with as_with_data(masking), as_it_runs(elsewhere), mode, in_their_place:
-                _step(recorder, model, parameters, inputs, loss)
+            state = {name: twins[id(tensor)] for name, tensor in state.items()}
+            with as_with_data(masking), as_it_runs(elsewhere), mode, other_state(model, state):
+                _step(recorder, model, state, inputs, loss, gradients)
     recorder.trace.is_real = real
     return recorder
 
 
 def _step(
-    recorder: Recorder, model: nn.Module, parameters: Sequence[torch.Tensor], inputs: Inputs, loss: LossMemory | None
+    recorder: Recorder,
+    model: nn.Module,
+    state: Mapping[str, torch.Tensor],
+    inputs: Inputs,
+    loss: LossMemory | None,
+    gradients: Gradients,
 ) -> None:
-    with torch.enable_grad(), recorder, saved_tensors_hooks(recorder.pack, recorder.unpack):
+    following = gradients.followed(recorder, state), saved_tensors_hooks(recorder.pack, recorder.unpack)
+    with torch.enable_grad(), recorder, following[0] as recorder.trace.found, following[1]:
         outputs = call_implementation(model)(*inputs.args, **inputs.kwargs)
         torch.clear_autocast_cache()  # as the runtime does: see planner.runtimes.modules
         recorder.trace.backward = recorder.trace.tangents = recorder.now
@@ -162,9 +177,9 @@ def _step(
         _backward(recorder, outputs, loss)
         recorder.mark(outputs, "output")
         recorder.finish()
-        recorder.mark([p.grad for p in [*parameters, *inputs.tensors()]], "gradient")
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        named = {name: recorder.number(grad) for name, grad in gradients.items() if grad.layout is torch.strided}
+        recorder.mark([t.grad for t in [*state.values(), *inputs.tensors()]], "gradient")
+        made = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        named = {name: recorder.number(grad) for name, grad in made.items() if grad.layout is torch.strided}
         recorder.trace.gradients = {name: number for name, number in named.items() if number is not None}
 
 

@@ -118,6 +118,8 @@ class Trace:
     repeats: bool = False
     gradients: dict[str, int] = field(default_factory=dict)
     """Storages of the gradients of parameters, by their paths."""
+    found: list[int] = field(default_factory=list)
+    """Storages of gradients that earlier backwards have left."""
 
 
 class _Saved:
