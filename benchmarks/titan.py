@@ -120,16 +120,18 @@ def _run_rank(asked: Result) -> None:
     for _ in range(6):
         optimizer.zero_grad()
         peaks.append(measure_peak(step, torch.device("cpu"))[0])
-    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as seen:
+    optimizer.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True, profile_memory=True) as seen:
         step()
+    ran = [event for event in seen.events() if _ran_here(event)]
     plan = planner.plan_of(model) if asked["mode"] == "plan" else None
     found = {
         "losses": losses,
         "peak_bytes": min(peaks),
         "predicted_bytes": plan.peak_bytes - sum(plan.static_bytes.values()) if plan else None,
         "budget_bytes": asked.get("budget_bytes"),
-        "flops": sum(event.flops for event in seen.key_averages()),
-        "attentions": _attentions(seen),
+        "flops": sum(event.flops or 0 for event in ran),
+        "attentions": sum(event.name == _ATTENTION for event in ran),
         "runtime": plan.runtime if plan else None,
     }
     (Path(asked["folder"]) / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
@@ -137,9 +139,12 @@ def _run_rank(asked: Result) -> None:
     dist.destroy_process_group()
 
 
-def _attentions(seen: Any) -> int:
-    name = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    return sum(event.count for event in seen.key_averages() if event.key == name)
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _ran_here(event: Any) -> bool:
+    """Whether an operator ran its kernel, and was not only passed on by a dispatch mode, or taken from what it kept."""
+    return event.cpu_memory_usage > 0 and not any(child.name == event.name for child in event.cpu_children)
 
 
 _MODULES = (

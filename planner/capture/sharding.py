@@ -117,7 +117,7 @@ def resident(around: StaticMemory, units: Units, alignment_bytes: int) -> Static
     static = dict(around.static_bytes)
     static.pop("communication buffers", None)
     static["parameters"] = sum(round_up(size_bytes, alignment_bytes) for size_bytes in shards)
-    around = replace(around, static_bytes=static)
+    around = replace(around, static_bytes=static, tensor_bytes=(sum(static.values()) - static.get("reserve", 0),))
     if not here:
         around = replace(around.without("optimizer", "master weights", "gradients"), optimizer_step_bytes=0)
     return around

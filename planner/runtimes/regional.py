@@ -26,7 +26,7 @@ from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
 from planner.capture.lowering import GIVEN_TARGET, lower
-from planner.capture.parallel import has_units, units_of, whole
+from planner.capture.parallel import has_units, shards_of, units_of, whole
 from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
@@ -81,8 +81,9 @@ class RegionalRuntime(CallsInSituations):
         plan = self._plan(inputs)
         asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", BLOCK_BYTES))
         key = (situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()))
-        planned = self._blocks.setdefault(key, Planned(self.model, plan))
-        return plan, partial(installed, self.model, planned.forwards)
+        if key not in self._blocks:
+            self._blocks[key] = Planned(self.model, plan)
+        return plan, partial(installed, self.model, self._blocks[key].forwards)
 
     def _plan(self, inputs: Inputs) -> Plan:
         """Plan a call, unless the plan at hand will do.
@@ -95,7 +96,9 @@ class RegionalRuntime(CallsInSituations):
         called = how_it_trains(self.model, self.options_for_call())
         knows_types = self.is_confirmed or not computes_in_other_types(self.model)
         is_for_this = plan is not None and knows(plan, called)
-        is_near = (sharded and is_for_this and knows_types) or (self.must_match and (sharded or not is_for_this))
+        is_for_shards = plan is not None and int(plan.fingerprint.get(SHARDS, 1)) == shards_of(self.model)
+        is_near = sharded and is_for_this and is_for_shards and knows_types
+        is_near |= self.must_match and (sharded or not is_for_this)
         if plan is not None and is_near and are_no_larger(described(inputs.tensors()), planned_for(plan)):
             self.is_confirmed = True
         else:

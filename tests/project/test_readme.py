@@ -81,7 +81,7 @@ def test_the_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     names: dict[str, Any] = {"model": model, "inputs": inputs, "labels": labels}
     blocks = fenced("python", README, *map(page, PAGES))
     snippets = [block for block in blocks if not block.startswith("# my_model.py")]
-    assert len(snippets) == 10
+    assert len(snippets) == 11
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         for snippet in snippets:

@@ -402,7 +402,9 @@ def micro_batches(rank: int) -> dict[str, Any]:
     return {
         f"ddp, views, {FEW_ROWS} rows": by_micro_batches(rank, FEW_ROWS, views),
         f"fsdp2, {ROWS} rows": by_micro_batches(rank, ROWS, sharded),
-        f"fsdp2, 16 bits, {FEW_ROWS} rows": by_micro_batches(rank, FEW_ROWS, partial(sharded, mp_policy=IN_FLOAT32)),
+        f"fsdp2, 16 bits, {FEW_ROWS} rows": by_micro_batches(
+            rank, FEW_ROWS, partial(sharded, mp_policy=IN_FLOAT32), ahead=True
+        ),
     }
 
 
@@ -464,10 +466,12 @@ def by_micro_batches(
     waits: bool = True,
     reshards: bool = True,
     runtime: str = "regional",
+    ahead: bool = False,
 ) -> list[dict[str, Any]]:
     """Return for each of three micro-batches what it held and what its plan says; gradients are of all three.
 
     Where they do not wait, each sends its gradients; where nothing reshards, parameters stay gathered between them.
+    Planned ahead it is for one process, which has all of the model.
     """
     batches = [data(10 * rank + number)[:rows].clone() for number in range(3)]
 
@@ -489,7 +493,8 @@ def by_micro_batches(
     others = live()
     model = make(2)
     budget = "75%" if rows == ROWS else "100%"
-    planner.auto_wrap(model, activation_budget=budget, time_limit_seconds=1.0, deterministic=True, runtime=runtime)
+    options = {"activation_budget": budget, "time_limit_seconds": 1.0, "deterministic": True, "runtime": runtime}
+    planner.auto_wrap(model, *batches[: int(ahead)], **options)
     running = distribute(model)
     is_ddp = isinstance(running, DistributedDataParallel)
     buckets_bytes = sum(p.nbytes for p in model.parameters()) if is_ddp else 0
