@@ -144,7 +144,10 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 def _ran_here(event: Any) -> bool:
     """Whether an operator ran its kernel, and was not only passed on by a dispatch mode, or taken from what it kept."""
-    return event.cpu_memory_usage > 0 and not any(child.name == event.name for child in event.cpu_children)
+    inside = list(event.cpu_children)
+    for child in inside:
+        inside += child.cpu_children
+    return event.cpu_memory_usage > 0 and all(child.name != event.name for child in inside)
 
 
 _MODULES = (
