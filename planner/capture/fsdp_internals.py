@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from planner.capture.joint_capture import fake_mode
 from planner.capture.sharding import GATHERED, ROOT, SHARES, WHOLE, Found, Parameter, Unit
 from planner.capture.torch_internals import other_state
+from planner.ir.layers import is_within
 
 
 def unplanned_sharding(model: nn.Module, blocks: Iterable[str], ranks: int | None) -> str | None:
@@ -148,11 +149,25 @@ def types_of_shares(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtyp
     return {name: found[id(parameter)] for name, parameter in named if id(parameter) in found}
 
 
-def settings_of(model: nn.Module) -> str:
+def units_beside(model: nn.Module, blocks: Iterable[str]) -> list[ShardedUnit]:
+    """Return the units of a sharded model that neither are blocks, nor inside or around any, nor the root."""
+    paths, blocks = {module: path for path, module in model.named_modules()}, list(blocks)
+
+    def is_beside(path: str) -> bool:
+        return path != ROOT and not any(is_within(path, block) or is_within(block, path) for block in blocks)
+
+    return [unit for unit in sharded_units(model) if all(is_beside(paths[module]) for module in unit.modules)]
+
+
+def settings_of(model: nn.Module, blocks: Iterable[str]) -> str:
     """Say which units of a sharded model are gathered otherwise than by default; ``""`` if none is."""
+    beside = {unit.path for unit in units_beside(model, blocks)}
     said = []
     for unit in sharded_units(model):
         name, one = f"block {unit.path}" if unit.path else "the model", unit.unit
+        if unit.path in beside:
+            name = unit.path
+            said.append(f"{name} is sharded as a unit of its own")
         if one.keeps_for:
             said.append(f"{name} is sharded with reshard_after_forward={one.keeps_for}")
         elif one.stays != (unit.path == ROOT):

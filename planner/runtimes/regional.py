@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,13 @@ from planner.capture.blocks.regions import Block, Lower, Step, placeholders_give
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.forwards import forwards
-from planner.capture.fsdp_internals import computes_in_other_types, settings_of, types_of_shares
+from planner.capture.fsdp_internals import (
+    ShardedUnit,
+    computes_in_other_types,
+    settings_of,
+    types_of_shares,
+    units_beside,
+)
 from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
@@ -93,9 +99,8 @@ class RegionalRuntime(CallsInSituations):
         of a policy for other types, of parameters that stay, and of gradients that come otherwise.
         """
         plan, sharded = self.plan, has_units(self.model)
-        called = how_it_trains(self.model, self.options_for_call())
         knows_types = self.is_confirmed or not computes_in_other_types(self.model)
-        is_for_this = plan is not None and knows(plan, called)
+        is_for_this = plan is not None and not self._unknown_to(plan)
         is_for_shards = plan is not None and int(plan.fingerprint.get(SHARDS, 1)) == shards_of(self.model)
         is_near = sharded and is_for_this and is_for_shards and knows_types
         is_near |= self.must_match and (sharded or not is_for_this)
@@ -104,11 +109,17 @@ class RegionalRuntime(CallsInSituations):
         else:
             with whole(self.model):
                 plan = self._planned(inputs)
-        if not knows(plan, called):
-            said = (called.get(SHARDING) or called.get(FINDS) or "the model is sharded by default").partition(";")[0]
+        if unknown := self._unknown_to(plan):
+            said = (unknown.get(SHARDING) or unknown.get(FINDS) or "the model is sharded by default").partition(";")[0]
             warnings.warn(f"{said}, and the plan that was given does not count on that: {MAY_BE_ABOVE}", stacklevel=7)
-        check_sharding(self.model, str(plan.fingerprint["blocks"]).split(), int(plan.fingerprint.get(SHARDS, 1)))
+        check_sharding(self.model, blocks_of(plan), int(plan.fingerprint.get(SHARDS, 1)))
         return plan
+
+    def _unknown_to(self, plan: Plan) -> dict[str, str]:
+        """Return how the model trains, if a plan was made for one that trains otherwise; else nothing."""
+        now = how_it_trains(self.model, blocks_of(plan), self.options_for_call())
+        is_known = all(plan.fingerprint.get(key, "") == said for key, said in now.items())
+        return {} if is_known else now
 
     def _planned(self, inputs: Inputs) -> Plan:
         check_plannable(self.model, inputs)
@@ -122,14 +133,14 @@ class RegionalRuntime(CallsInSituations):
         return plan
 
 
-def knows(plan: Plan, called: Mapping[str, str]) -> bool:
-    """Whether a plan was made for a model that trains so, as :func:`how_it_trains` says it."""
-    return all(plan.fingerprint.get(key, "") == called.get(key, "") for key in (SHARDING, FINDS))
+def blocks_of(plan: Plan) -> list[str]:
+    """Return the paths of the blocks that a plan is about."""
+    return str(plan.fingerprint["blocks"]).split()
 
 
-def how_it_trains(model: nn.Module, options: Options) -> dict[str, str]:
-    """Say how a model is sharded, and how its gradients come and go, where that is not by default."""
-    settings = settings_of(model)
+def how_it_trains(model: nn.Module, blocks: Iterable[str], options: Options) -> dict[str, str]:
+    """Say how a model is sharded, and how its gradients come and go; ``""`` for what is by default."""
+    settings = settings_of(model, blocks)
     if options.gradients.go_into_buckets:
         settings = "DDP is told gradient_as_bucket_view=True"
     accumulates = options.training.gradient_accumulation
@@ -140,7 +151,7 @@ def how_it_trains(model: nn.Module, options: Options) -> dict[str, str]:
     else:
         finds = {GRADIENTS_IN_BUCKETS if options.gradients.are_in_buckets else WHOLE} if accumulates else set()
     found = ", ".join(f"{what} of earlier steps" for what in sorted(finds))
-    return {key: said for key, said in ((SHARDING, settings), (FINDS, found)) if said}
+    return {SHARDING: settings, FINDS: found}
 
 
 @contextmanager
@@ -157,7 +168,7 @@ class Planned:
         self.plan = plan
         self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
         equal: dict[Any, list[PlannedBlock]] = {}
-        blocks = {path: model.get_submodule(path) for path in str(plan.fingerprint["blocks"]).split()}
+        blocks = {path: model.get_submodule(path) for path in blocks_of(plan)}
         self.forwards = {
             block: (kind or PlannedBlock)(self, path, block, equal.setdefault(decisions_on(plan, path), []))
             for path, block in blocks.items()
@@ -296,17 +307,21 @@ def lower_around(
     around = static_memory_of(model, everything, spec, options)
     # Of the inputs only sizes and types are kept: whoever holds the step must not hold what sharding frees.
     shapes = [t.detach().to("meta") for t in inputs.tensors()]
-    units = _units(model, blocks, options) if around.gradient_shards > 1 else None
+    is_sharded = around.gradient_shards > 1
+    beside = units_beside(model, blocks) if is_sharded else []
+    units = _units(model, blocks, beside, options) if is_sharded else None
     accumulates = options.training.gradient_accumulation
     found = found_by_autograd(model, units.values() if units else None, accumulates=accumulates)
-    trace, used = step.trace(blocks, options.loss, replace(options.gradients, found=found))
+    modules = {unit.path: unit.modules for unit in beside}
+    trace, used = step.trace(blocks, options.loss, replace(options.gradients, found=found), modules)
     if units is not None:
-        units = _units(model, used, options)
+        units = _units(model, used, beside, options)
         around = resident(around, units, spec.alignment_bytes)
     around = around.without("gradients")  # they are seen in the step
     context = context_of(model, spec, around, options)
     lowered = put_together(shapes, trace, used, context, units)
-    return LoweredStep(lowered, spec, around, {"blocks": " ".join(used), **how_it_trains(model, options)}), used
+    facts = {key: said for key, said in how_it_trains(model, used, options).items() if said}
+    return LoweredStep(lowered, spec, around, {"blocks": " ".join(used), **facts}), used
 
 
 def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:
@@ -316,12 +331,13 @@ def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:
     return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
 
 
-def _units(model: nn.Module, blocks: Iterable[str], options: Options) -> Units:
-    """Return the parameters of each block, and of the rest, as ``fully_shard`` on each groups them, or would."""
+def _units(model: nn.Module, blocks: Iterable[str], beside: Sequence[ShardedUnit], options: Options) -> Units:
+    """Return the parameters of each block, of units beside them, and of the rest, as they are gathered together."""
     types, known = types_of_shares(model), {unit.path: unit.unit for unit in units_of(model)}
-    units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, ROOT)}
+    path_beside = {one.name: unit.path for unit in beside for one in unit.unit.parameters}
+    units: dict[str, list[Parameter]] = {path: [] for path in (*blocks, *(unit.path for unit in beside), ROOT)}
     for name, parameter in model.named_parameters():
-        path = next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
+        path = path_beside.get(name) or next((path for path in blocks if name.startswith(f"{path}.")), ROOT)
         share, spread = types.get(name, (parameter.dtype, parameter.dtype))
         units[path].append(
             Parameter(

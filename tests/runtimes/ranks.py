@@ -402,6 +402,9 @@ def micro_batches(rank: int) -> dict[str, Any]:
     return {
         f"ddp, views, {FEW_ROWS} rows": by_micro_batches(rank, FEW_ROWS, views),
         f"fsdp2, {ROWS} rows": by_micro_batches(rank, ROWS, sharded),
+        f"fsdp2, more units, {FEW_ROWS} rows": by_micro_batches(
+            rank, FEW_ROWS, partial(sharded_in_more_units, mesh=init_device_mesh("cpu", (RANKS,)))
+        ),
         f"fsdp2, 16 bits, {FEW_ROWS} rows": by_micro_batches(
             rank, FEW_ROWS, partial(sharded, mp_policy=IN_FLOAT32), ahead=True
         ),
@@ -532,7 +535,7 @@ def held_gradients(model: nn.Module) -> list[torch.Tensor]:
     found = [p.grad for p in model.parameters()]
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for one in module._get_fsdp_state()._fsdp_param_group.fsdp_params:
+            for one in getattr(module._get_fsdp_state()._fsdp_param_group, "fsdp_params", ()):  # the root may have none
                 found += [getattr(one, "_unsharded_param", torch.empty(0)).grad, one.unsharded_accumulated_grad]
     return [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
 
@@ -591,6 +594,13 @@ def fully_sharded(model: Model, **options: Any) -> Model:
     for unit in (*model.blocks, model):
         fully_shard(unit, **options)
     return model
+
+
+def sharded_in_more_units(model: Model, **options: Any) -> Model:
+    """Shard what is before the blocks and what is after them by themselves, as embeddings and heads often are."""
+    fully_shard(model.start, **options)
+    fully_shard(model.norm, reshard_after_forward=False, **options)
+    return fully_sharded(model, **options)
 
 
 def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor, last_rows: int) -> dict[str, Any]:

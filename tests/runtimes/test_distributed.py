@@ -166,7 +166,7 @@ def check_micro_batches(found: dict[str, list[dict[str, Any]]]) -> None:
 
 def test_every_micro_batch_keeps_its_predicted_peak(folder: Path) -> None:
     for result in results(folder, "micro_batches"):
-        assert len(result) == 3
+        assert len(result) == 4
         check_micro_batches(result)
 
 

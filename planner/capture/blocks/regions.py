@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from planner.capture.random_states import RandomStates
 from planner.capture.storages import Run
 from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
 from planner.capture.trees import leaves_of, mapped, tensors_in
+from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
@@ -183,28 +184,43 @@ class Step:
         return parts, left
 
     def trace(
-        self, blocks: Mapping[str, Block], loss: LossMemory | None = None, gradients: Gradients | None = None
+        self,
+        blocks: Mapping[str, Block],
+        loss: LossMemory | None = None,
+        gradients: Gradients | None = None,
+        units: Mapping[str, Sequence[nn.Module]] | None = None,
     ) -> tuple[Recorder, dict[str, Block]]:
         """Record the step with stand-ins for blocks; with a loss that is known nobody else holds outputs' gradients.
+
+        ``units`` are the modules that FSDP2 gathers together beside blocks; their turns are noted.
 
         A block whose backward does not run saves all the same, for as long as what it returned lives. That is what
         eager does, so it is recorded as eager, and left out of the blocks that come second.
         """
-        gradients = gradients or Gradients()
-        recorder = self._traced(blocks, loss, gradients)
+        traced = partial(self._traced, loss=loss, gradients=gradients or Gradients(), units=units or {})
+        recorder = traced(blocks)
         differentiated = {p.module for p in recorder.events if isinstance(p, Passage) and p.phase is Phase.BACKWARD}
         used = {path: block for path, block in blocks.items() if path in differentiated or not block.tangents}
         if len(used) == len(blocks):
             return recorder, used
         if not used:
             raise CaptureError(f"no backward of {next(iter(blocks))}, or another module that is captured, runs")
-        return self._traced(used, loss, gradients), used
+        return traced(used), used
 
-    def _traced(self, blocks: Mapping[str, Block], loss: LossMemory | None, gradients: Gradients) -> Recorder:
+    def _traced(
+        self,
+        blocks: Mapping[str, Block],
+        loss: LossMemory | None,
+        gradients: Gradients,
+        units: Mapping[str, Sequence[nn.Module]],
+    ) -> Recorder:
         recorder = self._recorder()
         replacing: dict[nn.Module, Callable[..., Any]] = {
             self.model.get_submodule(path): self._stand_in(block, recorder) for path, block in blocks.items()
         }
+        for path, modules in units.items():
+            calls = UnitCalls(path, modules)
+            replacing |= {each: partial(calls.followed, recorder.turn, each, each.forward) for each in modules}
         with self._following(replacing, recorder), gradients.followed(recorder, self.state) as recorder.found:
             self._follow(recorder, loss)
         self.checkpoints = recorder.checkpoints

@@ -31,7 +31,15 @@ class Passage:
     makes: dict[int, int] = field(default_factory=dict)
 
 
-class Recorder(StepRecorder[Passage]):
+@dataclass
+class Turn:
+    """The moment at which the forward or backward of a unit of FSDP2 that is no block begins, or ends."""
+
+    unit: str
+    is_entered: bool
+
+
+class Recorder(StepRecorder[Passage | Turn]):
     """Records a step on fake tensors, under their mode."""
 
     def __init__(self, fakes: Any, sums: EngineSums, resident: Any, names: dict[nn.Module, str]) -> None:
@@ -61,6 +69,10 @@ class Recorder(StepRecorder[Passage]):
             turn = bisect_right(self._turns, number)
             run.derivative_of = self._at_work[turn - 1] if turn else ""
         return run
+
+    def turn(self, unit: str, *, is_entered: bool) -> None:
+        """Note a turn of a unit."""
+        self.events.append(Turn(unit, is_entered))
 
     def entered(self, module: nn.Module, inputs: Any) -> None:
         """Note that a module's forward begins."""

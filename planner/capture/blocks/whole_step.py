@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from planner.capture.blocks.regions import Block
-from planner.capture.blocks.trace import Passage, Recorder
+from planner.capture.blocks.trace import Passage, Recorder, Turn
 from planner.capture.joint import JointGraph
 from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
 from planner.capture.sharding import Sharding, Units
@@ -98,6 +98,8 @@ class Builder(GraphBuilder[fx.Node]):
                 self._end_block()
             if isinstance(event, Run):
                 self._eager(event, index)
+            elif isinstance(event, Turn):
+                self._turn(event, index)
             elif event.phase is Phase.LOSS:
                 self._loss(event, index)
             else:
@@ -141,6 +143,19 @@ class Builder(GraphBuilder[fx.Node]):
             node=run.node,
             **run.facts,
         )
+
+    def _turn(self, turn: Turn, index: int) -> None:
+        """Let FSDP2 do what it does as the forward or backward of a unit that is no block begins, or ends."""
+        self.add_once("turn", turn.unit, self._reads(self.held[index], made=()))
+        sharding, is_forward = self.sharding, self.phase is Phase.FORWARD
+        if sharding is None:
+            return
+        if turn.is_entered:
+            (sharding.before_forward if is_forward else sharding.before_backward)(turn.unit)
+        elif is_forward:
+            sharding.after_forward(turn.unit)
+        else:
+            sharding.after_backward(turn.unit, input_has_gradient=True)
 
     def _loss(self, event: Passage, index: int) -> None:
         if self.sharding:

@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.trace import Recorder, Trace
-from planner.capture.eager.units import UnitCalls
 from planner.capture.elsewhere import Elsewhere, as_it_runs
 from planner.capture.failures import in_one_line, raised_at
 from planner.capture.fake_internals import without_meta_logs
@@ -34,6 +33,7 @@ from planner.capture.torch_internals import (
     other_state,
 )
 from planner.capture.trees import tensors_in
+from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, ForwardError, PlannerError
 from planner.ir.static_memory import LossMemory
 
@@ -142,7 +142,7 @@ def _recorded(
             if module in units:
                 # Hooks gather its parameters around its forward, and that is what can run again.
                 run = partial(recorder.call, name, module.forward) if name else module.forward
-                gathered = partial(recorder.gathered, units[module], module, run)
+                gathered = partial(units[module].followed, recorder.turn, module, run)
                 following.enter_context(forwards({module: gathered}))
             elif name and installed_call(module) is None:  # one that is compiled already stays whole
                 following.enter_context(calling(module, partial(recorder.call, name, call_implementation(module))))

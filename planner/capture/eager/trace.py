@@ -16,11 +16,9 @@ from traceback import walk_stack
 from typing import Any
 
 import torch
-from torch import nn
 
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.eager.drawn_numbers import DrawnNumbers
-from planner.capture.eager.units import Told, UnitCalls, with_gradients
 from planner.capture.joint import draws
 from planner.capture.memory import measure_peak
 from planner.capture.operands import is_opaque
@@ -33,7 +31,8 @@ from planner.capture.torch_internals import (
     profiler_is_running,
     taken_apart,
 )
-from planner.capture.trees import mapped, sparse_in, tensors_in
+from planner.capture.trees import sparse_in, tensors_in
+from planner.capture.unit_calls import Told
 from planner.errors import UsageError
 
 _CHECKPOINTS_ITSELF = (
@@ -261,43 +260,8 @@ class Recorder(StepRecorder[Run]):
             self._stack.pop()
             self.within = [name for name, _ in self._stack[-1:]]
 
-    # Units of FSDP2.
-
-    def gathered(self, unit: UnitCalls, module: nn.Module, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the forward of a module that ``fully_shard`` gathers, which ``run`` makes, and note its turns.
-
-        The backward of a unit begins with the first gradient of what it gave, and is over with those of all that it
-        was given, as FSDP2's hooks have it.
-        """
-        if unit.is_first(module):
-            self._turn(unit.path, is_entered=True)
-            args, kwargs = self._told_at_end(unit.path, (args, kwargs))
-        result = run(*args, **kwargs)
-        if unit.is_last(module):
-            self._turn(unit.path, is_entered=False)
-            begun: list[bool] = []
-
-            def begins(_gradient: Any) -> None:
-                if not begun:
-                    begun.append(True)
-                    self._turn(unit.path, is_entered=True)
-
-            for tensor in with_gradients(result):
-                tensor.register_hook(begins)
-        return result
-
-    def _told_at_end(self, unit: str, tree: Any) -> Any:
-        leaves = with_gradients(tree)
-        if not leaves:
-            return tree
-
-        def ends() -> None:
-            self._turn(unit, is_entered=False)
-
-        passed = dict(zip(map(id, leaves), Told.apply(ends, *leaves), strict=True))
-        return mapped(lambda tensor: passed.get(id(tensor), tensor), tree)
-
-    def _turn(self, unit: str, *, is_entered: bool) -> None:
+    def turn(self, unit: str, *, is_entered: bool) -> None:
+        """Note a turn of a unit of FSDP2."""
         self.events.append(
             Turn(
                 node=self._nodes.node(Told, (), {}, ()),
