@@ -393,6 +393,8 @@ class Backend:
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
+        work = _work.get(None)  # the user's own torch.compile may call it, who knows since when
+        begun = work.begun if work is not None else time.perf_counter()
         branches = take_out(graph_module)
         differentiable = (self.choose_outputs or loss_outputs)(graph_module)
         narrowed = detach_others(graph_module, differentiable)
@@ -437,7 +439,7 @@ class Backend:
                 backend.elsewhere,
                 varies=programs is not None,
                 branches=branches.taken if branches else (),
-                capture_seconds=time.perf_counter() - _work.get().begun,
+                capture_seconds=time.perf_counter() - begun,
             )
             joints.append(captured)
             _check_strided(captured)
