@@ -209,7 +209,6 @@ def _page(result: Result) -> str:
         f"CPUs: float32, {BATCH} sequence of {LENGTH} tokens on each rank, AdamW, "
         f"{STEPS} steps. *Full* and *selective* are its own checkpointing modes, *none* is without. A plan's budget is "
         "for what a step adds to what is resident: a part of the peak of *selective*. Losses are compared bit for bit. "
-        "A plan is told nothing of the loss, which is computed outside the model, and counts it at its most. "
         "Peaks are of the higher rank. *Products again*: flops of matrix products beyond those of *none*. Its mode "
         "*memory budget* needs compiled blocks and is not here.",
         common.table(_HEADINGS, cells),

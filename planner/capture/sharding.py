@@ -178,6 +178,17 @@ class Sharding:
                         self.earlier[parameter.name] = self._whole(FOUND_TARGET, path, unit, parameter)
         self.before_forward(ROOT)
 
+    def turn(self, path: str, *, is_entered: bool, is_forward: bool) -> None:
+        """Do what stands where a unit's forward or backward begins, or is over; the root's are those of the step."""
+        if is_forward and path == ROOT:
+            (self.begin if is_entered else self.end_forward)()
+        elif is_forward:
+            (self.before_forward if is_entered else self.after_forward)(path)
+        elif is_entered:
+            self.before_backward(path)
+        else:
+            self.after_backward(path, input_has_gradient=True)
+
     def before_forward(self, path: str) -> None:
         """Gather a unit that is not."""
         if path not in self.units:

@@ -309,6 +309,12 @@ class StepRecorder(StorageRecorder, Generic[EventT]):
             weakref.finalize(in_memory(tensor).untyped_storage(), self._numbers.pop, identity, None)
         return self._numbers[identity]
 
+    def gradients_of(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+        """Return the number of each parameter's gradient, by the parameter's name; none where that is sparse."""
+        made = {name: p.grad for name, p in parameters if p.grad is not None and p.grad.layout is torch.strided}
+        numbers = {name: self.number(gradient) for name, gradient in made.items()}
+        return {name: number for name, number in numbers.items() if number is not None}
+
     def numbers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Return the numbers of what is not resident, each once."""
         return tuple(dict.fromkeys(n for t in tensors if (n := self.number(t)) is not None))

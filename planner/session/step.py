@@ -192,12 +192,21 @@ def lower_step(model: nn.Module, joint: JointGraph, options: Options) -> Lowered
     lowered = lower(local.joint, context_of(model, spec, around, options))
     facts: dict[str, str | int] = {TENSOR_PARALLEL: devices} if devices > 1 else {}
     lowered = rounding.marked(lowered)
+    step = partial(
+        LoweredStep,
+        spec=spec,
+        static_memory=around,
+        facts=facts,
+        warnings=local.notes,
+        capture_seconds=joint.capture_seconds,
+        stand_ins=local.stand_ins,
+    )
     # Inductor writes in place by itself, and orders its code itself.
     if joint.functional:
-        return LoweredStep(lowered, spec, around, facts, local.notes, joint.capture_seconds, local.stand_ins)
+        return step(lowered)
     lowered = replace(lowered, graph=replace(lowered.graph, runs_after=runs_after(lowered)))
     over = may_overwrite(lowered, on_cpu=spec.kind == "cpu")
-    return LoweredStep(lowered, spec, around, facts, local.notes, joint.capture_seconds, local.stand_ins, over)
+    return step(lowered, may_overwrite=over)
 
 
 def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options: Options) -> StepContext:

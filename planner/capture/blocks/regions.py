@@ -262,9 +262,7 @@ class Step:
         else:
             torch.autograd.backward(losses, tangents())
         recorder.mark([tensor.grad for tensor in self.known], "gradient")
-        with_gradients = {name: tensor.grad for name, tensor in self.state.items() if tensor.grad is not None}
-        numbers = {name: recorder.number(gradient) for name, gradient in with_gradients.items()}
-        recorder.gradients = {name: number for name, number in numbers.items() if number is not None}
+        recorder.gradients = recorder.gradients_of(self.state.items())
         recorder.finish()
         for tensor in self.known:
             tensor.grad = None

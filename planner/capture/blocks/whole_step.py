@@ -146,16 +146,9 @@ class Builder(GraphBuilder[fx.Node]):
 
     def _turn(self, turn: Turn, index: int) -> None:
         """Let FSDP2 do what it does as the forward or backward of a unit that is no block begins, or ends."""
+        if self.sharding:
+            self.sharding.turn(turn.unit, is_entered=turn.is_entered, is_forward=self.phase is Phase.FORWARD)
         self.add_once("turn", turn.unit, self._reads(self.held[index], made=()))
-        sharding, is_forward = self.sharding, self.phase is Phase.FORWARD
-        if sharding is None:
-            return
-        if turn.is_entered:
-            (sharding.before_forward if is_forward else sharding.before_backward)(turn.unit)
-        elif is_forward:
-            sharding.after_forward(turn.unit)
-        else:
-            sharding.after_backward(turn.unit, input_has_gradient=True)
 
     def _loss(self, event: Passage, index: int) -> None:
         if self.sharding:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import fx, nn
@@ -20,7 +19,7 @@ from planner.capture.eager.trace import Call, Trace, Turn
 from planner.capture.joint import JointGraph, is_collective, is_random, tensors_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.parallel import has_distributed_tensors, units_of
-from planner.capture.sharding import ROOT, Sharding
+from planner.capture.sharding import Sharding
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import BatchNorm, OpOverload, is_mutable
 from planner.ir.builder import GraphBuilder, StepContext
@@ -172,18 +171,10 @@ class _Lowering(GraphBuilder[fx.Node]):
 
     def _add_turn(self, turn: Turn, let_go: Iterable[int]) -> int:
         """Add what FSDP2 does as a unit's forward or backward begins or ends."""
-        sharding, path, is_forward = self.sharding, turn.module, self.phase is Phase.FORWARD
-        if sharding is None:
-            pass
-        elif turn.is_entered:
-            ways = sharding.begin if is_forward else sharding.begin_backward
-            inside = sharding.before_forward if is_forward else sharding.before_backward
-            (ways if path == ROOT else partial(inside, path))()
-        elif is_forward:
-            (sharding.end_forward if path == ROOT else partial(sharding.after_forward, path))()
-        else:
-            sharding.after_backward(path, input_has_gradient=True)
-        return self.add_once("turn", path, let_go)
+        if self.sharding:
+            is_forward = self.phase is Phase.FORWARD
+            self.sharding.turn(turn.module, is_entered=turn.is_entered, is_forward=is_forward)
+        return self.add_once("turn", turn.module, let_go)
 
     def add_once(self, target: str, module: str, reads: Iterable[int], makes: Iterable[int] = ()) -> int:
         """Add an operation that never runs again, and has no run behind it."""

@@ -178,9 +178,7 @@ def _step(
         recorder.mark(outputs, "output")
         recorder.finish()
         recorder.mark([t.grad for t in [*state.values(), *inputs.tensors()]], "gradient")
-        made = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        named = {name: recorder.number(grad) for name, grad in made.items() if grad.layout is torch.strided}
-        recorder.trace.gradients = {name: number for name, number in named.items() if number is not None}
+        recorder.trace.gradients = recorder.gradients_of(model.named_parameters())
 
 
 def _backward(recorder: Recorder, outputs: Any, loss: LossMemory | None) -> None:
