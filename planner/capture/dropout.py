@@ -65,14 +65,11 @@ def kernel_of(node: fx.Node) -> Any:
     """Return what a planned graph calls for a node: its operator, or for dropout what computes the same bits with less.
 
     A CPU's fused operators multiply floats with booleans, which takes four times as long as floats with floats, and a
-    copy of the mask in floats.
+    copy of the mask in floats. What is called does not depend on sizes, so that one code serves all.
     """
     function = _WITH_LESS.get(node.target)
     x = node.args[0].meta["val"] if function is not None and isinstance(node.args[0], fx.Node) else None
-    if x is None or x.device.type != "cpu" or x.dtype is not torch.float32:
-        return node.target
-    is_small = isinstance(elements := x.numel(), int) and elements < _WORTH_IT
-    return node.target if is_small else function
+    return node.target if x is None or x.device.type != "cpu" or x.dtype is not torch.float32 else function
 
 
 def _drop(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,6 +101,8 @@ class GraphRuntime(PlannedCalls):
         self._inputs = Inputs(args, kwargs)
         try:
             result = self._known(args, kwargs)
+            if result is NOT_CAPTURED:
+                result = self._known_without_marks(self._inputs)
             if result is not NOT_CAPTURED:
                 self._in_a_row = 0
                 return result
@@ -108,6 +110,16 @@ class GraphRuntime(PlannedCalls):
                 return self._captured(self._inputs)
         finally:
             self._inputs = None
+
+    def _known_without_marks(self, inputs: Inputs) -> Any:
+        """Run the program that there is for a call with marks, which guards do not know: what is captured has none."""
+        if not (varying := marked(inputs)):
+            return NOT_CAPTURED
+        self._look_ahead(inputs)
+        if self._largest is not None:  # not planned for yet
+            return NOT_CAPTURED
+        with without_dynamic_marks(varying):
+            return self._known(inputs.args, inputs.kwargs)
 
     def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program that there is for a call, or give ``NOT_CAPTURED``."""

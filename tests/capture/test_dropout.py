@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
 from planner.capture.dropout import kernel_of
@@ -80,10 +83,33 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.masked_fill(tensor.isnan(), float("nan")).view(torch.int32)
 
 
-def test_small_and_rounded_ones_and_those_of_other_devices_run_as_they_are() -> None:
+def test_small_ones_run_torchs_operators() -> None:
     graph = fx.Graph()
     given = graph.placeholder("x")
-    for x in (torch.empty(100), torch.empty(2**15, dtype=torch.bfloat16), torch.empty(2**15, device="meta")):
+    given.meta["val"] = x = torch.ones(100)
+    dropout, backward = torch.ops.aten.native_dropout.default, torch.ops.aten.native_dropout_backward.default
+    with Operators() as called:
+        _, mask = kernel_of(graph.call_function(dropout, (given,)))(x, 0.1, True)
+        kernel_of(graph.call_function(backward, (given,)))(x, mask, 1 / 0.9)
+    assert called.seen == [dropout, backward]
+
+
+class Operators(TorchDispatchMode):
+    """Notes down what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **kwargs or {})
+
+
+def test_rounded_ones_and_those_of_other_devices_run_as_they_are() -> None:
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    for x in (torch.empty(2**15, dtype=torch.bfloat16), torch.empty(2**15, device="meta")):
         given.meta["val"] = x
         node = graph.call_function(torch.ops.aten.native_dropout.default, (given, 0.1, True))
         assert kernel_of(node) is node.target

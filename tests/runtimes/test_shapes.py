@@ -16,7 +16,9 @@ from torch import nn
 import planner
 from planner.analysis import study as study_types
 from planner.capture import joint_capture as capture
+from planner.capture.inputs import Inputs
 from planner.errors import InfeasibleBudgetError, RuntimeUnsupportedError, UsageError
+from planner.runtimes.graph import GraphRuntime
 from tests.models import WIDTH, Stack, mean_square, rows
 from tests.runtimes.steps import assert_same, train
 
@@ -131,6 +133,23 @@ def test_marks_without_a_largest_size_are_hints() -> None:
     torch._dynamo.maybe_mark_dynamic(y := rows(70).requires_grad_(), 0)
     model(y).backward()
     assert y.grad is not None
+
+
+def test_marked_calls_run_what_is_known(recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+    run = GraphRuntime._captured
+
+    def counted(runtime: GraphRuntime, inputs: Inputs) -> object:
+        captured.append(len(inputs.args[0]))
+        return run(runtime, inputs)
+
+    monkeypatch.setattr(GraphRuntime, "_captured", counted)
+    model = wrap()
+    for count in range(64, 112, 4):
+        step(model, marked(count, largest=128))
+    step(model, marked(96, largest=160))
+    assert captured == [64, 96]  # the first call, and the first that may grow further
+    assert not [warning for warning in recwarn if "captured anew" in str(warning.message)]
 
 
 def test_marks_that_cannot_be_kept_are_refused() -> None:

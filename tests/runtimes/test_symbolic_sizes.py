@@ -12,6 +12,7 @@ from torch import nn
 
 import planner
 from planner.capture import joint_capture
+from planner.capture.dropout import _WORTH_IT
 from planner.errors import UnsupportedModelError
 from planner.plans.plan import Plan
 from planner.runtimes import _sized
@@ -212,6 +213,17 @@ def test_each_size_is_the_step_that_a_capture_at_that_size_gives(
     assert all(torch.equal(state[key], expected[key]) for key in expected)
     assert plan.fingerprint == expected_plan.fingerprint
     assert plan.baseline_peak_bytes == expected_plan.baseline_peak_bytes
+
+
+def test_one_code_serves_dropout_of_all_sizes(captures: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.Linear(WIDTH, 1)))
+    rows = 2 * _WORTH_IT // WIDTH
+    for count in (rows, rows + 8, rows // 4):
+        model(torch.randn(count, WIDTH)).sum().backward()
+    monkeypatch.setattr(_sized, "at_sizes", refuse)
+    for count in (rows + 4, rows // 8):
+        model(torch.randn(count, WIDTH)).sum().backward()
+    assert len(captures) == 2
 
 
 def refuse(*_: object, **__: object) -> None:
