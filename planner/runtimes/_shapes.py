@@ -45,8 +45,15 @@ class CallsSeen:
     """Earlier calls that were captured: a dimension that was of two sizes is captured as a symbol from then on."""
 
     def __init__(self) -> None:
-        self._seen: list[list[torch.Size]] = []
+        self._sizes: list[list[torch.Size]] = []
+        """Of calls that ran: what failed says nothing of the sizes to come."""
         self._others: list[dict[str, Any]] = []
+
+    def ran(self, inputs: Inputs) -> None:
+        """Remember the sizes of a call that ran."""
+        sizes = [tensor.shape for tensor in inputs.tensors()]
+        if sizes not in self._sizes:
+            self._sizes.append(sizes)
 
     def changed(self, inputs: Inputs) -> str:
         """Name the arguments that are no tensors and differ from those of the last call; ``""`` if none does."""
@@ -55,11 +62,8 @@ class CallsSeen:
         return "; ".join(changed)
 
     def varying(self, inputs: Inputs) -> list[Varying]:
-        """Return the inputs with dimensions that vary, or are marked as dynamic, and remember the sizes."""
-        found = varying_dimensions(inputs, self._seen)
-        sizes = [tensor.shape for tensor in inputs.tensors()]
-        if sizes not in self._seen:
-            self._seen.append(sizes)
+        """Return the inputs with dimensions that vary, or are marked as dynamic, and remember the other arguments."""
+        found = varying_dimensions(inputs, self._sizes)
         self._others = [*self._others[-1:], _others(inputs)]
         return [*found, *((tensor, dynamic_dimensions(tensor)) for tensor in marked(inputs))]
 

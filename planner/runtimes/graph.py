@@ -154,6 +154,7 @@ class GraphRuntime(PlannedCalls):
             plan = self.plan
             self._plan_ahead(inputs)  # if there was no program with symbols
             self.plan = plan
+            self._calls_seen.ran(inputs)
             if self._graphs != graphs:
                 done(self._why(symbolic), self.plan)
             return result
@@ -185,7 +186,8 @@ class GraphRuntime(PlannedCalls):
         """Say why there was a capture."""
         if symbolic:
             count = sum(len(dimensions) for _, dimensions in symbolic)
-            return f"{count} dimensions of the inputs vary, and are symbols from now on"
+            of_inputs = "1 dimension of the inputs varies" if count == 1 else f"{count} dimensions of the inputs vary"
+            return f"{of_inputs}, as symbols from now on"
         return "the first call" if self._graphs == 1 else "a call unlike the earlier ones"
 
     def _capture(self, inputs: Inputs, fixed: IsolatedCall, sized: IsolatedCall, symbolic: Sequence[Varying]) -> Any:

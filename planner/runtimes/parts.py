@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from planner.capture.blocks.regions import Block, SeenCall, Step
-from planner.capture.failures import explain_failures, in_one_line, raised_at
+from planner.capture.failures import explain_failures, explain_forward, in_one_line, raised_at
 from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint_capture import is_fake
@@ -200,7 +200,7 @@ def plan_parts(
     begun = time.perf_counter()
     options.search.tell("capturing the largest modules that can be")
     check_plannable(model, inputs)
-    with _explained(model):
+    with explain_forward(model):
         step, seen = _followed(model, inputs, options, missed)
     allowed = {path: calls for path, calls in seen.items() if not any(is_within(path, other) for other in without)}
     with _explained(model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from planner.analysis.audit import Audit, audit_study, read_current
 from planner.analysis.compatibility import check_solver, chunked_graph, offloading_runtime
 from planner.analysis.study import Study
 from planner.analysis.trade_off.curve import CurveSweep
-from planner.analysis.trade_off.ranges import check_budgets, parse_sizes
+from planner.analysis.trade_off.ranges import as_typed, check_budgets, parse_sizes
 from planner.analysis.trade_off.sizes import SizeAxis, SizeSearch
 from planner.analysis.trade_off.types import TradeOffCurve
 from planner.capture.inputs import Inputs, LossFunction, check_model, check_own_checkpointing
@@ -104,9 +104,9 @@ def what_if(
     *,
     budget: Size | None = None,
     points: int = 20,
-    budgets: str | None = None,
-    batch_sizes: str | None = None,
-    seq_lens: str | None = None,
+    budgets: str | Iterable[Size] | None = None,
+    batch_sizes: str | int | Iterable[int] | None = None,
+    seq_lens: str | int | Iterable[int] | None = None,
     runtime: str = "graph",
     solver: str = "auto",
     offload: bool = False,
@@ -129,12 +129,12 @@ def what_if(
         A budget to ask about beside the points, together with 1 GiB more.
     points : int
         How many budgets, at equal distances.
-    budgets : str, optional
-        Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"``.
-    batch_sizes, seq_lens : str, optional
-        Sizes to ask about at ``budget``, ``"1..64"`` or ``"1,2,4"``: the largest that fits, and how much each trains a
-        second. The example inputs are repeated or cut to each: along the first dimension of every tensor that is as
-        long there as the first, or along all others that are as long as the first tensor's second.
+    budgets : str or iterable of int or str, optional
+        Where they lie, ``"4GiB..16GiB"``, or which they are, ``"4GiB,8GiB"`` or ``["4GiB", "8GiB"]``.
+    batch_sizes, seq_lens : str, int or iterable of int, optional
+        Sizes to ask about at ``budget``, ``"1..64"``, ``"1,2,4"`` or ``[1, 2, 4]``: the largest that fits, and how much
+        each trains a second. The example inputs are repeated or cut to each: along the first dimension of every tensor
+        that is as long there as the first, or along all others that are as long as the first tensor's second.
     runtime : str
         ``"graph"``, or ``"modules"`` for choices of checkpointed modules of the eager step, which have a solver of
         their own.
@@ -168,15 +168,15 @@ def what_if(
     0.0
     """
     search, allowed = picked(Search, locals()), picked(Offload, locals())
-    batches = None if batch_sizes is None else parse_sizes(batch_sizes, what="batch sizes")
-    lengths = None if seq_lens is None else parse_sizes(seq_lens, what="sequence lengths")
+    batches = None if batch_sizes is None else parse_sizes(as_typed(batch_sizes), what="batch sizes")
+    lengths = None if seq_lens is None else parse_sizes(as_typed(seq_lens), what="sequence lengths")
     if (batches or lengths) and budget is None:
         raise UsageError("sizes are asked about at a budget: give budget, what is to fit")
     if points < 2:
         raise UsageError(f"a curve has at least 2 points, not {points}")
     Budget(budget=budget).check(or_none=True)
     if budgets is not None:
-        check_budgets(budgets)
+        check_budgets(budgets := as_typed(budgets))
     check_solver(runtime, solver)
     offloading_runtime(runtime, allowed)
     options = {"runtime": runtime, "deterministic": deterministic, "progress": progress, **options}

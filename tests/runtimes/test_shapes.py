@@ -152,6 +152,21 @@ def test_marked_calls_run_what_is_known(recwarn: pytest.WarningsRecorder, monkey
     assert not [warning for warning in recwarn if "captured anew" in str(warning.message)]
 
 
+@pytest.mark.parametrize("runtime", ["auto", "parts"])
+def test_a_first_call_that_fails_leaves_nothing_behind(
+    runtime: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sizes count for none, torch logs nothing of it, and its error is eager's own."""
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    model = wrap(runtime=runtime, activation_budget="90%")
+    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match="expected input with shape"):
+        model(torch.randn(64, WIDTH - 1))
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, logger="planner"):
+        step(model, rows(64))
+    assert "the first call" in caplog.text
+
+
 def test_marks_that_cannot_be_kept_are_refused() -> None:
     model = wrap()
     with pytest.raises(UsageError, match=r"size \(300, 32\) is marked to have at most 256 in dimension 0"):
@@ -280,7 +295,7 @@ def test_captures_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         step(model, rows(count))
     first, second = (record.getMessage() for record in caplog.records if record.name == "planner")
     assert re.fullmatch(r"captured Stack in \d+\.\d s \(the first call\): FITS .* of .* KiB · .*", first)
-    assert "1 dimensions of the inputs vary, and are symbols from now on" in second
+    assert "1 dimension of the inputs varies, as symbols from now on" in second
 
 
 def test_more_sizes_than_torch_would_allow_by_itself() -> None:

@@ -119,7 +119,7 @@ def test_sizes_are_asked_about_in_python() -> None:
     model, x = Transformer(1), torch.randn(4, 6, 64)
     whole = planner.study(model, x, cost_model="roofline").whole_bytes
     curve = planner.what_if(
-        model, x, budget=2 * whole, points=2, batch_sizes="2,8,64", seq_lens="4,64",
+        model, x, budget=2 * whole, budgets=[whole, 2 * whole], batch_sizes=[2, 8, 64], seq_lens="4,64",
         deterministic=True, time_limit_seconds=5.0,
     )  # fmt: skip
     assert curve.batch_sizes is not None and curve.seq_lens is not None
@@ -135,6 +135,9 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_captured(captures: l
         ({"batch_sizes": "1..4"}, "give budget"),
         ({"batch_sizes": "4..1", "budget": 2**20}, "smaller end first"),
         ({"seq_lens": "some", "budget": 2**20}, "cannot read sequence lengths"),
+        ({"seq_lens": [], "budget": 2**20}, "cannot read sequence lengths ''"),
+        ({"batch_sizes": [1.5], "budget": 2**20}, "cannot read batch sizes '1.5'"),
+        ({"batch_sizes": [4, 2], "budget": 2**20}, "out of order"),
     ):
         with pytest.raises(UsageError, match=words):
             planner.what_if(model, x, **asked)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What is typed for an axis, ``1..64`` or ``1,2,4``, and the values that it stands for."""
+"""What is typed for an axis, ``1..64`` or ``1,2,4``, or listed in Python, and the values that it stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,6 +26,15 @@ class SizeRange:
     def coarse_step(self) -> int:
         """The power of two that the range begins with, at most 64: for sizes of which single steps mean little."""
         return min(_LARGEST_COARSE_STEP, 1 << (self.values[0].bit_length() - 1))
+
+
+def as_typed(given: str | int | Iterable[object]) -> str:
+    """Return what would be typed for values that are listed in Python; text stays.
+
+    >>> as_typed([1, 2, 4]), as_typed("1..64"), as_typed(8)
+    ('1,2,4', '1..64', '8')
+    """
+    return ",".join(map(str, given)) if isinstance(given, Iterable) and not isinstance(given, str) else str(given)
 
 
 def parse_sizes(text: str, *, what: str) -> SizeRange:
