@@ -26,7 +26,7 @@ from planner.capture.inputs import Inputs, LossFunction, check_is_called, check_
 from planner.capture.joint_capture import is_fake
 from planner.capture.meta import placed
 from planner.capture.parallel import has_several_ranks, is_sharded, shards_of, whole
-from planner.capture.planned_call import install_planned_call, planned_call, remove_planned_call
+from planner.capture.planned_call import compiled_parts, install_planned_call, planned_call, remove_planned_call
 from planner.capture.torch_internals import installed_call
 from planner.common.limits import Progress
 from planner.common.options import LEAST_BYTES, OFF, Budget, Chunk, Target, check_chunk
@@ -34,6 +34,7 @@ from planner.common.units import Size, is_share
 from planner.diagnose.status import Status, metered
 from planner.diagnose.verification import verify as _verify
 from planner.errors import UsageError
+from planner.findings.finding import collapsed
 from planner.ir.static_memory import SHARDS
 from planner.measure import loss
 from planner.plans.pipeline_types import StagePlan
@@ -46,6 +47,10 @@ from planner.session.step import Options, captured, cost, lower_step, offload_of
 from planner.session.telling import working
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+_RUN_COMPILED_PARTS = ("inductor", "modules")
+"""Runtimes that compile all, or run what a part's own ``compile()`` made."""
 
 
 def plan(
@@ -342,6 +347,13 @@ def auto_wrap(
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
+    if runtime not in _RUN_COMPILED_PARTS and (parts := compiled_parts(model)):
+        warnings.warn(
+            f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
+            "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or on one device have "
+            "the whole step compiled: runtime='inductor'",
+            stacklevel=2,
+        )
     if not maximum_shapes >= 1:
         raise UsageError(f"maximum_shapes must be at least 1, not {maximum_shapes}")
     if plan is not None:

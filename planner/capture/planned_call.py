@@ -104,6 +104,12 @@ def planned_call(module: nn.Module) -> Any:
     return getattr(installed_call(module), "call", None)
 
 
+def compiled_parts(model: nn.Module) -> list[str]:
+    """Return the names of a model's parts that their own ``compile()`` compiled."""
+    named = ((name, part) for name, part in model.named_modules() if part is not model)
+    return [name for name, part in named if installed_call(part) is not None and planned_call(part) is None]
+
+
 def remove_planned_call(module: nn.Module) -> None:
     """Let ``module(...)`` run its own call again, unless something else was installed meanwhile."""
     if _is_marked(module):

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
@@ -346,6 +348,38 @@ def last_batch(rank: int) -> dict[str, Any]:
     }
     step(running, torch.cat([x, x]))
     return result | {"larger_rows": 2 * ROWS, "planned_for": planner.plan_of(model).fingerprint["inputs"]}
+
+
+def saved(rank: int) -> dict[str, Any]:
+    """Save a planned model and its optimizer as torch.distributed.checkpoint does, and go on with what was saved."""
+    folder, x = Path(sys.argv[2]) / "checkpoint", data(rank)
+
+    def made(*, planned: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = distributed(make(), "fsdp2")
+        if planned:
+            planner.auto_wrap(model, activation_budget="75%", time_limit_seconds=1.0, deterministic=True)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        step(model, x)
+        optimizer.step()
+        return gradients(model)
+
+    plain, planned = made(planned=False), made(planned=True)
+    for model, optimizer in (plain, planned):
+        trained(model, optimizer)
+    model, optimizer = get_state_dict(*planned)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+    expected, equal = trained(*plain), []
+    for is_planned in (True, False):
+        again = made(planned=is_planned)
+        trained(*again)
+        model, optimizer = get_state_dict(*again)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        set_state_dict(*again, model_state_dict=model, optim_state_dict=optimizer)
+        found = trained(*again)
+        equal.append(found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in expected))
+    return {"equal": equal, "recomputed": len(planner.plan_of(planned[0]).recomputations)}
 
 
 def shardings(rank: int) -> dict[str, Any]:
@@ -792,6 +826,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "mixed_precision": mixed_precision,
     "sharded_first": sharded_first,
     "last_batch": last_batch,
+    "saved": saved,
     "shardings": shardings,
     "micro_batches": micro_batches,
     "more_micro_batches": more_micro_batches,

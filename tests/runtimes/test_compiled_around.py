@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -99,3 +100,22 @@ def test_a_compiled_part_of_a_wrapped_model_belongs_to_its_plan() -> None:
     model.blocks[0].compile(backend="eager")
     assert_same(train(plain, rows()), train(model, rows()))
     assert planner.plan_of(model).recomputations
+
+
+@pytest.mark.parametrize("runtime", ["graph", "parts", "regional"])
+def test_parts_that_are_compiled_before_run_as_planned_and_that_is_said(
+    runtime: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    plain = Stack(12)
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with pytest.warns(UserWarning, match=r"compile\(\) \(blocks.0, blocks.1, blocks.2 and 9 more\)"):
+        planner.auto_wrap(model, activation_budget="80%", runtime=runtime, time_limit_seconds=1.0)
+    for _ in range(2):
+        assert_same(train(plain, rows()), train(model, rows()))
+        plain.zero_grad()
+        model.zero_grad()
+    assert planner.plan_of(model).recomputations
+    assert not caplog.records and not recwarn  # Dynamo does not follow planned calls

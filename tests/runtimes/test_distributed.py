@@ -19,8 +19,8 @@ RANKS = range(2)
 
 
 SCENARIOS = (
-    "ddp,fsdp2,mixed_precision,sharded_first,last_batch,shardings,micro_batches,tensor_parallel,fails_on_rank_0,fails_on_rank_1,"
-    "fails_where_layers_are_shared,differs,wrong_order,1f1b,documented,pipeline_errors,dies"
+    "ddp,fsdp2,mixed_precision,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,fails_on_rank_0,"
+    "fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,1f1b,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
@@ -125,6 +125,11 @@ def test_a_sharded_model_takes_a_smaller_last_batch_with_the_plan_that_it_has(fo
     for result in results(folder, "last_batch"):
         assert result["equal"] and result["recomputed"] > 0 and result["same_plan"]
         assert result["planned_for"].startswith(f"({result['larger_rows']}, ")
+
+
+def test_a_sharded_model_and_its_optimizer_are_saved_and_loaded_with_and_without_a_plan(folder: Path) -> None:
+    for result in results(folder, "saved"):
+        assert result["equal"] == [True, True] and result["recomputed"] > 0
 
 
 def test_a_model_that_is_sharded_already_is_wrapped_by_one_line(folder: Path) -> None:
