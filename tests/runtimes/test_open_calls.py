@@ -43,3 +43,16 @@ def test_calls_that_are_over_are_not_said() -> None:
         held = called(calls, model)
     called(calls, model)
     assert held
+
+
+def test_a_call_before_the_backward_of_another_model_is_said_once() -> None:
+    models = nn.Linear(3, 3), nn.Bilinear(3, 3, 3)
+    first, second = map(OpenCalls, models)
+    held = called(first, models[0])
+    with pytest.warns(UserWarning, match="Bilinear is called before the backward of Linear, which is planned too"):
+        second.check()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second.check()
+        held["left"].sum().backward()
+        OpenCalls(models[1]).check()
