@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -19,6 +19,8 @@ from planner.capture.memory import Recording, record
 from planner.capture.torch_internals import at_end_of_backward, is_transformed, profiler_is_running
 from planner.capture.trees import leaf_tensors, leaves_of
 from planner.common.units import format_bytes, format_seconds
+from planner.diagnose.covered import Covered, covered
+from planner.diagnose.covered import lines as table
 from planner.plans.plan import Plan
 from planner.runtimes import Running
 from planner.runtimes._arena import ArenaInUse
@@ -53,6 +55,8 @@ class Status:
     """Their median."""
     peak_bytes: int | None = None
     """Of the step after the last time that the status was asked for."""
+    sizes: tuple[Covered, ...] = ()
+    """The input sizes that ran, each with others that the same plan covers."""
     arena: ArenaInUse | None = None
     """What holds the steps at fixed places; None where none was asked for, or none has run so."""
 
@@ -95,6 +99,8 @@ class Status:
         lines = [f"{name:<8}  {promised:>10}  {seen:>10}" for name, promised, seen in rows]
         if self.arena is not None:
             lines.append(f"arena     {self.arena}")
+        if sum(len(one.plans) for one in self.sizes) > 1:
+            lines += ["", *table(self.sizes)]
         return "\n".join([*lines, *(f"warning: {line}" for line in self.warnings)])
 
 
@@ -122,6 +128,11 @@ class Meter:
         return self._running.plan
 
     @property
+    def plans(self) -> Mapping[str, Plan]:
+        """The plans of all input sizes that ran."""
+        return self._running.plans
+
+    @property
     def arena(self) -> ArenaInUse | None:
         """What holds the steps at fixed places."""
         return getattr(self._running, "arena", None)
@@ -141,6 +152,7 @@ class Meter:
             steps=len(self._seconds),
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
+            sizes=covered(self._running.plans.values()),
             arena=self.arena,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -78,6 +78,11 @@ class AutoRuntime:
         """The plan in force."""
         made = self._current.plan
         return made if made is None or self._note is None else _with(made, self._note)
+
+    @property
+    def plans(self) -> Mapping[str, Plan]:
+        """The plans of all input sizes that ran."""
+        return {**(self._instead.plans if self._instead is not None else {}), **self._running.plans}
 
     @property
     def arena(self) -> ArenaInUse | None:
