@@ -32,7 +32,7 @@ class OpenCalls:
     """The calls of one wrapped model, each of which should be over before the next one begins."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._name = type(model).__name__
+        self.name = type(model).__name__
         self._last: weakref.ref[_Open] | None = None
         self._is_said = False
         self._said_of_others = False
@@ -43,7 +43,7 @@ class OpenCalls:
         if last is not None and not last.has_begun and not self._is_said:
             self._is_said = True
             warnings.warn(
-                f"{self._name} is called again before the backward of its last call. What each of them saves is held "
+                f"{self.name} is called again before the backward of its last call. What each of them saves is held "
                 "together, and the budget is that of one: call it once with all inputs, run each backward before the "
                 "next call, or leave room in the budget",
                 stacklevel=7,
@@ -51,7 +51,7 @@ class OpenCalls:
         if not self._said_of_others and (others := self._others()):
             self._said_of_others = True
             warnings.warn(
-                f"{self._name} is called before the backward of {others[0]}, which is planned too. What both save is "
+                f"{self.name} is called before the backward of {others[0]}, which is planned too. What both save is "
                 "held together, and each budget is that of one: give them activation_budget=, which add up to what "
                 "there is, or wrap a module that contains both",
                 stacklevel=7,
@@ -60,7 +60,7 @@ class OpenCalls:
     def _others(self) -> list[str]:
         with _one_at_a_time:
             calls = [call.of() for call in _all if not call.has_begun]
-        return [other._name for other in calls if other is not None and other is not self]
+        return [other.name for other in calls if other is not None and other is not self]
 
     def begun(self, outputs: Any) -> None:
         """Watch for the backward of a call that gave these outputs."""
