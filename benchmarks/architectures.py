@@ -22,8 +22,8 @@ _TEXT: dict[str, Any] = {**_SIZES, "vocab_size": TOKENS}
 _GROUPED: dict[str, Any] = {**_TEXT, "num_key_value_heads": 2, "use_cache": False}
 
 
-def _of_text(config: str, model: str, **options: Any) -> ZooModel:
-    example = {name: torch.randint(TOKENS, (BATCH, LENGTH)) for name in ("input_ids", "labels")}
+def _of_text(config: str, model: str, *, count: int = BATCH, **options: Any) -> ZooModel:
+    example = {name: torch.randint(TOKENS, (count, LENGTH)) for name in ("input_ids", "labels")}
     return _model(config, model, example, **options)
 
 

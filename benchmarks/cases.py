@@ -74,21 +74,42 @@ _DECODER = {
 }
 
 
-def build(name: str, *, on_gpu: bool = False) -> ZooModel:
-    """Build one of :data:`CASES` with random weights and inputs, or one of :data:`GPU_SIZES` on the GPU."""
+ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
+    "minigpt": {"batch_size": 8, "layers": 2, "seq_len": 256},
+    "llama-grouped": {"count": 8},
+    "vit-b16": {"batch_size": 12, "layers": 2},
+    "bart": {"count": 8},
+    "mixtral-small": {"count": 16},
+    "qwen2-moe": {"count": 8},
+    "resnet50": {"batch_size": 64, "layers": 2, "image_size": 64},
+    "mobilenet-v2": {"count": 8},
+    "convnext-tiny": {"batch_size": 16, "layers": 3, "image_size": 96},
+    "unet": {"batch_size": 2, "layers": 3, "image_size": 128},
+    "diffusion-unet": {"batch_size": 16, "layers": 1, "image_size": 32},
+    "swin": {"count": 8},
+    "regnet": {"count": 8},
+}
+"""Sizes of :data:`CASES` at which gradients, which no plan can make smaller, are a small part of the peak."""
+
+
+def build(name: str, *, on_gpu: bool = False, **sizes: Any) -> ZooModel:
+    """Build one of :data:`CASES` with random weights and inputs, or one of :data:`GPU_SIZES` on the GPU.
+
+    ``sizes`` are in place of those that a case has.
+    """
     torch.manual_seed(0)
-    return zoo.build(name, device="cuda", **GPU_SIZES[name]) if on_gpu else CASES[name]()
+    return zoo.build(name, device="cuda", **GPU_SIZES[name]) if on_gpu else CASES[name](**sizes)
 
 
-def _llama(*, with_mask: bool) -> ZooModel:
+def _llama(*, with_mask: bool, count: int = BATCH) -> ZooModel:
     import transformers
 
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(intermediate_size=704, **_DECODER))
-    mask = {"attention_mask": torch.ones(BATCH, LENGTH, dtype=torch.long)} if with_mask else {}
-    return ZooModel(name="llama", model=model.train(), example_kwargs={**_tokens(), **mask})
+    mask = {"attention_mask": torch.ones(count, LENGTH, dtype=torch.long)} if with_mask else {}
+    return ZooModel(name="llama", model=model.train(), example_kwargs={**_tokens(count), **mask})
 
 
-def _mixtral() -> ZooModel:
+def _mixtral(*, count: int = BATCH) -> ZooModel:
     import transformers
 
     config = transformers.MixtralConfig(
@@ -99,7 +120,7 @@ def _mixtral() -> ZooModel:
         **_DECODER,
     )
     model = transformers.MixtralForCausalLM(config).to(torch.bfloat16)  # all that grouped products are made for
-    return ZooModel(name="mixtral", model=model.train(), example_kwargs=_tokens())
+    return ZooModel(name="mixtral", model=model.train(), example_kwargs=_tokens(count))
 
 
 class _LSTMStack(nn.Module):
@@ -120,8 +141,8 @@ def _lstm_stack() -> ZooModel:
     return ZooModel(name="lstm-stack", model=_LSTMStack(), example_kwargs=_tokens())
 
 
-def _tokens() -> dict[str, Tensor]:
-    return {name: torch.randint(TOKENS, (BATCH, LENGTH)) for name in ("input_ids", "labels")}
+def _tokens(count: int = BATCH) -> dict[str, Tensor]:
+    return {name: torch.randint(TOKENS, (count, LENGTH)) for name in ("input_ids", "labels")}
 
 
 CASES: dict[str, Callable[[], ZooModel]] = {

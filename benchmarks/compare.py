@@ -6,7 +6,8 @@ ways are timed in turn. Overheads are compared at the same or a lower measured p
 than the noise, or gives wrong gradients, is shown and not compared. Exit code 1 if a goal is missed.
 
 With ``--inductor`` all ways are compiled: ``torch.compile`` alone, which the others are held against, under each
-``activation_memory_budget``, and plans that Inductor compiles, at their peaks and at shares of its.
+``activation_memory_budget``, and plans that Inductor compiles, at their peaks and at shares of its. Models have sizes
+at which activations are most of the peak: a small share of what is there for other reasons would show nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import nn
 
 import planner
 from benchmarks import common, comparison
-from benchmarks.cases import CASES, GPU_SIZES, build
+from benchmarks.cases import ACTIVATION_SIZES, CASES, GPU_SIZES, build
 from benchmarks.common import Result, mebibytes, percent
 from benchmarks.peers import INDUCTOR, NotForThisModelError, Peer, compiled_peers, peers
 from benchmarks.steps import in_turn, peak_bytes, step_of, use
@@ -146,7 +147,7 @@ def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
     """Measure all ways of one model."""
     common.progress(f"{name}:")
     bar(f"{name}: alternatives")
-    loaded = build(name, on_gpu=args.size == "gpu")
+    loaded = build(name, on_gpu=args.size == "gpu", **(ACTIVATION_SIZES.get(name, {}) if args.inductor else {}))
     model = loaded.model
     device = next(model.parameters()).device
     # What is compiled has a model of its own: at one that others change Dynamo looks again each time.

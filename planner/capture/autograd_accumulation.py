@@ -7,7 +7,9 @@ dispatch mode watches. So a recorded step would show a new tensor for each such 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +28,54 @@ from planner.capture.torch_internals import (
 aten = torch.ops.aten
 
 
-def is_copied(of: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> bool:
-    """Whether a gradient is copied at the end: its storage is taken (as it is from now on), or otherwise laid out."""
-    same_layout = of.stride() == gradient.stride() or min(of.numel(), gradient.numel()) <= 1
-    is_taken = storage_id(gradient) in taken
-    taken.add(storage_id(gradient))
-    return is_taken or not same_layout
+_BLOCK = 60
+"""Rows and columns that ``copy_transpose_valid`` of ATen's ``Copy.cpp`` turns at a time, in a block of its own."""
+
+
+@dataclass(frozen=True)
+class GradientCopies:
+    """Which gradients autograd copies at the end, by their positions."""
+
+    beside: tuple[int, ...]
+    """Their own memory is somebody else's, and stays."""
+    instead: tuple[int, ...]
+    """The copy has another layout, and their own memory, which is as large, is freed once it is made."""
+    working_bytes: int
+    """What is there beside gradients and copies while one of the latter is made, at most."""
+
+
+def gradient_copies(
+    given: Sequence[tuple[torch.Tensor, torch.Tensor] | None], taken: Collection[int]
+) -> GradientCopies:
+    """Say which gradients are copied: their storage is ``taken``, or an earlier one's, or they are otherwise laid out.
+
+    ``given`` are what gradients are of, and the gradients, or None. The engine copies one after the other, so of what
+    copies take the place of only one is there beside its copy.
+    """
+    uses = Counter(storage_id(pair[1]) for pair in given if pair is not None)
+    seen = set(taken)
+    beside: list[int] = []
+    instead: list[int] = []
+    working_bytes = 0
+    for position, pair in enumerate(given):
+        if pair is None:
+            continue
+        of, gradient = pair
+        storage = storage_id(gradient)
+        if storage in seen:
+            beside.append(position)
+        elif of.stride() != gradient.stride() and min(of.numel(), gradient.numel()) > 1:
+            is_alone = uses[storage] == 1 and gradient.untyped_storage().nbytes() == of.nbytes
+            (instead if is_alone else beside).append(position)
+            working_bytes = max(working_bytes, is_alone * of.nbytes + _block_bytes(of, gradient))
+        seen.add(storage)
+    return GradientCopies(tuple(beside), tuple(instead), working_bytes)
+
+
+def _block_bytes(of: torch.Tensor, gradient: torch.Tensor) -> int:
+    """Return what a CPU's kernel takes to turn a matrix."""
+    is_turned = of.dim() == 2 and of.is_contiguous() and gradient.t().is_contiguous() and of.numel() >= _BLOCK**2
+    return _BLOCK**2 * of.element_size() if is_turned and of.device.type == "cpu" else 0
 
 
 class EngineSums:

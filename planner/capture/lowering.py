@@ -17,7 +17,7 @@ from torch import fx
 
 from cost_models.flops import count_flops, moved_bytes
 from planner.capture import operands, provenance
-from planner.capture.autograd_accumulation import is_copied
+from planner.capture.autograd_accumulation import gradient_copies
 from planner.capture.common_subexpressions import COMPUTED_AGAIN
 from planner.capture.dropout import kernel_of
 from planner.capture.joint import (
@@ -227,17 +227,29 @@ class _Lowering(GraphBuilder[fx.Node]):
         self.add_loss(reads, outputs)
 
     def _add_gradient_copies(self, gradients: list[Any]) -> None:
-        """Add what autograd copies at the end."""
-        taken = {storage for storage, kind in self.retained.items() if kind != "gradient"}
-        reads: list[int] = []
-        copies: list[int] = []
-        for node, gradient in zip(self.joint.placeholders, gradients, strict=True):
-            if not isinstance(gradient, fx.Node) or not self.storage_of[gradient]:
-                continue
-            (of,), (tensor,) = tensors_of(node), tensors_of(gradient)
-            if is_copied(of, tensor, taken):
-                reads += self.storage_of[gradient]
-                name, shard_bytes = f"copy of {gradient.name}", -(-of.nbytes // self.context.gradient_shards)
-                copies.append(self.add_value(name, shard_bytes, kind="gradient", retained=True, node=gradient))
-        if copies:
-            self.add(ACCUMULATE_TARGET, reads, copies, name="accumulate", recomputable=False)
+        """Add what autograd copies at the end; a gradient stands for the copy that replaces it, as large as it."""
+        pairs = [
+            (node, gradient)
+            for node, gradient in zip(self.joint.placeholders, gradients, strict=True)
+            if isinstance(gradient, fx.Node) and self.storage_of[gradient]
+        ]
+        tensors = [(tensors_of(node)[0], tensors_of(gradient)[0]) for node, gradient in pairs]
+        copies = gradient_copies(tensors, {storage for storage, kind in self.retained.items() if kind != "gradient"})
+        copied = [*copies.beside, *copies.instead]
+        if not copied:
+            return
+        shards = self.context.gradient_shards
+        makes = [
+            self.add_value(
+                f"copy of {pairs[position][1].name}",
+                -(-tensors[position][0].nbytes // shards),
+                kind="gradient",
+                retained=True,
+                node=pairs[position][1],
+            )
+            for position in copies.beside
+        ]
+        if copies.working_bytes:
+            makes.append(self.add_value("gradient that is copied", -(-copies.working_bytes // shards), kind="gradient"))
+        reads = (value for position in copied for value in self.storage_of[pairs[position][1]])
+        self.add(ACCUMULATE_TARGET, reads, makes, name="accumulate", recomputable=False)

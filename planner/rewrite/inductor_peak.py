@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from planner.capture import operands
-from planner.capture.autograd_accumulation import is_copied
+from planner.capture.autograd_accumulation import gradient_copies
 from planner.capture.call_nodes import CallNodes
 from planner.capture.inductor_internals import Draft
 from planner.capture.joint import values_of
@@ -77,8 +77,13 @@ def _followed(
         del made, saved
         gradients = list(backward.run(arguments))
         taken = set(map(storage_id, tensors_in([forward.inputs, results, tangents])))
-        given = zip(forward.inputs, gradients, strict=True)
-        recorder.reach(sum(of.nbytes for of, g in given if isinstance(g, torch.Tensor) and is_copied(of, g, taken)))
+        given = [
+            (of, gradient) if isinstance(gradient, torch.Tensor) else None
+            for of, gradient in zip(forward.inputs, gradients, strict=True)
+        ]
+        copies = gradient_copies(given, taken)
+        beside_bytes = sum(forward.inputs[position].nbytes for position in copies.beside)
+        recorder.reach(beside_bytes + copies.working_bytes)
     return recorder
 
 
