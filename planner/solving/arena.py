@@ -7,7 +7,8 @@ TensorFlow Lite does (Pisarchyk and Lee, "Efficient Memory Management for Deep N
 size); by how long they live, which suits training, where what is saved first is freed last; by both; by the moment at
 which they meet most others (greedy by breadth there, and the contention of TelaMalloc, Maas et al., ASPLOS 2022). As
 long as the best arena is above the bound, what lies on top is then placed earlier in each order, and all others again
-after it (squeaky wheel optimization, Joslin and Clements 1999). Integer programmes and searches prove more (OLLA and
+after it (squeaky wheel optimization, Joslin and Clements 1999): first of large blocks alone, which small ones, placed
+after them, hardly make higher. Integer programmes and searches prove more (OLLA and
 MODeL, Steiner et al., 2022 and ICML 2023; MiniMalloc, Moffitt, ASPLOS 2023); here the bound is the proof.
 """
 
@@ -20,7 +21,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from planner.common.limits import SolveLimits
+from planner.common.limits import Clock, SolveLimits
 from planner.common.units import round_up
 
 ALIGNMENT_BYTES = 64
@@ -32,10 +33,14 @@ _Rule = Callable[["_Blocks"], _Numbers]
 _PLACEMENT_SECONDS, _COMPARISON_SECONDS = 2e-5, 2e-9
 """What placing a block takes, and looking at one that was placed before: where work is counted, and not seconds."""
 
-_ROUNDS = 100
-"""How often each order is changed: more has not been seen to help."""
+_STAGES = ((0.0, 1, 0.2), (1 / 200, 100, 0.5), (1 / 500, 100, 0.7), (0.0, 100, 1.0))
+"""What share of the bound a block takes at least that is placed first, how often each order is changed, and what share
+of the time is over then. Large ones that lie close leave room for small ones, and few are placed in little time."""
 
-COUNTED = SolveLimits(time_limit_seconds=2.0, deterministic=True)
+_FEW = 0.7
+"""Large blocks are placed alone if they are no larger share of all than this: more would take as long as all do."""
+
+COUNTED = SolveLimits(time_limit_seconds=4.0, deterministic=True)
 
 _ENOUGH = 1e-3
 """So near to the bound, as a share of it, no smaller arena is looked for."""
@@ -72,27 +77,27 @@ class Arena:
 def lay_out(
     blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_BYTES, limits: SolveLimits | None = None
 ) -> Arena:
-    """Place blocks in an arena that is as small as is found within the limits, by default 2 s of counted work.
+    """Place blocks in an arena that is as small as is found within the limits, by default 4 s of counted work.
 
     Sizes are rounded up to the alignment, and offsets are its multiples. Each order takes O(blocks^2), in vectors.
     """
     clock = (limits or COUNTED).clock()
     prepared = _Blocks.of(blocks, alignment_bytes)
-    enough = prepared.bound * (1 + _ENOUGH)
-    orders = {name: rule(prepared) for name, (rule, _) in _RULES.items()}
-    best: tuple[int, str, _Numbers] | None = None
-    for name in _ROUNDS * [*orders]:
-        _, best_fit = _RULES[name]
-        place = prepared.places(orders[name], best_fit=best_fit)
-        clock.work(prepared.seconds)
-        if best is None or prepared.height(place) < best[0]:
-            best = prepared.height(place), name, place
-        if best[0] <= enough or clock.left() < 0:
+    wheels = {share: _Wheel(prepared.large(share)) for share, _, _ in _STAGES}
+    best: _Found | None = None
+    for share, rounds, until in _STAGES:
+        if share and len(wheels[share].blocks.size) > _FEW * len(blocks):
+            continue
+        found = wheels[share].turned(rounds, clock, until)
+        if share:
+            found = _Found.of(prepared, found.rule, prepared.with_small(share, found.order))
+            clock.work(prepared.seconds)
+        if best is None or found.height < best.height:
+            best = found
+        if best.height <= prepared.bound * (1 + _ENOUGH) or clock.left() < 0:
             break
-        orders[name] = prepared.moved_up(orders[name], place)
     assert best is not None
-    _, found_by, place = best
-    return prepared.arena(place, found_by)
+    return prepared.arena(best.place, best.rule)
 
 
 def greedy_by_size(blocks: Sequence[Block], *, alignment_bytes: int = ALIGNMENT_BYTES) -> Arena:
@@ -123,10 +128,25 @@ class _Blocks:
         size = np.array([round_up(block.size_bytes, alignment_bytes) // alignment_bytes for block in blocks], np.int64)
         born = np.array([block.born for block in blocks], np.int64)
         died = np.array([block.died for block in blocks], np.int64)
+        return cls.at(size, born, died, alignment_bytes)
+
+    @classmethod
+    def at(cls, size: _Numbers, born: _Numbers, died: _Numbers, unit: int) -> _Blocks:
         change = np.zeros(int(died.max(initial=-1)) + 2, np.int64)
         np.add.at(change, born, size)
         np.subtract.at(change, died + 1, size)
-        return cls(size, born, died, np.cumsum(change), alignment_bytes)
+        return cls(size, born, died, np.cumsum(change), unit)
+
+    def large(self, share: float) -> _Blocks:
+        """Return those blocks that take at least a share of the bound."""
+        chosen = self.size >= share * self.bound
+        return self.at(self.size[chosen], self.born[chosen], self.died[chosen], self.unit)
+
+    def with_small(self, share: float, order: _Numbers) -> _Numbers:
+        """Return an order of :meth:`large` with all others behind it, the largest first."""
+        largest_first = _by_size(self)
+        is_large = self.size >= share * self.bound
+        return np.concatenate([np.flatnonzero(is_large)[order], largest_first[~is_large[largest_first]]])
 
     @property
     def bound(self) -> int:
@@ -171,6 +191,44 @@ class _Blocks:
                 array[at] = value
             place[index] = offset
         return place
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where all blocks lie that were placed in an order."""
+
+    height: int
+    rule: str
+    order: _Numbers
+    place: _Numbers
+
+    @classmethod
+    def of(cls, blocks: _Blocks, rule: str, order: _Numbers) -> _Found:
+        _, best_fit = _RULES[rule]
+        place = blocks.places(order, best_fit=best_fit)
+        return cls(blocks.height(place), rule, order, place)
+
+
+class _Wheel:
+    """Places blocks in all orders, and changes each by what lay on top."""
+
+    def __init__(self, blocks: _Blocks) -> None:
+        self.blocks = blocks
+        self.orders = {name: rule(blocks) for name, (rule, _) in _RULES.items()}
+        self.best: _Found | None = None
+
+    def turned(self, rounds: int, clock: Clock, until: float) -> _Found:
+        """Return the best that is found in so many rounds more, or until a share of the time is over."""
+        for name in rounds * [*self.orders]:
+            found = _Found.of(self.blocks, name, self.orders[name])
+            clock.work(self.blocks.seconds)
+            if self.best is None or found.height < self.best.height:
+                self.best = found
+            if self.best.height <= self.blocks.bound * (1 + _ENOUGH) or clock.left(until) < 0:
+                break
+            self.orders[name] = self.blocks.moved_up(self.orders[name], found.place)
+        assert self.best is not None
+        return self.best
 
 
 def _gap(low: _Numbers, high: _Numbers, size: int, *, best_fit: bool) -> int:
