@@ -78,7 +78,7 @@ ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
     "minigpt": {"batch_size": 8, "layers": 2, "seq_len": 256},
     "llama-grouped": {"count": 8},
     "vit-b16": {"batch_size": 12, "layers": 2},
-    "bart": {"count": 8},
+    "bart": {"count": 8, "dropout": 0.0},
     "mixtral-small": {"count": 16},
     "qwen2-moe": {"count": 8},
     "resnet50": {"batch_size": 64, "layers": 2, "image_size": 64},

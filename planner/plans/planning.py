@@ -270,6 +270,24 @@ def plan_from_solution(
     return plan if problem.regions is None else with_choices(plan, problem, solution)
 
 
+def with_comparison(problem: Problem, plan: Plan, static_memory: StaticMemory, limits: SolveLimits) -> Plan:
+    """Return a plan for a problem that was made without comparison with what it then lacks; nothing is solved again."""
+    schedule = plan.schedule_for(problem.graph)
+    solution = Solution.simulated(
+        problem.evaluate(schedule), schedule, plan.solver, lower_bound_seconds=plan.lower_bound_seconds
+    )
+    solution = replace(solution, solve_seconds=plan.solve_seconds)
+    compared = plan_from_solution(problem, solution, static_memory=static_memory, limits=limits)
+    return replace(
+        plan,
+        baselines=compared.baselines,
+        details=compared.details,
+        values=compared.values,
+        minimum_feasible_peak_bytes=compared.minimum_feasible_peak_bytes,
+        proven_minimum_peak_bytes=compared.proven_minimum_peak_bytes,
+    )
+
+
 def smallest_budget(problem: Problem, schedule: Schedule, limits: SolveLimits, static_memory: StaticMemory) -> int:
     """Return the smallest budget of the whole device for which a plan is known; a plan's own schedule is one of them.
 

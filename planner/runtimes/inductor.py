@@ -29,6 +29,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import effort_for
 from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.planning import with_comparison
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import Running
@@ -90,9 +91,10 @@ class InductorRuntime(GraphRuntime):
             budget_bytes = posed.budget_bytes + posed.graph.total_static_bytes
             self.step = replace(step, plan=replace(step.plan, budget_bytes=budget_bytes))
         elif self._limit_bytes is None:
-            self.step = super().planned(joint)
+            reuse = self._plans.nearest(self._elements(joint))
+            self.step = plan_step(self.model, joint, _alone(self.options), reuse=reuse)
         else:
-            tighter = replace(self.options, budget=Budget(budget=self._limit_bytes))
+            tighter = replace(_alone(self.options), budget=Budget(budget=self._limit_bytes))
             known = self.step.study if self.step is not None else None
             step = plan_step(self.model, joint, tighter, known=known)
             if step.schedule in self._tried:
@@ -158,11 +160,18 @@ class InductorRuntime(GraphRuntime):
             if found.best is None:
                 raise self._too_much(refused.operation if refused is not None else "what Inductor writes")
             step, drafts, needed_bytes = found.best
-            self.step, self._fits = replace(step, plan=_as_compiled(step.plan, needed_bytes)), True
+            plan = self._compared(step) if self.options.search.compare and not must_match else step.plan
+            self.step, self._fits = replace(step, plan=_as_compiled(plan, needed_bytes)), True
             self._remember(self.step, step.lowered.joint)
             return drafts
         finally:
             self._limit_bytes = None
+
+    def _compared(self, step: PlannedStep) -> Plan:
+        """Set the plan that is taken beside others within the peak of its graph."""
+        study = step.study
+        problem = study.posed(Budget(budget=step.plan.peak_bytes))
+        return with_comparison(problem, step.plan, study.static_memory, self.options.search)
 
     def _lowest_bytes(self, error: NoPlanFitsError, before: NoPlanFitsError | None) -> int:
         """Return the lowest peak of a graph that has no plan for less: its code may hold less, and is drafted once."""
@@ -230,6 +239,11 @@ class _Search:
         if self._breaking is not None and not self._fitting < wanted < self._breaking:
             wanted = (self._fitting + self._breaking) // 2
         return wanted
+
+
+def _alone(options: Options) -> Options:
+    """Return options of a plan beside which nothing is set: most of those that are drafted are not taken."""
+    return replace(options, search=replace(options.search, compare=False))
 
 
 def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:

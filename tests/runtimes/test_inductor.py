@@ -20,6 +20,7 @@ from planner.capture.inductor_internals import Draft, _keeps_the_order, draft_wi
 from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
+from planner.plans import planning
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
 
@@ -167,13 +168,22 @@ def test_code_that_needs_more_than_its_graph_is_planned_anew(monkeypatch: pytest
         studies.append(given)
         return study_lowered(*given)
 
+    def compared(*given: Any) -> Any:
+        comparisons.append(given)
+        return baseline_rows(*given)
+
     study_lowered, studies = step.study_lowered, []
+    baseline_rows, comparisons = planning.baseline_rows, []
     monkeypatch.setattr(step, "study_lowered", studied)
+    monkeypatch.setattr(planning, "baseline_rows", compared)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
     plan = planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
     assert plan.peak_bytes <= plan.budget_bytes
     assert len(graphs) > 1 and graphs[0] == max(graphs)
     assert len(studies) == 1  # the graph is the same each time
+    assert len(comparisons) == 1  # what is not taken is not set beside others
+    assert [row.name for row in plan.baselines][-1] == "this plan"
+    assert plan.baselines[-1].overhead == pytest.approx(plan.recompute_seconds / plan.baseline_step_seconds)
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *_: 1 << 40)
     with pytest.raises(InfeasibleBudgetError, match="the code that Inductor writes"):
         planner.plan(Towers(), inputs(), activation_budget="80%", runtime="inductor", time_limit_seconds=1.0)
