@@ -18,6 +18,7 @@ from planner.analysis.compatibility import (
     check_solver,
     check_strategy,
     chunked_graph,
+    graphs_runtime,
     offloading_runtime,
     whole_graph,
 )
@@ -79,6 +80,7 @@ def plan(
     tensor_parallel: int = 1,
     reserve: Size = 0,
     arena: bool = False,
+    cuda_graphs: bool = False,
     offload: bool = False,
     host_budget: Size | None = None,
     offload_at_least: Size = LEAST_BYTES,
@@ -142,6 +144,9 @@ def plan(
         What is to stay free of the budget: bytes, ``"1GiB"``, or ``"5%"`` of the device.
     arena : bool
         Whether the plan says what one arena takes in which all that the step allocates has a fixed place.
+    cuda_graphs : bool
+        Whether the step runs as CUDA graphs, which hold all its memory between steps: then the budget is for that, for
+        copies of inputs, outputs and gradients, and for workspaces of the stream of the captures too.
     offload : bool
         Whether values may also wait in the host's memory between forward and backward.
     host_budget : int, float or str, optional
@@ -207,7 +212,7 @@ def _settled(options: Options) -> Options:
         runtime = whole_graph(runtime, "tensor parallelism is planned on the whole graph")
     if in_chunks:
         runtime = chunked_graph(runtime, several_devices=several_devices or has_several_ranks())
-    runtime = offloading_runtime(runtime, options.offload)
+    runtime = graphs_runtime(offloading_runtime(runtime, options.offload), options.training, options.offload)
     plan = options.taken_over
     check_solver(plan.runtime if plan is not None and runtime == "auto" else runtime, options.search.solver)
     check_strategy(options.strategy, runtime, offload=options.offload.offload, in_chunks=in_chunks)
@@ -285,6 +290,7 @@ def auto_wrap(
     ranks: int = 1,
     reserve: Size = 0,
     arena: bool = False,
+    cuda_graphs: bool = False,
     offload: bool = False,
     host_budget: Size | None = None,
     offload_at_least: Size = LEAST_BYTES,
@@ -313,6 +319,10 @@ def auto_wrap(
     arena : bool
         Whether all that a step allocates, loss included, lies at fixed places in one arena, from the third step on.
         On a CPU under Linux, with a C++ compiler; else a RuntimeUnsupportedError says what is missing.
+    cuda_graphs : bool
+        Whether forward and backward are captured into CUDA graphs, each launched by one call, from the second step of
+        a kind on; see :func:`plan`. On a GPU, for one set of input sizes at a time, with the runtime ``"graph"``. What
+        no graph can hold runs without them, with one warning that says why.
     offload, host_budget, offload_at_least, offload_lossy
         See :func:`plan`. With ``plan`` they are the plan's.
     maximum_shapes : int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from planner import solvers, strategies
-from planner.common.options import Offload
+from planner.common.options import Offload, Training
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.ir.static_memory import TENSOR_PARALLEL
 from planner.plans.plan import Plan
@@ -19,6 +19,21 @@ def whole_graph(runtime: str, why: str) -> str:
     if runtime not in ("auto", "graph"):
         raise UsageError(f"{why}: leave out runtime={runtime!r}")
     return "graph"
+
+
+def graphs_runtime(runtime: str, training: Training, asked: Offload) -> str:
+    """Return the runtime for a plan with or without CUDA graphs."""
+    if not training.cuda_graphs:
+        return runtime
+    others = {
+        "arena": training.arena,
+        "offload": asked.offload,
+        "ranks": training.ranks > 1,
+        "tensor_parallel": training.tensor_parallel > 1,
+    }
+    for name in (name for name, is_asked in others.items() if is_asked):
+        raise UsageError(f"cuda_graphs=True captures the steps of one device and one stream: leave out {name}")
+    return whole_graph(runtime, "CUDA graphs are captured under the runtime 'graph'")
 
 
 def offloading_runtime(runtime: str, asked: Offload) -> str:

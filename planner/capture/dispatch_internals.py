@@ -56,7 +56,7 @@ def _keeps_to_itself(graph: fx.Graph) -> bool:
     written: list[fx.Node] = []
     for node in graph.nodes:
         if node.op not in ("placeholder", "get_attr", "output"):
-            writes, shown = _written_and_shown(node)
+            writes, shown = written_and_shown(node)
             written += writes
             memory.union(node, *shown)
     outside = {*taken, *graph.output_node().all_input_nodes}
@@ -64,7 +64,7 @@ def _keeps_to_itself(graph: fx.Graph) -> bool:
     return is_apart and {memory[node] for node in written}.isdisjoint(memory[node] for node in taken)
 
 
-def _written_and_shown(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+def written_and_shown(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return the arguments that a node writes over, and those whose memory its results may have."""
     target: Any = node.target
     if target is operator.getitem:

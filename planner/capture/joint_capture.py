@@ -34,7 +34,7 @@ from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
 from planner.capture.planned_call import as_its_class, parts_run_as_they_are
-from planner.capture.programs import MakeProgram, Program, ProgramsBySize, plainly
+from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, plainly
 from planner.capture.provenance import places_of, short_path
 from planner.capture.put_back import put_back
 from planner.capture.random_states import random_states_kept
@@ -390,6 +390,8 @@ class Backend:
     :class:`~planner.capture.branches.OtherBranchError`."""
     compiler: Compiler = aot_backend
     """Makes a backend of the partition function: AOTAutograd's, or Inductor's."""
+    run_halves: Callable[[], RunsHalves] | None = None
+    """Makes what runs the halves of a program of fixed sizes under AOTAutograd; by default they run themselves."""
 
     def __call__(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile what Dynamo captured."""
@@ -414,6 +416,7 @@ class Backend:
             return (backend.make_program or plainly(backend.partition))(joint, given)
 
         programs = ProgramsBySize(make_program) if is_sized else None
+        runs = self.run_halves() if self.run_halves is not None and programs is None else None
         joints: list[JointGraph] = []
         tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
 
@@ -443,12 +446,18 @@ class Backend:
             )
             joints.append(captured)
             _check_strided(captured)
-            return programs.captured(captured) if programs is not None else backend.partition(captured)
+            if programs is not None:
+                return programs.captured(captured)
+            forward, backward = backend.partition(captured)
+            if runs is not None:
+                runs.take(forward, backward, num_fwd_outputs)
+            return forward, backward
 
         # Inductor compiles what tracing makes.
         with as_eager_runs(self.elsewhere) if self.compiler is aot_backend else nullcontext():
             if programs is None:
-                run: Callable[..., Any] = self.compiler(partition)(narrowed, example_inputs)
+                halves = [runs.forward, runs.backward] if runs is not None else []
+                run: Callable[..., Any] = self.compiler(partition, *halves)(narrowed, example_inputs)
             else:
                 run = programs.compiled(partition, narrowed, example_inputs)
         tensors.clear()  # in torch 2.11 these are what the first step holds

@@ -40,9 +40,7 @@ from planner.capture.joint import (
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY, storage_id
 from planner.errors import UnsupportedModelError
 from planner.ir.builder import GraphBuilder, StepContext
-from planner.ir.graph import Phase, TrainingGraph
-
-ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
+from planner.ir.graph import ACCUMULATE_TARGET, Phase, TrainingGraph
 
 GIVEN_TARGET = "what the rest of the step hands to this part"
 

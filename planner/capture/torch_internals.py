@@ -95,8 +95,8 @@ CallT = TypeVar("CallT", bound=Callable[..., Any])
 
 PartitionFunction = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
-Compiler = Callable[[PartitionFunction], Callable[..., Any]]
-"""From our partition to a ``torch.compile`` backend that uses it."""
+Compiler = Callable[..., Callable[..., Any]]
+"""From our partition to a ``torch.compile`` backend that uses it; AOTAutograd's also takes what runs its halves."""
 
 GIVES_GRADIENTS_AWAY = hasattr(torch.autograd.Function, "boxed_grads_call")
 """Whether AOTAutograd's backward is the only one to hold the gradients that it is given; else they stay to its end."""

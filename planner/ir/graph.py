@@ -21,6 +21,8 @@ from planner.errors import UsageError
 LOSS_NAME = "loss"
 LOSS_TARGET = "the loss and what runs outside the captured graph"
 
+ACCUMULATE_TARGET = "copies of gradients that autograd cannot take over as they are"
+
 FOUND_TARGET = "found"
 """Target of what stands for the making of values that earlier steps have left, before all else."""
 

@@ -11,17 +11,17 @@ largest block to split, no rounding to powers of two, no garbage collection.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from planner.common.units import format_bytes, round_up
 from planner.errors import UsageError
 from planner.findings.finding import Finding
-from planner.ir.graph import OperationCost, TrainingGraph
+from planner.ir.graph import ACCUMULATE_TARGET, OperationCost, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import lifetimes
-from planner.ir.static_memory import StaticMemory
+from planner.ir.static_memory import GraphMemory, StaticMemory
 from planner.plans.plan import ReservedMemory
 
 # In brackets, what the real allocator calls it.
@@ -231,6 +231,92 @@ def simulate_reserved(
     return allocator
 
 
+def graphs_keep(graphs: GraphMemory) -> int:
+    """Return the segments that hold workspaces for the stream of the captures, and random states."""
+    allocator = Allocator()
+    for size_bytes in (MIN_BLOCK_BYTES, *graphs.library_bytes):  # what is multiplied to have them made
+        allocator.allocate(size_bytes)
+    return allocator.reserved_bytes + graphs.generator_bytes
+
+
+def simulate_graph_pool(
+    graph: TrainingGraph, costs: Sequence[OperationCost], schedule: Schedule, static_memory: StaticMemory
+) -> Allocator:
+    """Run a schedule against the pool from which CUDA graphs of its forward and backward allocate; return that.
+
+    First in it are copies of the inputs, which count to the end. Outputs are copied out of it when the forward ends,
+    gradients when the backward does. What a loss outside the graphs takes is not in it, but for copies of the gradients
+    that it gives. See :mod:`planner.runtimes._cuda_graphs`. O(runs x outputs) calls of the allocator.
+    """
+    allocator = ExpandableAllocator() if static_memory.has_expandable_segments else Allocator()
+    for resident in filter(None, static_memory.graphs.input_bytes if static_memory.graphs is not None else ()):
+        allocator.allocate(resident)
+    loss = graph.loss_index
+    boundary = schedule.order.index(loss)
+    born: list[list[int]] = [[] for _ in schedule.order]
+    died: list[list[int]] = [[] for _ in schedule.order]
+    copies = lifetimes(graph, schedule)
+    for number, copy in enumerate(copies):
+        value = graph.values[copy.value]
+        by_autograd = graph.operations[schedule.order[copy.born]].target == ACCUMULATE_TARGET
+        of_loss = copy.born == boundary and not graph.readers[copy.value]
+        if not value.size_bytes or by_autograd or of_loss:
+            continue
+        last = copy.died
+        if value.retained and copy.born < boundary:
+            readers = set(graph.readers[copy.value])
+            last = max(boundary, *(at for at, index in enumerate(schedule.order) if index in readers or at == 0))
+        born[copy.born].append(number)
+        died[last].append(number)
+    handles = [-1] * len(copies)
+    for position, index in enumerate(schedule.order):
+        for number in born[position]:
+            handles[number] = allocator.allocate(graph.values[copies[number].value].size_bytes)
+        if index != loss and (workspace_bytes := costs[index].workspace_bytes):
+            allocator.free(allocator.allocate(workspace_bytes))
+        for number in died[position]:
+            allocator.free(handles[number])
+    return allocator
+
+
+def simulate_beside_graphs(graph: TrainingGraph, static_memory: StaticMemory) -> Allocator:
+    """Run what a step with CUDA graphs allocates outside of their pool against a new allocator, twice; return that.
+
+    These are copies of the outputs, what a loss outside the graphs takes, copies of the gradients, and the temporaries
+    of the optimizer's step.
+    """
+    allocator = ExpandableAllocator() if static_memory.has_expandable_segments else Allocator()
+    for resident in filter(None, static_memory.resident_bytes):
+        allocator.allocate(resident)
+    loss = graph.operations[graph.loss_index].outputs
+    accumulated = {v for o in graph.operations if o.target == ACCUMULATE_TARGET for v in (*o.inputs, *o.outputs)}
+    outputs = [v for v, value in enumerate(graph.values) if value.kind == "output" and v not in loss]
+    gradients = [v for v, value in enumerate(graph.values) if value.kind == "gradient" or v in accumulated]
+    stay = [v for v in loss if graph.values[v].kind in ("tangent", "output")]
+
+    def sizes(values: Iterable[int]) -> list[int]:
+        return [graph.values[value].size_bytes for value in values]
+
+    for _ in range(2):
+        kept = _taken(allocator, sizes(outputs))
+        given = _taken(allocator, sizes(stay))
+        _free(allocator, _taken(allocator, sizes(v for v in loss if v not in stay)))
+        kept += _taken(allocator, sizes(gradients))
+        _free(allocator, given)
+        _free(allocator, _taken(allocator, [static_memory.optimizer_step_bytes]))
+        _free(allocator, kept)
+    return allocator
+
+
+def _taken(allocator: Allocator, sizes_bytes: Sequence[int]) -> list[int]:
+    return [allocator.allocate(size_bytes) for size_bytes in sizes_bytes if size_bytes]
+
+
+def _free(allocator: Allocator, handles: Sequence[int]) -> None:
+    for handle in handles:
+        allocator.free(handle)
+
+
 def _segment_bytes(rounded_bytes: int) -> int:
     if rounded_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
@@ -263,7 +349,17 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
         resident_bytes=static_memory.resident_bytes,
         expandable=static_memory.has_expandable_segments,
     )
-    return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
+    if static_memory.graphs is None:
+        return ReservedMemory(allocated_bytes=found.peak_block_bytes, reserved_bytes=found.reserved_bytes)
+    kept_bytes = graphs_keep(static_memory.graphs)
+    pool_bytes = simulate_graph_pool(problem.graph, problem.costs, schedule, static_memory).reserved_bytes
+    beside = simulate_beside_graphs(problem.graph, static_memory)
+    # The first step runs as without graphs; the second gives back what that has reserved.
+    return ReservedMemory(
+        allocated_bytes=kept_bytes + max(found.peak_block_bytes, beside.peak_block_bytes + pool_bytes),
+        reserved_bytes=kept_bytes + max(found.reserved_bytes, beside.reserved_bytes + pool_bytes),
+        graph_pool_bytes=kept_bytes + pool_bytes,
+    )
 
 
 def reserve_warnings(

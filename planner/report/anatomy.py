@@ -76,6 +76,8 @@ def _beyond(plan: Plan) -> Iterator[Text]:
             f"CUDA's allocator would report {format_bytes(plan.reserved.allocated_bytes)} allocated and "
             f"{format_bytes(plan.reserved.reserved_bytes)} reserved"
         )
+        if plan.reserved.graph_pool_bytes:
+            yield Text(f"CUDA graphs hold {format_bytes(plan.reserved.graph_pool_bytes)} of both between steps")
     if plan.arena is not None:
         share = plan.arena.size_bytes / max(plan.arena.step_peak_bytes, 1)
         is_least = ", and no arena can be smaller" if plan.arena.size_bytes == plan.arena.lower_bound_bytes else ""

@@ -14,6 +14,7 @@ from torch import fx, nn
 from planner.analysis.beside_eager import eager_step
 from planner.analysis.study import Study
 from planner.capture.branches import OtherBranchError
+from planner.capture.device import of_model
 from planner.capture.failures import explain_failures
 from planner.capture.forwards import forwards
 from planner.capture.inputs import Inputs, Varying, check_plannable
@@ -33,8 +34,9 @@ from planner.capture.torch_internals import (
 )
 from planner.errors import CaptureError, RuntimeUnsupportedError, UsageError
 from planner.plans.plan import Plan
-from planner.rewrite.graphs import extract_fwd_bwd
+from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
+from planner.runtimes._cuda_graphs import CudaGraphs
 from planner.runtimes._gradients import LateGradients, watch_backward
 from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, largest_sizes, marked, with_sizes
 from planner.runtimes._sized import SizedPrograms
@@ -74,7 +76,8 @@ class GraphRuntime(PlannedCalls):
         self.compiler = compiler
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
-        self._may_vary = compiler is aot_backend
+        self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.training.cuda_graphs else None
+        self._may_vary = compiler is aot_backend and self._cuda_graphs is None
         """Whether sizes that vary are captured as symbols."""
         self._numbers: dict[str, float] = {}
         """Numbers that the program depends on, by Dynamo's names: what each was when it was captured."""
@@ -147,7 +150,8 @@ class GraphRuntime(PlannedCalls):
         if not symbolic:
             self._plan_ahead(inputs)
         graphs = self._graphs
-        changing = varying_numbers(self._numbers) if self.compiler is aot_backend else nullcontext()
+        may_change = self.compiler is aot_backend and self._cuda_graphs is None
+        changing = varying_numbers(self._numbers) if may_change else nullcontext()
         shown = working(self.model, "captured")
         with shown as done, without_dynamic_marks(varying), changing, explain_failures(self.model):
             result = self._captured_by_one(inputs, symbolic)
@@ -273,16 +277,20 @@ class GraphRuntime(PlannedCalls):
             make_program=self._program,
             compiler=self.compiler,
             assume=assume,
+            run_halves=self._cuda_graphs.step if self._cuda_graphs is not None else None,
         )
         return new(), new()
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph, and write its forward and backward."""
         step = self._plain(joint)
-        return extract_fwd_bwd(step.lowered, step.schedule, step.over)
+        draws = EAGER if self._cuda_graphs is None else CAPTURED
+        return extract_fwd_bwd(step.lowered, step.schedule, step.over, draws)
 
     def _program(self, joint: JointGraph, given: Sequence[Any]) -> Program:
         """Return what runs at some sizes of a program that was captured with symbols."""
+        if self._cuda_graphs is not None:
+            self._cuda_graphs.warn("its forward draws numbers from Python's or numpy's random state")
         if joint.graph not in self._sized:
             self._sized[joint.graph] = SizedPrograms(
                 self.model, self._at_new_sizes, self._followed, self._recorded, self._enter

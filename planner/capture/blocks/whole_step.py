@@ -17,12 +17,12 @@ from torch import fx
 from planner.capture.blocks.regions import Block
 from planner.capture.blocks.trace import Passage, Recorder, Turn
 from planner.capture.joint import JointGraph
-from planner.capture.lowering import ACCUMULATE_TARGET, GIVEN_TARGET, LoweredGraph
+from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.sharding import Sharding, Units
 from planner.capture.storages import Run, freed_after
 from planner.capture.torch_internals import GIVES_GRADIENTS_AWAY
 from planner.ir.builder import GraphBuilder, Keys, StepContext
-from planner.ir.graph import FOUND_TARGET, Phase, TrainingGraph
+from planner.ir.graph import ACCUMULATE_TARGET, FOUND_TARGET, Phase, TrainingGraph
 
 RETURN_TARGET = "returns"
 

@@ -2,7 +2,8 @@
 
    Every device has its own range of addresses, and hands out the lowest hole in it that is large enough, in steps of
    2 MiB, as drivers do. Work is done when it is asked for, so streams and events have nothing to wait for; an event
-   remembers when it was recorded, and the time between two of them is the host's. */
+   remembers when it was recorded, and the time between two of them is the host's. What a stream is asked for while it
+   is captured is done whenever the graph is launched, which counts as one launch. */
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -234,10 +235,103 @@ static void *handle(void) {
     return (void *)__sync_add_and_fetch(&next, 64);
 }
 
-static E waited(void) { counts.synchronisations++; return cudaSuccess; }
-E cudaDeviceSynchronize(void) { return waited(); }
-E cudaStreamSynchronize(cudaStream_t s) { return waited(); }
-E cudaEventSynchronize(cudaEvent_t e) { return waited(); }
+/* Graphs of kernels: of what is captured, copies are done again, and kernels are counted. */
+
+struct node { void *to; const void *from; size_t bytes; int byte; enum { KERNEL, COPY, SET } kind; };
+struct CUgraph_st { struct node *nodes; size_t count; };
+enum { MOST_CAPTURES = 16 };
+static struct capture { cudaStream_t stream; struct CUgraph_st *graph; pthread_t thread; int spoilt; unsigned long long id; }
+    captures[MOST_CAPTURES];
+
+static struct capture *capture_of(cudaStream_t s) {
+    for (int i = 0; s && i < MOST_CAPTURES; i++)
+        if (captures[i].graph && captures[i].stream == s) return &captures[i];
+    return NULL;
+}
+
+/* Notes what a stream that is captured is asked for; 0 if it is not captured. */
+static int noted(cudaStream_t s, struct node node) {
+    struct capture *capture = capture_of(s);
+    if (!capture) return 0;
+    struct CUgraph_st *graph = capture->graph;
+    graph->nodes = realloc(graph->nodes, (graph->count + 1) * sizeof node);
+    graph->nodes[graph->count++] = node;
+    return 1;
+}
+
+E cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
+    static unsigned long long next = 0;
+    if (!s || capture_of(s)) return cudaErrorStreamCaptureUnsupported; /* the default stream cannot be captured */
+    pthread_mutex_lock(&mutex);
+    struct capture *capture = captures;
+    while (capture->graph) capture++;
+    *capture = (struct capture){s, calloc(1, sizeof(struct CUgraph_st)), pthread_self(), 0, ++next};
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+E cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
+    struct capture *capture = capture_of(s);
+    *graph = NULL;
+    if (!capture || !pthread_equal(capture->thread, pthread_self())) return cudaErrorStreamCaptureWrongThread;
+    if (!capture->spoilt) *graph = capture->graph;
+    capture->graph = NULL;
+    return capture->spoilt ? cudaErrorStreamCaptureInvalidated : cudaSuccess;
+}
+E cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) {
+    struct capture *capture = capture_of(s);
+    *status = !capture ? cudaStreamCaptureStatusNone
+              : capture->spoilt ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
+E cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
+                           const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
+    struct capture *capture = capture_of(s);
+    cudaStreamIsCapturing(s, status);
+    if (id) *id = capture ? capture->id : 0;
+    if (graph) *graph = capture ? capture->graph : NULL;
+    if (nodes) *nodes = NULL;
+    if (count) *count = 0;
+    return cudaSuccess;
+}
+E cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph, unsigned long long flags) {
+    struct CUgraph_st *copy = calloc(1, sizeof *copy);
+    copy->count = graph->count;
+    copy->nodes = malloc(graph->count * sizeof *graph->nodes);
+    memcpy(copy->nodes, graph->nodes, graph->count * sizeof *graph->nodes);
+    *made = (cudaGraphExec_t)copy;
+    return cudaSuccess;
+}
+E cudaGraphDestroy(cudaGraph_t graph) {
+    if (graph) free(graph->nodes);
+    free(graph);
+    return cudaSuccess;
+}
+E cudaGraphExecDestroy(cudaGraphExec_t graph) { return cudaGraphDestroy((cudaGraph_t)graph); }
+E cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) { *count = graph->count; return cudaSuccess; }
+E cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {
+    struct CUgraph_st *graph = (struct CUgraph_st *)exec;
+    counts.launches++;
+    for (size_t i = 0; i < graph->count; i++) {
+        struct node *node = &graph->nodes[i];
+        if (node->kind == COPY) memmove(node->to, node->from, node->bytes < COPIED ? node->bytes : COPIED);
+        if (node->kind == SET) memset(node->to, node->byte, node->bytes < COPIED ? node->bytes : COPIED);
+    }
+    return cudaSuccess;
+}
+
+/* To wait for what is captured is an error, and spoils it. */
+static E waited(struct capture *capture) {
+    counts.synchronisations += !capture;
+    if (capture) capture->spoilt = 1;
+    return capture ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+}
+E cudaDeviceSynchronize(void) {
+    for (int i = 0; i < MOST_CAPTURES; i++)
+        if (captures[i].graph) return waited(&captures[i]);
+    return waited(NULL);
+}
+E cudaStreamSynchronize(cudaStream_t s) { return waited(capture_of(s)); }
+E cudaEventSynchronize(cudaEvent_t e) { return waited(NULL); }
 
 E cudaGetLastError(void) { return cudaSuccess; }
 E cudaPeekAtLastError(void) { return cudaSuccess; }
@@ -253,13 +347,6 @@ E cudaStreamDestroy(cudaStream_t s) { return cudaSuccess; }
 E cudaStreamGetPriority(cudaStream_t s, int *priority) { *priority = 0; return cudaSuccess; }
 E cudaStreamQuery(cudaStream_t s) { return cudaSuccess; }
 E cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags) { return cudaSuccess; }
-E cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status) { *status = 0; return cudaSuccess; }
-E cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *status, unsigned long long *id, cudaGraph_t *graph,
-                           const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges, size_t *count) {
-    *status = 0;
-    if (id) *id = 0;
-    return cudaSuccess;
-}
 E cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return cudaSuccess; }
 E cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void *data) { function(data); return cudaSuccess; }
 E cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t function, void *data, unsigned flags) {
@@ -281,18 +368,19 @@ E cudaEventElapsedTime(float *milliseconds, cudaEvent_t begin, cudaEvent_t end) 
 
 /* Copies. */
 
-static E copied(void *to, const void *from, size_t bytes) {
+static E copied(void *to, const void *from, size_t bytes, cudaStream_t s) {
+    if (noted(s, (struct node){to, from, bytes, 0, COPY})) return cudaSuccess;
     counts.copies++;
     if (device_of(from) >= 0 && device_of(to) < 0) counts.to_host++;
     memcpy(to, from, bytes < COPIED ? bytes : COPIED);
     return cudaSuccess;
 }
-E cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) { return copied(to, from, bytes); }
+E cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) { return copied(to, from, bytes, NULL); }
 E cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t s) {
-    return copied(to, from, bytes);
+    return copied(to, from, bytes, s);
 }
 E cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t bytes, cudaStream_t s) {
-    return copied(to, from, bytes);
+    return copied(to, from, bytes, s);
 }
 E cudaMemcpyToSymbol(const void *symbol, const void *from, size_t bytes, size_t offset, enum cudaMemcpyKind kind) {
     return cudaSuccess;
@@ -303,16 +391,21 @@ E cudaGetSymbolAddress(void **p, const void *symbol) {
     return cudaSuccess;
 }
 E cudaMemset(void *p, int byte, size_t bytes) { memset(p, byte, bytes < COPIED ? bytes : COPIED); return cudaSuccess; }
-E cudaMemsetAsync(void *p, int byte, size_t bytes, cudaStream_t s) { return cudaMemset(p, byte, bytes); }
+E cudaMemsetAsync(void *p, int byte, size_t bytes, cudaStream_t s) {
+    return noted(s, (struct node){p, NULL, bytes, byte, SET}) ? cudaSuccess : cudaMemset(p, byte, bytes);
+}
 
 /* Kernels. */
 
-static E launched(void) { counts.launches++; return cudaSuccess; }
-E cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return launched(); }
-E __cudaLaunchKernel(void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return launched(); }
-E cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) { return launched(); }
+static E launched(cudaStream_t s) {
+    if (!noted(s, (struct node){.kind = KERNEL})) counts.launches++;
+    return cudaSuccess;
+}
+E cudaLaunchKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return launched(s); }
+E __cudaLaunchKernel(void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) { return launched(s); }
+E cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f, void **args) { return launched(config->stream); }
 E cudaLaunchCooperativeKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t s) {
-    return launched();
+    return launched(s);
 }
 E __cudaGetKernel(void **kernel, const void *f) { *kernel = (void *)f; return cudaSuccess; }
 
