@@ -63,6 +63,18 @@ def stream_on(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory for a tensor, with its strides if no two elements share a place; nothing is launched to fill it."""
+    fills = torch._C._get_deterministic_fill_uninitialized_memory()
+    torch._C._set_deterministic_fill_uninitialized_memory(False)
+    try:
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            return torch.empty_like(tensor)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    finally:
+        torch._C._set_deterministic_fill_uninitialized_memory(fills)
+
+
 def are_at(values: list[Any], pointers: list[int], positions: list[int]) -> bool:
     """Whether the tensors at some positions begin where they did; ``pointers`` has something for every value."""
     same: bool = torch._C._tensors_data_ptrs_at_indices_equal(values, pointers, positions)  # type: ignore[arg-type]

@@ -341,18 +341,20 @@ def _lowest_known(problem: Problem, limits: SolveLimits) -> Schedule | None:
 def _too_little(problem: Problem, search: Search, why: str, after_bytes: int = 0) -> InfeasibleBudgetError:
     """Return the error of a budget that no search can keep, as what is resident, or the optimizer's step, breaks it."""
     floor = lowest_peak(problem)
-    lowest_bytes = floor.found_peak_bytes
+    lowest_bytes, lowest = floor.found_peak_bytes, None
+    found = [known] if (known := _lowest_known(problem, search)) is not None else []
     if problem.host is None and problem.regions is None:
-        lowest = AutoSolver().lowest(problem, effort=search, progress=search.progress)
+        found.insert(0, AutoSolver().lowest(problem, effort=search, progress=search.progress))
+    if found:
+        lowest = min(found, key=lambda schedule: problem.evaluate(schedule).peak_bytes)
         lowest_bytes = problem.evaluate(lowest).peak_bytes
-    if (known := _lowest_known(problem, search)) is not None:
-        lowest_bytes = min(lowest_bytes, problem.evaluate(known).peak_bytes)
     before_bytes = lowest_bytes + problem.graph.total_static_bytes
     return InfeasibleBudgetError(
         f"{why} breaks the budget",
         minimum_feasible_peak_bytes=max(after_bytes, before_bytes),
         operation=OPTIMIZER_STEP if after_bytes >= before_bytes else floor.found_operation,
         is_proven=after_bytes > 0,
+        lowest=lowest,
     )
 
 

@@ -38,6 +38,7 @@ from planner.capture.cuda_graph_internals import (
     is_capturing,
     new_generators,
     new_pool,
+    room_for,
     run_again,
     stream_on,
 )
@@ -56,22 +57,29 @@ _FREE_RECORDINGS, _LAUNCHES_EACH = 4, 16
 so many launches."""
 
 
+def check_can_capture(model: nn.Module, device: torch.device) -> None:
+    """Raise a RuntimeUnsupportedError for a model whose steps no CUDA graph holds, wherever it is trained."""
+    if device.type != "cuda":
+        raise RuntimeUnsupportedError(f"cuda_graphs=True is for CUDA, the model is on {device.type}: leave it out")
+    if has_several_ranks() or is_sharded(model):
+        raise RuntimeUnsupportedError("cuda_graphs=True captures steps of one rank only: leave it out")
+
+
 class CudaGraphs:
     """The graphs of one wrapped model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise RuntimeUnsupportedError(
-                f"cuda_graphs=True is for CUDA, and the model is on {device.type}: leave it out"
-            )
-        if has_several_ranks() or is_sharded(model):
-            raise RuntimeUnsupportedError("cuda_graphs=True captures steps of one rank only: leave it out")
+        check_can_capture(model, device)
         self.name = type(model).__name__
         self.device = device
-        self.recorder = Recorder(device)
+        self.recorder: Recorder | None = Recorder(device)
+        self.launches = 0
+        """How many graphs were launched."""
         self._model = weakref.ref(model)
+        weakref.finalize(model, self.close).atexit = False  # AOTAutograd keeps what it was given to run
         self._pending: StorageWeakRef | None = None
         self._in_use: GraphedStep | None = None
+        self.is_closed = False
         self._is_said = False
 
     def step(self) -> GraphedStep:
@@ -85,6 +93,13 @@ class CudaGraphs:
             torch.cuda.empty_cache()
         self._in_use = step
 
+    def close(self) -> None:
+        """Give all memory back; once the backward of the last forward has come, if it may."""
+        self.is_closed = True
+        if not self.is_waiting:
+            self.use(None)
+            self.recorder = None
+
     @property
     def is_waiting(self) -> bool:
         """Whether the backward of a launched forward may still come."""
@@ -93,6 +108,8 @@ class CudaGraphs:
     def wait_for(self, saved: torch.Tensor | None) -> None:
         """Let a backward be awaited, for as long as something that it needs is there; None for no more."""
         self._pending = StorageWeakRef(saved.untyped_storage()) if saved is not None else None
+        if self.is_closed:
+            self.close()
 
     def resident(self) -> set[int]:
         """Return where the memory of parameters and buffers begins."""
@@ -107,6 +124,13 @@ class CudaGraphs:
             warnings.warn(f"{self.name} runs without CUDA graphs: {why}", stacklevel=2)
 
 
+@dataclass(frozen=True)
+class _Argument:
+    """Stands for an argument that is given on as it is."""
+
+    position: int
+
+
 @dataclass
 class _Graph:
     """A captured half of a step."""
@@ -115,7 +139,7 @@ class _Graph:
     inputs: list[tuple[int, torch.Tensor]]
     """Positions of arguments, and where they are copied to."""
     results: list[Any]
-    """For each result a :class:`Place`, a :class:`Draw`, the position of an argument, or None."""
+    """For each result a :class:`Place`, a :class:`Draw`, an :class:`_Argument`, or what it always is."""
 
 
 @dataclass
@@ -169,11 +193,6 @@ class GraphedStep:
         self._obstacle = next(filter(None, (_obstacle(node, self._graphs.device) for node in nodes)), "")
         self._forward, self._backward = boxed(forward), boxed(backward)
 
-    @property
-    def launches(self) -> int:
-        """How many graphs were launched."""
-        return self._launches
-
     def release(self) -> None:
         """Let the graphs go, and their memory be free."""
         self._recorded = None
@@ -183,9 +202,11 @@ class GraphedStep:
     def forward(self, arguments: list[Any]) -> Sequence[Any]:
         """Run the forward on arguments that are taken out of a list."""
         with entered(self._graphs.device):
-            if self._is_given_up or self._graphs.is_waiting or is_capturing():
+            if self._graphs.is_waiting or self._graphs.is_closed or is_capturing():
                 return self._plain_forward(arguments)
-            self._graphs.use(self)
+            self._graphs.use(None if self._is_given_up else self)
+            if self._is_given_up:
+                return self._plain_forward(arguments)
             if self._saved_on is None:
                 return self._first_forward(arguments)
             recorded = self._recorded
@@ -243,13 +264,14 @@ class GraphedStep:
             taken = list(sources)
             places = []
             for at in copied:
-                taken[at] = _like(sources[at])
+                taken[at] = room_for(sources[at])
                 places.append(Place.of(taken[at]))
             with first_draws(self._offsets, is_captured=True):
                 made = list(self._forward(taken))
             slots.extend(place.tensor() for place in places)
             return made
 
+        assert self._graphs.recorder is not None
         launch, made = self._graphs.recorder.record(pool, run)
         pointers = [x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in arguments]
         by_storage = {arguments[at].untyped_storage().data_ptr(): at for at in at_home}
@@ -268,7 +290,7 @@ class GraphedStep:
             saved=[found.tensor() if isinstance(found, Place) else found for found in of_saved],
             saved_pointers=[each.data_ptr() if each is not None else 0 for each in saved],
             saved_at_places=at_places,
-            saved_at_home=[at for at, found in enumerate(of_saved) if isinstance(found, int)],
+            saved_at_home=[at for at, found in enumerate(of_saved) if isinstance(found, _Argument)],
             stream=stream_on(self._graphs.device),
         )
         self._recorded = recorded
@@ -281,9 +303,8 @@ class GraphedStep:
         """Return what stands for a result of a captured graph, which is there again after each launch."""
         if not self._is_here(made):
             return made
-        at = by_storage.get(made.untyped_storage().data_ptr())
-        place = Place.of(made)
-        return at if at is not None and Place.of(arguments[at]) == place else place
+        at, place = by_storage.get(made.untyped_storage().data_ptr()), Place.of(made)
+        return _Argument(at) if at is not None and Place.of(arguments[at]) == place else place
 
     def _cannot_copy(self, given: list[Any], positions: set[int]) -> str:
         """Say what of the arguments that move from call to call no graph can be given; ``""`` if all can be."""
@@ -304,8 +325,8 @@ class GraphedStep:
         for at, found in enumerate(recorded.results[self._num_outputs :]):
             if isinstance(found, Draw):
                 saved[at] = states[found.number]
-            elif isinstance(found, int):
-                saved[at] = arguments[found]
+            elif isinstance(found, _Argument):
+                saved[at] = arguments[found.position]
         first = recorded.saved_at_places[:1]
         self._graphs.wait_for(saved[first[0]] if first else None)
         arguments.clear()
@@ -361,7 +382,7 @@ class GraphedStep:
         used: list[tuple[int, torch.Generator]] = []
 
         def run() -> Any:
-            slots_made = [_like(x) for x in sources]
+            slots_made = [room_for(x) for x in sources]
             places = [Place.of(slot) for slot in slots_made]
             given = [*taken, *slots_made]
             taken.clear()
@@ -372,6 +393,7 @@ class GraphedStep:
             slots.extend(place.tensor() for place in places)
             return made
 
+        assert self._graphs.recorder is not None
         launch, made = self._graphs.recorder.record(recorded.pool, run, generators)
         arguments[:0] = kept
         return _Backward(
@@ -393,6 +415,7 @@ class GraphedStep:
     def _launch(self, graph: _Graph) -> None:
         graph.launch()
         self._launches += 1
+        self._graphs.launches += 1
 
     def _give_up(self, why: str) -> tuple[None, list[Any]]:
         """Run as ever from now on; the graphs' memory is free again."""
@@ -423,13 +446,6 @@ def _viewed(node: fx.Node) -> fx.Node:
     return node
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return memory for a tensor, with its strides where no two elements share a place."""
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        return torch.empty_like(tensor)
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
 def _copied(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Copy what lies in the graphs' memory, tensors of a type by few kernels."""
     made: list[Any] = []
@@ -440,7 +456,7 @@ def _copied(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
             made.append(torch.empty_like(look))
             by_type[look.dtype].append((made[-1], look))
         else:
-            made.append(arguments[found] if isinstance(found, int) else found)
+            made.append(arguments[found.position] if isinstance(found, _Argument) else found)
     for pairs in by_type.values():
         torch._foreach_copy_([copy for copy, _ in pairs], [look for _, look in pairs])
     return made

@@ -93,6 +93,12 @@ class GraphRuntime(PlannedCalls):
         """How many calls up to the last were each captured."""
         self._new_calls()
 
+    def stop(self) -> None:
+        """Give the memory of CUDA graphs back."""
+        super().stop()
+        if self._cuda_graphs is not None:
+            self._cuda_graphs.close()
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program that there is for a call, or capture one."""
         if not self._in_hooks:
