@@ -11,9 +11,11 @@ put where the first one was before each launch.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,8 +46,13 @@ class Place:
         metadata = {**look, "dtype": tensor.dtype, "device": tensor.device}
         return cls(storage.data_ptr(), storage.nbytes(), metadata)
 
+    @cached_property
+    def look(self) -> torch.Tensor:
+        """A tensor at the place, the same whenever it is asked for."""
+        return self.tensor()
+
     def tensor(self) -> torch.Tensor:
-        """Return a tensor at the place, whose memory it does not own."""
+        """Return a new tensor at the place, whose memory it does not own."""
         storage = torch._C._construct_storage_from_data_pointer(
             self.pointer, self.metadata["device"], self.storage_bytes
         )
@@ -73,6 +80,17 @@ def room_for(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     finally:
         torch._C._set_deterministic_fill_uninitialized_memory(fills)
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors, all of a type by few kernels."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    by_type: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for at, tensor in enumerate(tensors):
+        by_type[tensor.dtype].append(at)
+    for positions in by_type.values():
+        torch._foreach_copy_([copies[at] for at in positions], [tensors[at] for at in positions])
+    return copies
 
 
 def are_at(values: list[Any], pointers: list[int], positions: list[int]) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -33,6 +32,7 @@ from planner.capture.cuda_graph_internals import (
     Recorder,
     States,
     are_at,
+    copies_of,
     draws_again,
     first_draws,
     is_capturing,
@@ -287,7 +287,7 @@ class GraphedStep:
             pointers=pointers,
             resident=at_home,
             written=self._written,
-            saved=[found.tensor() if isinstance(found, Place) else found for found in of_saved],
+            saved=[found.look if isinstance(found, Place) else found for found in of_saved],
             saved_pointers=[each.data_ptr() if each is not None else 0 for each in saved],
             saved_at_places=at_places,
             saved_at_home=[at for at, found in enumerate(of_saved) if isinstance(found, _Argument)],
@@ -447,16 +447,12 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _copied(results: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """Copy what lies in the graphs' memory, tensors of a type by few kernels."""
+    """Copy what lies in the graphs' memory."""
+    copies = iter(copies_of([found.look for found in results if isinstance(found, Place)]))
     made: list[Any] = []
-    by_type: defaultdict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for found in results:
         if isinstance(found, Place):
-            look = found.tensor()
-            made.append(torch.empty_like(look))
-            by_type[look.dtype].append((made[-1], look))
+            made.append(next(copies))
         else:
             made.append(arguments[found.position] if isinstance(found, _Argument) else found)
-    for pairs in by_type.values():
-        torch._foreach_copy_([copy for copy, _ in pairs], [look for _, look in pairs])
     return made

@@ -18,6 +18,7 @@ PRIVATE_TORCH = {
     "planner.capture.beside_internals",
     "planner.capture.arena_internals",
     "planner.capture.call_internals",
+    "planner.capture.cuda_graph_internals",
     "planner.capture.ddp_internals",
     "planner.capture.dispatch_internals",
     "planner.capture.fake_internals",
