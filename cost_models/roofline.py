@@ -69,7 +69,10 @@ _CPU_FLOPS_FRACTION = {
 # first FlashAttention, of which the efficient kernel is a kind.
 #
 # Convolutions reach what is left of the published time of a ResNet-50 of NVIDIA's examples on an A100 (2,470 images a
-# second in mixed precision, 938 in TF32), after the memory traffic that the roofline predicts.
+# second in mixed precision, 938 in TF32), after the memory traffic that the roofline predicts. For an H100 no such time
+# of one card was found. The same share gives it 2.06 of an A100's rate, and MLPerf Training, where both ran NVIDIA's
+# ResNet-50, has 1.85 (round 3.0, Dell's submissions, 16 cards: 14.4 and 7.8 minutes) to 2.13 (8 cards: 28.7 minutes in
+# round 2.0, 13.466 in round 3.0, 3.0-2053): so the share is the same.
 _FLASH, _CUDNN, _EFFICIENT = (f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "cudnn", "efficient"))
 _CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
 _SHARES_IN_TF32 = dict.fromkeys(_CONVOLUTIONS, 0.33)

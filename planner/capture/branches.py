@@ -4,6 +4,9 @@ A traced program cannot look at data. While it is captured, the condition of suc
 at hand, and the branch that eager would take is taken. Each call computes the conditions first: one in which another
 branch is to be taken runs another program, captured for itself.
 
+What whole numbers that the forward makes itself decide is the same in every call: it is computed once, on the host, and
+no call looks at it again, for which it would wait for the device.
+
 Only what follows from inputs and buffers can be known before the program runs. What depends on parameters, on random
 numbers or on what was written in place is left alone: Dynamo refuses it.
 """
@@ -72,7 +75,10 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
     placeholders = graph.find_nodes(op="placeholder")
     if any(map(is_drawn_on_host, placeholders)):
         raise CaptureError("what it runs depends on data, and it draws from Python's or numpy's random state")
-    origins = list(map(_Origin, calls))
+    all_origins = list(map(_Origin, calls))
+    removed = set().union(*(origin.nodes for origin in all_origins))
+    checked = [(origin, call) for origin, call in zip(all_origins, calls, strict=True) if not origin.is_constant()]
+    origins = [origin for origin, _ in checked]
     needed = set().union(*(origin.nodes for origin in origins))
     overwritten = set().union(*(origin.overwritten for origin in origins))
     conditions = fx.Graph()
@@ -87,14 +93,14 @@ def take_out(graph_module: fx.GraphModule) -> Branches | None:
         fx.GraphModule(graph_module, conditions),
         tuple(at for at, node in enumerate(placeholders) if node in needed),
         frozenset(at for at, node in enumerate(placeholders) if node in overwritten),
-        tuple(f"{_names(origin)}: {call.args[1]}" for origin, call in zip(origins, calls, strict=True)),
+        tuple(f"{_names(origin)}: {call.args[1]}" for origin, call in checked),
     )
     for node in reversed(graph.nodes):
-        is_left = node in needed and not node.users and node.op != "placeholder" and _written(node) is None
+        is_left = node in removed and not node.users and node.op != "placeholder" and _written(node) is None
         if node.target is branches or is_left:
             graph.erase_node(node)
     graph_module.recompile()
-    return taken
+    return taken if checked else None
 
 
 class _Conditions:
@@ -109,26 +115,29 @@ class _Conditions:
         origin = _Origin(condition)
         if not origin.is_known() or any(map(_switches_types, condition.graph.nodes)):
             return None
-        values = {} if origin.writers else self._values
+        on_host = origin.is_constant()
+        values = {} if origin.writers or on_host else self._values
         with random_states_kept(), torch.no_grad():
             before = RandomStates()
             try:
                 for node in condition.graph.nodes:
                     if node in origin.nodes and node not in values:
-                        values[node] = _computed(node, values, copied=node in origin.overwritten)
+                        values[node] = _computed(node, values, copied=node in origin.overwritten, on_host=on_host)
                 held = bool(values[condition])
             except Exception:  # eager will say what is wrong
                 return None
             return held if before == RandomStates() else None
 
 
-def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, copied: bool) -> Any:
+def _computed(node: fx.Node, values: Mapping[fx.Node, Any], *, copied: bool, on_host: bool) -> Any:
     if node.op == "placeholder":
         given: Any = given_to(node)
         return given.clone() if copied else given
     if size := _size_of_input(node):
         return values[size[0]].shape[size[1]]
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    if on_host and "device" in kwargs:
+        kwargs = {**kwargs, "device": "cpu"}
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -160,6 +169,12 @@ class _Origin:
         if len(set(map(_storage, self.overwritten))) < len(self.overwritten):
             return False  # copies would not share memory as these do
         return all(map(self._is_as_seen, self.nodes))
+
+    def is_constant(self) -> bool:
+        """Whether whole numbers decide, which the program makes itself and keeps where it makes them."""
+        values = (value for node in self.nodes if (value := _tensor(node)) is not None)
+        named = (node for node in self.nodes if any(isinstance(x, torch.device) for x in node.args))
+        return not self.given and not any(named) and not any(v.is_floating_point() or v.is_complex() for v in values)
 
     def _is_as_seen(self, node: fx.Node) -> bool:
         """Whether a node is an input or a call, has no gradient, and was written into by those alone that were seen."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.capture.branches import Branches
 from planner.capture.inputs import Inputs
 from planner.capture.joint_capture import capture
 from planner.capture.random_states import RandomStates
@@ -99,6 +100,22 @@ def test_every_step_takes_the_branch_of_eager(look: str) -> None:
     wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
     for step, labels in enumerate(BATCHES * 2):
         assert equal(trained(wrapped, step, labels), trained(plain, step, labels)), (step, labels)
+
+
+def test_what_the_forward_makes_itself_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def increases(_model: nn.Module, _labels: torch.Tensor, _hidden: torch.Tensor) -> torch.Tensor:
+        return (torch.arange(4, device="cpu").diff() == 1).all()
+
+    def looks(_branches: Branches, _inputs: Any) -> None:
+        raise AssertionError("there is nothing to look at in a call")
+
+    monkeypatch.setattr(Branches, "check", looks)
+    torch.manual_seed(0)
+    plain = Looks(increases)
+    wrapped = planner.auto_wrap(copy.deepcopy(plain), activation_budget="100%", runtime="graph")
+    for step, labels in enumerate(BATCHES[:3]):
+        assert equal(trained(wrapped, step, labels), trained(plain, step, labels))
+    assert not [warning for warning in planner.plan_of(wrapped).warnings if warning.rule == "branches-taken"]
 
 
 def test_a_program_for_each_branch_is_captured_once() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +20,8 @@ from planner import zoo
 from planner.capture.inputs import Inputs
 from planner.capture.joint import tensors_of
 from planner.capture.joint_capture import fake_mode
-from planner.measure import devices
-from planner.session.step import LoweredStep, Options, captured, fingerprint_of, lower_as_run
+from planner.measure import cuda_workspace, devices
+from planner.session.step import LoweredStep, Options, captured, fingerprint_of, lower_as_run, plan_lowered
 from tests.cuda import gpu
 from tests.tiers import tiered
 
@@ -57,11 +60,23 @@ def differences(one: LoweredStep, other: LoweredStep) -> list[str]:
     return found[:20]
 
 
+def planned(made: Made, step: LoweredStep) -> planner.Plan:
+    """Plan to keep all of a lowered step for this GPU."""
+    asked = {"device": step.spec.name, "cost_model": "roofline", "compare": False, "budget": 2**50}
+    return plan_lowered(made[0], step, Options.of(asked)).plan
+
+
 def hold(make: Callable[[str], Made]) -> None:
     there, here = make("cpu"), make("cuda")
     elsewhere, on_it = lowered(there), lowered(here)
     assert differences(elsewhere, on_it) == []
     assert fingerprint_of(there[0], elsewhere) == fingerprint_of(here[0], on_it)
+    with pytest.MonkeyPatch.context() as patch:
+        if gpu.FAKE:  # whose cuDNN takes nothing
+            patch.setattr(cuda_workspace, "_convolution", lambda _: 0)
+        plan, own = planned(there, elsewhere), planned(here, on_it)
+    assert [row.operation for row in plan.operations] == [row.operation for row in own.operations]
+    assert plan.peak_bytes == pytest.approx(own.peak_bytes, rel=1e-3)
 
 
 SMALL: dict[str, dict[str, int]] = {"lstm": {"seq_len": 4}, "llama-7b": {"layers": 1}, "mixtral-1b": {"layers": 1}}
@@ -79,6 +94,17 @@ def test_a_model_of_the_zoo(name: str, dtype: str) -> None:
         return built.model, Inputs(built.example_args, built.example_kwargs)
 
     hold(make)
+
+
+@gpu.only_fake
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a100-80"])
+def test_models_of_the_zoo_on_another_gpu(name: str) -> None:
+    only = ["tests/cuda/test_travel.py", "-k", "test_a_model_of_the_zoo", "-m", "slow or not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", *only]
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(command, env={**os.environ, "FAKE_GPU": name}, cwd=root, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-4000:]
 
 
 class Loss(nn.Module):
