@@ -130,7 +130,7 @@ class Meter:
     @property
     def plans(self) -> Mapping[str, Plan]:
         """The plans of all input sizes that ran."""
-        return self._running.plans
+        return getattr(self._running, "plans", {})
 
     @property
     def arena(self) -> ArenaInUse | None:
@@ -152,7 +152,7 @@ class Meter:
             steps=len(self._seconds),
             step_seconds=median(self._seconds) if self._seconds else None,
             peak_bytes=self._peak_bytes,
-            sizes=covered(self._running.plans.values()),
+            sizes=covered(self.plans.values()),
             arena=self.arena,
         )
 

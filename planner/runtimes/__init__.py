@@ -7,7 +7,7 @@ add one. Each plans what it can carry out, by the same simulator.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -31,11 +31,6 @@ class Running(Protocol):
     @property
     def plan(self) -> Plan | None:
         """The plan in force: that of the input sizes that ran last."""
-        ...
-
-    @property
-    def plans(self) -> Mapping[str, Plan]:
-        """The plans of all input sizes that ran, by these as text."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

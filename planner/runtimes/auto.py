@@ -82,7 +82,7 @@ class AutoRuntime:
     @property
     def plans(self) -> Mapping[str, Plan]:
         """The plans of all input sizes that ran."""
-        return {**(self._instead.plans if self._instead is not None else {}), **self._running.plans}
+        return {**getattr(self._instead, "plans", {}), **getattr(self._running, "plans", {})}
 
     @property
     def arena(self) -> ArenaInUse | None:

@@ -154,7 +154,8 @@ def test_a_plan_of_a_recorded_step_that_was_written_before_is_carried_over() -> 
     plain = step.plan(budget="80%")
     assert plain.fingerprint["graph"] == digest_before(step.graph, [takes.working_bytes, takes.held_bytes], 64)
 
-    plan = planner.plan(model, x, budget="85%", runtime="modules", offload=True, offload_at_least=1)
+    how = {"cost_model": "roofline", "deterministic": True}  # what leaves when depends on no machine's times
+    plan = planner.plan(model, x, budget="80%", runtime="modules", offload=True, offload_at_least=1, **how)
     text = plan.to_json()
     assert '"|loss|l0"' in text, "nothing that is offloaded leaves before the loss: there is nothing to carry over"
     before = text.replace('"|loss|l0"', json.dumps(LOSS_BEFORE))
