@@ -28,6 +28,7 @@ _KINDS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _KEPT_BESIDE_GATES = 2
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LAID_OUT = {torch.float16, torch.float32, torch.float64}
 
 
 def takes_cudnn(x: Tensor, parameters: Sequence[Tensor]) -> bool:
@@ -79,6 +80,20 @@ def dropout_state_bytes(model: nn.Module) -> int:
         return 0
     device = next(stack.parameters()).device
     return _DROPOUT_STATE_BYTES if device.type != "cuda" or not torch.cuda.is_available() else _state_bytes(device)
+
+
+def weight_pieces(model: nn.Module) -> dict[int, tuple[int, int]]:
+    """Return, for each parameter that CUDA has in one piece with others, by its identity, the piece and its bytes.
+
+    ``nn.LSTM`` and its kin lay out the weights of a stack as cuDNN has them; those in bfloat16 they leave as they are.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for number, stack in enumerate(m for m in model.modules() if isinstance(m, nn.RNNBase)):
+        parameters = list(stack.parameters())
+        if {p.dtype for p in parameters} <= _LAID_OUT and len({p.dtype for p in parameters}) == 1:
+            _, count = _places(parameters, stack.num_layers, stack.bidirectional)
+            found |= {id(p): (number, count * parameters[0].itemsize) for p in parameters}
+    return found
 
 
 @cache

@@ -354,7 +354,7 @@ def reserved_by_cuda(problem: Problem, schedule: Schedule, static_memory: Static
     kept_bytes = graphs_keep(static_memory.graphs)
     pool_bytes = simulate_graph_pool(problem.graph, problem.costs, schedule, static_memory).reserved_bytes
     beside = simulate_beside_graphs(problem.graph, static_memory)
-    # The first step runs as without graphs; the second gives back what that has reserved.
+    # The first step runs as without graphs. As the second begins, what it has reserved is given back.
     return ReservedMemory(
         allocated_bytes=kept_bytes + max(found.peak_block_bytes, beside.peak_block_bytes + pool_bytes),
         reserved_bytes=kept_bytes + max(found.reserved_bytes, beside.reserved_bytes + pool_bytes),

@@ -66,6 +66,12 @@ def graphed(model: nn.Module) -> GraphedStep:
     return found
 
 
+def pools() -> int:
+    """Count the memory that graphs hold."""
+    snapshot = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in snapshot if tuple(segment["segment_pool_id"]) != (0, 0))
+
+
 def counted(call: Callable[[], Any]) -> gpu.Calls:
     before, _, after = gpu.calls(), call(), gpu.calls()
     return gpu.Calls(*(b - a for a, b in zip(vars(before).values(), vars(after).values(), strict=True)))
@@ -133,7 +139,7 @@ def test_memory_is_what_the_plan_says(name: str, budget: str) -> None:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before, others = torch.cuda.memory_reserved(), pools()
     model, example = built(name, layers=2)
     if budget == "least":
         wrapped(model, example_kwargs=example, cuda_graphs=True)
@@ -144,14 +150,13 @@ def test_memory_is_what_the_plan_says(name: str, budget: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(4):
         step(model, example)
-    assert graphed(model)._recorded is not None
-    snapshot = torch.cuda.memory_snapshot()
-    pool = sum(segment["total_size"] for segment in snapshot if tuple(segment["segment_pool_id"]) != (0, 0))
-    assert pool == pytest.approx(plan.reserved.graph_pool_bytes, rel=0.01)
-    assert torch.cuda.max_memory_reserved() - before == pytest.approx(plan.reserved.reserved_bytes, rel=0.01)
-    held = torch.cuda.max_memory_allocated() - before
-    assert held <= plan.reserved.allocated_bytes <= plan.budget_bytes
+    is_recorded, held = graphed(model)._recorded is not None, pools()
     planner.unwrap(model)
+    assert is_recorded
+    assert held - others == pytest.approx(plan.reserved.graph_pool_bytes, rel=0.01)
+    # What other tests left may have room for some of it.
+    assert torch.cuda.max_memory_reserved() - before <= 1.01 * plan.reserved.reserved_bytes
+    assert torch.cuda.max_memory_allocated() - before <= plan.reserved.allocated_bytes <= plan.budget_bytes
 
 
 def test_what_no_graph_can_hold_runs_without_them() -> None:
@@ -173,11 +178,14 @@ def test_what_no_graph_can_hold_runs_without_them() -> None:
 
 
 def test_memory_goes_with_the_wrapping() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = pools()
     model = wrapped(Net().cuda(), inputs(), cuda_graphs=True)
     for _ in range(3):
         train(model)
+    assert pools() > before + (64 << 20)
     planner.unwrap(model)
-    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    kept = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
-    assert sum(segment["total_size"] - segment["allocated_size"] for segment in kept) <= 4 << 20
+    assert pools() <= before

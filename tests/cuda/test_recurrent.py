@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,10 @@ def test_a_stack_captured_on_a_cpu_is_the_one_on_the_gpu(kind: str, options: Opt
     parameters = list(models[0].stack.parameters())
     missing = 0 if options.get("bias", True) else len(parameters) * parameters[0].shape[0]
     assert abs(sizes[0] - sizes[1]) <= 512 * len(parameters) + missing * x.itemsize
+    pieces = [sorted(step.static_memory.tensor_bytes) for step in steps]
+    lie = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in models[1].parameters()}
+    assert pieces[0] == pieces[1]
+    assert Counter(512 * -(-size_bytes // 512) for size_bytes in lie.values()) <= Counter(pieces[0])
     steps[0] = replace(steps[0], static_memory=steps[1].static_memory)
     assert "\n".join(differences(*steps)) == ""
     assert fingerprint_of(models[0], steps[0]) == fingerprint_of(models[1], steps[1])
