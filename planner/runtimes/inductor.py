@@ -41,7 +41,7 @@ from planner.session.step_planning import plan_step
 ATTEMPTS = 6
 """How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""
 
-IMPROVEMENTS = 2
+IMPROVEMENTS = 3
 """How often a plan that fits, and leaves more than :data:`UNUSED` of the budget, is made anew for more."""
 
 MOST_FUSED = 2
@@ -209,22 +209,22 @@ class _Search:
         self.best: tuple[PlannedStep, list[Draft], int] | None = None
         """What fits and recomputes least, its drafts, and what its code holds."""
         self.is_good_enough = False
-        self._fitting = 0
-        """The largest peak of a graph whose code fits."""
-        self._breaking: int | None = None
-        """The smallest peak of a graph whose code does not."""
-        self._graph_bytes = self._spare_bytes = self._better = 0
+        self._fitting: list[tuple[int, int]] = []
+        """Of graphs whose code fits, by their peaks: that, and what their code holds."""
+        self._breaking: list[tuple[int, int]] = []
+        """Of graphs whose code does not."""
+        self._budget_bytes = self._better = 0
 
     def add(self, step: PlannedStep, drafts: list[Draft], needed_bytes: int, budget_bytes: int) -> None:
         """Note a plan, and what its code holds."""
-        plan = step.plan
-        self._graph_bytes, self._spare_bytes = plan.peak_bytes, budget_bytes - needed_bytes
-        if self._spare_bytes < 0:
-            self._breaking = min(plan.peak_bytes, self._breaking or plan.peak_bytes)
-        else:
-            self._fitting = max(plan.peak_bytes, self._fitting)
-            if self.best is None or plan.recompute_seconds < self.best[0].plan.recompute_seconds:
-                self.best = step, drafts, needed_bytes
+        plan, self._budget_bytes = step.plan, budget_bytes
+        tried = self._fitting if needed_bytes <= budget_bytes else self._breaking
+        tried.append((plan.peak_bytes, needed_bytes))
+        tried.sort()
+        if needed_bytes <= budget_bytes and (
+            self.best is None or plan.recompute_seconds < self.best[0].plan.recompute_seconds
+        ):
+            self.best = step, drafts, needed_bytes
         if self.best is not None:
             best, _, held_bytes = self.best
             is_used = budget_bytes - held_bytes <= UNUSED * budget_bytes or not best.plan.recomputations
@@ -234,11 +234,14 @@ class _Search:
     def next_bytes(self, attempt: int) -> int:
         """Return the limit of the graph's peak that is to be tried next."""
         if self.best is None:  # a tighter graph has other code: what it holds falls by less than the graph's peak
-            return max(1, self._graph_bytes + (1 << attempt) * self._spare_bytes)
-        wanted = self._graph_bytes + self._spare_bytes
-        if self._breaking is not None and not self._fitting < wanted < self._breaking:
-            wanted = (self._fitting + self._breaking) // 2
-        return wanted
+            graph_bytes, code_bytes = self._breaking[0]
+            return max(1, graph_bytes + (1 << attempt) * (self._budget_bytes - code_bytes))
+        graph_bytes, code_bytes = self._fitting[-1]
+        spare_bytes = self._budget_bytes - code_bytes
+        if self._breaking and not graph_bytes < graph_bytes + spare_bytes < self._breaking[0][0]:
+            broken_bytes, broken_code_bytes = self._breaking[0]
+            return graph_bytes + (broken_bytes - graph_bytes) * spare_bytes // (broken_code_bytes - code_bytes)
+        return graph_bytes + spare_bytes
 
 
 def _alone(options: Options) -> Options:

@@ -21,7 +21,7 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.plans import planning
-from planner.runtimes.inductor import InductorRuntime
+from planner.runtimes.inductor import ATTEMPTS, InductorRuntime, _Search
 from planner.session import step
 
 
@@ -118,6 +118,20 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
     again = planner.plan_of(model)
     assert (again.recomputations, again.budget_bytes) == (plan.recomputations, plan.budget_bytes)
     assert again.peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.parametrize("slope", [0.6, 0.8, 1.0, 1.5])
+def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_its_graph(slope: float) -> None:
+    search, limit_bytes, budget_bytes = _Search(), 1000, 1000
+    for attempt in range(ATTEMPTS):
+        plan = SimpleNamespace(peak_bytes=limit_bytes, recompute_seconds=2000 - limit_bytes, recomputations={"a": "b"})
+        code_bytes = int(700 + slope * (limit_bytes - 1000))
+        search.add(SimpleNamespace(plan=plan), [], code_bytes, budget_bytes)
+        if search.is_good_enough:
+            break
+        limit_bytes = search.next_bytes(attempt)
+    assert search.best is not None
+    assert 0 <= budget_bytes - search.best[2] <= 0.03 * budget_bytes
 
 
 @pytest.mark.slow
