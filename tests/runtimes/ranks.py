@@ -539,7 +539,7 @@ def by_micro_batches(
     found: list[dict[str, Any]] = [{"peak_bytes": 2**40, "said": []} for _ in batches]
     cycles = 0
     # Up to three cycles more, for what gloo's threads free: see peak_of.
-    while cycles < 2 or not all_agree(all(one["peak_bytes"] <= one["predicted_bytes"] for one in found) or cycles > 8):
+    while cycles < 3 or not all_agree(all(one["peak_bytes"] <= one["predicted_bytes"] for one in found) or cycles > 8):
         running.zero_grad(set_to_none=True)
         for number, one in enumerate(found):
             own, here, kept = batches[number], live(), held_gradients(model)
@@ -549,10 +549,12 @@ def by_micro_batches(
             resident_bytes += sum(size for place, size in here.items() if place not in (*others, *buckets))
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                peak, _ = measure_peak(partial(micro_step, running, number), torch.device("cpu"))
+                if cycles > 1:
+                    peak, _ = measure_peak(partial(micro_step, running, number), torch.device("cpu"))
+                    one["peak_bytes"] = min(one["peak_bytes"], resident_bytes + peak)
+                else:  # a profiler would be in the way of planning, and then DDP puts its buckets elsewhere
+                    micro_step(running, number)
             one["said"] += [str(warning.message) for warning in said if "budget" in str(warning.message)]
-            if cycles:  # the first one plans
-                one["peak_bytes"] = min(one["peak_bytes"], resident_bytes + peak)
             plan = planner.plan_of(model)
             one |= {"predicted_bytes": plan.peak_bytes, "budget_bytes": plan.budget_bytes}
             one["recomputed"] = plan.recompute_seconds > 0
