@@ -77,17 +77,9 @@ _DECODER = {
 ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
     "minigpt": {"batch_size": 8, "layers": 2, "seq_len": 256},
     "llama-grouped": {"count": 8},
-    "vit-b16": {"batch_size": 12, "layers": 2},
     "bart": {"count": 8, "dropout": 0.0},
     "mixtral-small": {"count": 16},
     "qwen2-moe": {"count": 8},
-    "resnet50": {"batch_size": 64, "layers": 2, "image_size": 64},
-    "mobilenet-v2": {"count": 8},
-    "convnext-tiny": {"batch_size": 16, "layers": 3, "image_size": 96},
-    "unet": {"batch_size": 2, "layers": 3, "image_size": 128},
-    "diffusion-unet": {"batch_size": 16, "layers": 1, "image_size": 32},
-    "swin": {"count": 8},
-    "regnet": {"count": 8},
 }
 """Sizes of :data:`CASES` at which gradients, which no plan can make smaller, are a small part of the peak."""
 

@@ -6,8 +6,8 @@ ways are timed in turn. Overheads are compared at the same or a lower measured p
 than the noise, or gives wrong gradients, is shown and not compared. Exit code 1 if a goal is missed.
 
 With ``--inductor`` all ways are compiled: ``torch.compile`` alone, which the others are held against, under each
-``activation_memory_budget``, and plans that Inductor compiles, at their peaks and at shares of its. Models have sizes
-at which activations are most of the peak: a small share of what is there for other reasons would show nothing.
+``activation_memory_budget``, and plans that Inductor compiles, at their peaks and at shares of its. Some models
+have sizes at which activations are most of the peak: beside gradients, which no plan makes smaller, little shows.
 """
 
 from __future__ import annotations

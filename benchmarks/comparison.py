@@ -145,7 +145,7 @@ _COMPILED_LEGEND = (
     "step time over its in the same round, less one; *budget* is `activation_memory_budget`. *Planned* is the runtime "
     "`inductor`; its predicted peak is in brackets. Peaks are MiB that a step allocates on top of what is resident, "
     "measured. Gradients are held against eager's from the same random state; *other draws* says that dropout under "
-    "`torch.compile` draws other numbers. On one thread, times are the processor's. Compared are overheads above "
+    "`torch.compile` draws other numbers. Compared are overheads above "
     f"{percent(NOISE, 0)}, with the plan of the lowest predicted overhead at the same or a lower measured peak; its "
     f"own counts as no less than {percent(NOISE / 4)}. Behind each overhead stands its standard error; *worse* counts "
     "points where the plan pays more by over twice that of the difference."
