@@ -1,7 +1,8 @@
-"""Two ranks on two devices, which speak by gloo: DDP and FSDP2 hold what plans say, in every micro-batch."""
+"""Two ranks on two devices, by gloo or NCCL: DDP and FSDP2 hold what plans say, in every micro-batch."""
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from tests.cuda import gpu
 gpu.required()
 
 RANKS, MICRO_BATCHES = 2, 3
+WATCHDOG_SECONDS = 0.3
+"""After so long torch's watchdog of NCCL has seen that what was sent is, and lets go of it: of DDP's first buckets."""
 
 
-def train(rank: int, kind: str, folder: str) -> None:
+def train(rank: int, kind: str, backend: str, folder: str) -> None:
     torch.cuda.set_device(rank)
     where = f"file://{folder}/rendezvous"
-    distributed.init_process_group("cpu:gloo,cuda:gloo", init_method=where, rank=rank, world_size=RANKS)
+    distributed.init_process_group(f"cpu:gloo,cuda:{backend}", init_method=where, rank=rank, world_size=RANKS)
     offloads = kind == "fsdp2, offloaded"
     model, x = Tower(256, 4).to("cpu" if offloads else "cuda"), torch.randn(2048, 256, device="cuda")
     if kind.startswith("fsdp2"):
@@ -53,10 +56,12 @@ def train(rank: int, kind: str, folder: str) -> None:
             assert torch.cuda.memory_stats()["requested_bytes.all.peak"] == pytest.approx(plan.peak_bytes, rel=1e-3)
         if sends:
             trained.zero_grad()
+            time.sleep(WATCHDOG_SECONDS)
     distributed.destroy_process_group()
 
 
 @gpu.two_devices
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, offloaded"])
-def test_ranks_hold_what_plans_say(kind: str, tmp_path: Path) -> None:
-    multiprocessing.spawn(train, (kind, str(tmp_path)), nprocs=RANKS)
+def test_ranks_hold_what_plans_say(kind: str, backend: str, tmp_path: Path) -> None:
+    multiprocessing.spawn(train, (kind, backend, str(tmp_path)), nprocs=RANKS)

@@ -1,4 +1,4 @@
-/* cuBLAS and cuDNN without a GPU: what torch reads back from them. All else of them does nothing; the launcher adds that.
+/* cuBLAS, cuDNN and NCCL without a GPU: what torch reads back from them. All else of them does nothing; the launcher adds that.
 
    cuDNN's descriptors go by attributes; of those that torch's frontend reads back, an execution plan's workspace is
    FAKE_CUDNN_WORKSPACE bytes, and every other number 0. */
@@ -144,5 +144,42 @@ int cudnnGetRNNTempSpaceSizes(void *h, const struct rnn *of, int training, const
     size_t each = (size_t)x->steps * x->batch * of->layers * of->directions * (gates(of) + 2) * of->hidden;
     if (workspace) *workspace = space ? atoll(space) : 0;
     if (reserve) *reserve = given ? atoll(given) : each * item_bytes(of->type);
+    return 0;
+}
+
+/* NCCL: every rank finds the others at once, and what collectives would send stays where it was. But what is small is
+   gathered, as if all ranks had what this one has: DDP compares the shapes of parameters so. */
+struct comm { int ranks, rank; };
+typedef struct { char internal[128]; } ncclUniqueId;
+int ncclGetVersion(int *version) { *version = 22907; return 0; }
+int ncclGetUniqueId(ncclUniqueId *id) { memset(id, 0, sizeof *id); return 0; }
+const char *ncclGetErrorString(int error) { return "fakecuda"; }
+const char *ncclGetLastError(void *of) { return "fakecuda"; }
+int ncclCommInitRank(struct comm **made, int ranks, ncclUniqueId id, int rank) {
+    *made = malloc(sizeof **made);
+    **made = (struct comm){ranks, rank};
+    return 0;
+}
+int ncclCommInitRankConfig(struct comm **made, int ranks, ncclUniqueId id, int rank, void *config) {
+    return ncclCommInitRank(made, ranks, id, rank);
+}
+int ncclCommInitRankScalable(struct comm **made, int ranks, int rank, int ids, ncclUniqueId *id, void *config) {
+    return ncclCommInitRank(made, ranks, *id, rank);
+}
+/* Who else is of the new one is not known here: as many as of the old one. */
+int ncclCommSplit(struct comm *of, int color, int key, struct comm **made, void *config) {
+    return ncclCommInitRank(made, of->ranks, (ncclUniqueId){{0}}, of->rank);
+}
+int ncclCommCount(const struct comm *of, int *ranks) { *ranks = of->ranks; return 0; }
+int ncclCommUserRank(const struct comm *of, int *rank) { *rank = of->rank; return 0; }
+int ncclCommGetAsyncError(struct comm *of, int *error) { *error = 0; return 0; }
+
+int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream);
+int ncclAllGather(const char *from, char *to, size_t count, int type, const struct comm *of, void *stream) {
+    enum { SMALL = 1 << 16, DEVICE_TO_DEVICE = 3 };
+    static const size_t ITEM[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    size_t bytes = count * ITEM[type];
+    for (int rank = 0; bytes <= SMALL && rank < of->ranks; rank++)
+        if (to + rank * bytes != from) cudaMemcpyAsync(to + rank * bytes, from, bytes, DEVICE_TO_DEVICE, stream);
     return 0;
 }
