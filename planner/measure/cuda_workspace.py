@@ -48,7 +48,33 @@ def allowance_bytes(node: fx.Node, spec: DeviceSpec) -> int:
     if node.target is aten.embedding_dense_backward.default:
         gradient, indices = _arguments(node)[:2]
         return _embedding_backward(gradient, indices, int(node.args[2]))  # type: ignore[arg-type]
+    if node.target is aten._softmax_backward_data.default:
+        gradient, output = _arguments(node)[:2]
+        return _as_block(gradient) + _contiguous_copies([gradient, output])  # their product comes first
+    if node.target is aten.roll.default:
+        (x,) = _arguments(node)[:1]
+        return _as_block(x) if len(node.args[1]) > 1 or not x.is_contiguous() else 0  # type: ignore[arg-type]
+    if node.target in _MADE_CONTIGUOUS:
+        return _contiguous_copies(_arguments(node)[: _MADE_CONTIGUOUS[node.target]])
     return 0
+
+
+_MADE_CONTIGUOUS = {
+    aten._softmax.default: 1,
+    aten._log_softmax.default: 1,
+    aten._log_softmax_backward_data.default: 2,
+    aten.native_layer_norm.default: 1,
+    aten.native_layer_norm_backward.default: 2,
+}
+"""Operators whose kernels copy what is not contiguous: so many of their first tensors."""
+
+
+def _contiguous_copies(tensors: list[Tensor]) -> int:
+    return sum(_as_block(tensor) for tensor in tensors if not tensor.is_contiguous())
+
+
+def _as_block(tensor: Tensor) -> int:
+    return round_up(tensor.nbytes, MIN_BLOCK_BYTES)
 
 
 def _arguments(node: fx.Node) -> list[Tensor]:

@@ -116,3 +116,13 @@ def test_backward_of_efficient_attention(size: int, dtype: torch.dtype) -> None:
         state = tensor(dtype=torch.int64)
         arguments = (heads, heads, heads, heads, None, heads, sums, state, state, 0.0, [True, True, True, False])
         check(call(aten._scaled_dot_product_efficient_attention_backward.default, *arguments))
+
+
+@pytest.mark.parametrize("strides", [None, (160, 160 * 48, 1)])
+def test_what_softmax_norms_and_rolls_copy(strides: tuple[int, ...] | None) -> None:
+    x, like = (tensor(48, 64, 160, strides=strides) for _ in range(2))
+    check(call(aten._softmax_backward_data.default, x, like, -1, torch.float32))
+    check(call(aten._softmax.default, x, -1, False))
+    check(call(aten.native_layer_norm.default, x, [160], None, None, 1e-5))
+    check(call(aten.roll.default, x, [3], [0]))
+    check(call(aten.roll.default, x, [3, 4], [0, 1]))
