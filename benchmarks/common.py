@@ -43,6 +43,7 @@ def environment(name: str, arguments: Sequence[str]) -> Result:
     return {
         "benchmark": name,
         "command": shlex.join(["python", "-m", f"benchmarks.{name}", *_without_destination(arguments)]),
+        "is_resumed": "--resume" in arguments,
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -103,6 +104,8 @@ def page(title: str, result: Result, *parts: str) -> str:
         f"`{result['command']}` on {result['date']}: torch {result['torch']}, Python {result['python']}, "
         f"{result['threads']} threads, {result['cpus']} CPUs{load}."
     )
+    if result.get("is_resumed"):
+        ran += " It kept what earlier runs had found: that is of their date, their code and their options."
     return "\n\n".join([f"# {title}", *parts, ran]) + "\n"
 
 

@@ -267,6 +267,9 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         exactness.main(["--resume", "--json", "-"])
     assert common._without_destination(["--json", "x", "--resume", "--models", "a", "--json=y"]) == ["--models", "a"]
+    for arguments, is_said in ((["--resume"], True), ([], False)):
+        page = common.page("Title", common.environment("exactness", arguments))
+        assert ("kept what earlier runs had found" in page) is is_said
 
 
 @pytest.mark.parametrize("module", sorted(path.stem for path in Path(common.__file__).parent.glob("*.py")))

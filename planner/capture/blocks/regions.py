@@ -19,7 +19,6 @@ from torch import fx, nn
 from planner.capture.autograd_accumulation import EngineSums
 from planner.capture.blocks.trace import Passage, Recorder
 from planner.capture.elsewhere import Elsewhere, as_it_runs
-from planner.capture.fake_internals import without_meta_logs
 from planner.capture.forwards import forwards
 from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import as_with_data, masking_of
@@ -237,8 +236,7 @@ class Step:
         return Recorder(self.mode, sums, self.known, {module: name for name, module in self.model.named_modules()})
 
     def _forward(self) -> Any:
-        with without_meta_logs():
-            return call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
+        return call_implementation(self.model)(*self.inputs.args, **self.inputs.kwargs)
 
     def _follow(self, recorder: Recorder, loss: LossMemory | None) -> None:
         outputs = self._forward()
