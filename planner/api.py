@@ -43,6 +43,7 @@ from planner.plans.plan import Plan, Verification
 from planner.report.progress import tell
 from planner.runtimes import Running
 from planner.runtimes._backend import RUNTIMES, Backend
+from planner.runtimes.auto import choose
 from planner.session.recorded import with_eager
 from planner.session.step import Options, captured, cost, lower_step, offload_of, with_loss
 from planner.session.telling import working
@@ -50,8 +51,11 @@ from planner.session.telling import working
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
-_RUN_COMPILED_PARTS = ("inductor", "modules")
-"""Runtimes that compile all, or run what a part's own ``compile()`` made."""
+_RUN_COMPILED_PARTS = ("inductor", "inductor_blocks", "modules")
+"""Runtimes that compile, or run what a part's own ``compile()`` made."""
+
+_RUN_SHARDED = ("auto", "regional", "inductor_blocks", "modules")
+"""Runtimes that run a model whose parameters are sharded already."""
 
 
 def plan(
@@ -351,17 +355,18 @@ def auto_wrap(
     """
     asked = locals()
     sharded = is_sharded(model)
-    check_model(model, may_be_sharded=sharded and runtime in ("auto", "regional", "modules"))
+    check_model(model, may_be_sharded=sharded and runtime in _RUN_SHARDED)
     check_is_called(model)
     if is_fake(model):
         raise UsageError("a model built under a fake mode cannot run: plan it with planner.plan, wrap the real one")
     if running_on(model) is None and installed_call(model) is not None:
         raise UsageError(f"{type(model).__name__} is compiled by its compile(): wrap it without")
-    if runtime not in _RUN_COMPILED_PARTS and (parts := compiled_parts(model)):
+    compiles = (choose(model) if runtime == "auto" else runtime) in _RUN_COMPILED_PARTS
+    if not compiles and (parts := compiled_parts(model)):
         warnings.warn(
             f"parts of {type(model).__name__} are compiled by their own compile() ({collapsed(parts)}): a planned step "
-            "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or on one device have "
-            "the whole step compiled: runtime='inductor'",
+            "runs graphs of its own in their place, with eager's kernels. Leave compile() out, or have each block "
+            "compiled as planned by runtime='inductor_blocks', or the whole step by runtime='inductor'",
             stacklevel=2,
         )
     if not maximum_shapes >= 1:

@@ -8,7 +8,7 @@ out. The tables that lead back from operations and values to fx nodes go to ``pl
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from planner.capture import operands, provenance
 from planner.capture.autograd_accumulation import gradient_copies
 from planner.capture.common_subexpressions import COMPUTED_AGAIN
 from planner.capture.dropout import kernel_of
+from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
 from planner.capture.joint import (
     JointGraph,
     ancestors,
@@ -63,10 +64,20 @@ class LoweredGraph:
     """What fingerprints are made of, where plan files were written before the graph was named and sized as it is."""
     is_eager: bool = False
     """Whether operations are those of a recorded step, which runs the model's own calls."""
+    parts: Mapping[fx.Graph, LoweredGraph] = field(default_factory=dict)
+    """Where a step is put together of blocks, what each of their graphs is in itself."""
+
+    def part_of(self, node: fx.Node) -> LoweredGraph:
+        """Return the graph that a node is of: that of a block, or this one."""
+        return self.parts.get(node.graph, self)
 
     def called(self, node: fx.Node) -> Any:
         """Return what a step calls for a node: its operator, or where code is written for it what does the same."""
-        return node.target if self.is_eager or self.joint.functional else kernel_of(node)
+        return node.target if self.is_eager or self.part_of(node).joint.functional else kernel_of(node)
+
+    def is_written_by_inductor(self, node: fx.Node) -> bool:
+        """Whether a node is computed inside a kernel that Inductor writes, and not by an operator's own."""
+        return self.part_of(node).joint.functional and is_in_a_kernel_of_inductors(node)
 
 
 def lower(joint: JointGraph, context: StepContext, given: Sequence[fx.Node] = ()) -> LoweredGraph:

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from cost_models.devices import DeviceSpec
 from cost_models.roofline import RooflineCosts
-from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.trees import tensors_in
@@ -23,10 +22,8 @@ _PLAIN = ("aten.add.Tensor", "aten.mul.Tensor")
 
 def written_by_inductor(lowered: LoweredGraph) -> frozenset[int]:
     """Return the operations, by index, that Inductor writes itself; none where it does not compile the graph."""
-    if not lowered.joint.functional:
-        return frozenset()
     nodes = enumerate(lowered.operation_nodes)
-    return frozenset(index for index, node in nodes if node is not None and is_in_a_kernel_of_inductors(node))
+    return frozenset(index for index, node in nodes if node is not None and lowered.is_written_by_inductor(node))
 
 
 def yardstick_of(lowered: LoweredGraph, written: frozenset[int]) -> int | None:
@@ -64,11 +61,16 @@ def fused_costs(
 def _moved_bytes(lowered: LoweredGraph, index: int, written: frozenset[int]) -> int:
     """Count what an operation moves between a kernel and memory: sizes that broadcast are read once."""
     graph, operation = lowered.graph, lowered.graph.operations[index]
-    read = sum(graph.values[value].size_bytes for value in operation.inputs if graph.producer[value] not in written)
+
+    def is_beside(other: int) -> bool:
+        """Whether another operation can be in the same kernel: each block is compiled by itself."""
+        return other in written and graph.operations[other].region == operation.region
+
+    read = sum(graph.values[value].size_bytes for value in operation.inputs if not is_beside(graph.producer[value]))
     made = sum(
         graph.values[value].size_bytes
         for value in operation.outputs
-        if graph.values[value].retained or not written.issuperset(graph.readers[value])
+        if graph.values[value].retained or not all(map(is_beside, graph.readers[value]))
     )
     return read + _resident_bytes(lowered, index) + made
 
@@ -77,5 +79,6 @@ def _resident_bytes(lowered: LoweredGraph, index: int) -> int:
     """Count what an operation reads of parameters, buffers and inputs, which are no values of the graph."""
     node = lowered.operation_nodes[index]
     assert node is not None
-    resident = [source for source in node.all_input_nodes if not lowered.storage_of.get(source)]
+    known = lowered.part_of(node).storage_of
+    resident = [source for source in node.all_input_nodes if not known.get(source)]
     return sum(tensor.nbytes for tensor in tensors_in(values_of(resident)))

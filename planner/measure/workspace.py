@@ -20,7 +20,6 @@ from torch.profiler import record_function
 from cost_models.flops import moved_bytes
 from planner.capture import operands
 from planner.capture.dropout import kernel_of
-from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
 from planner.capture.inputs import new_bytes
 from planner.capture.joint import values_of
 from planner.capture.joint_capture import is_fake
@@ -83,7 +82,7 @@ def measure(
     signatures = {
         index: operation.signature
         for index, (operation, node) in enumerate(zip(lowered.graph.operations, lowered.operation_nodes, strict=True))
-        if not (lowered.joint.functional and node is not None and is_in_a_kernel_of_inductors(node))
+        if node is None or not lowered.is_written_by_inductor(node)
     }
 
     def affordable(operations: list[int]) -> Iterator[int]:

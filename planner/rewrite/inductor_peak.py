@@ -44,12 +44,17 @@ def peak_of_drafts(
     other sizes than any in the graph needs the most workspace of its operator.
     """
     seen = _followed(forward, backward, lowered, costs, loss, {})
-    device = tensors_in(forward.inputs)[0].device
-    # Its code calls the operators themselves, and not what planned graphs call for them.
-    workspaces_bytes = of_calls(list(seen.calls.values()), device, effort, lambda node: node.target)
-    tried = dict(zip(seen.calls, workspaces_bytes, strict=True))
-    known = {signature: size_bytes for signature, size_bytes in tried.items() if size_bytes is not None}
+    known = workspace_of(seen.calls, forward, effort)
     return _followed(forward, backward, lowered, costs, loss, known).peak_bytes
+
+
+def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits) -> dict[str, int]:
+    """Return the bytes of workspace that calls of a draft need, by signature, as far as they can be tried."""
+    device = tensors_in(draft.inputs)[0].device
+    # Its code calls the operators themselves, and not what planned graphs call for them.
+    workspaces_bytes = of_calls(list(calls.values()), device, effort, lambda node: node.target)
+    tried = dict(zip(calls, workspaces_bytes, strict=True))
+    return {signature: size_bytes for signature, size_bytes in tried.items() if size_bytes is not None}
 
 
 def _followed(
@@ -59,11 +64,11 @@ def _followed(
     costs: Sequence[OperationCost],
     loss: LossMemory,
     known: Mapping[str, int],
-) -> _Allocations:
+) -> Allocations:
     """Run the drafts, and follow what they allocate; ``known`` is the workspace of calls, by their signatures."""
     outputs = lowered.joint.num_forward_outputs
     mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
-    recorder = _Allocations(lowered, costs, forward.inputs, CallNodes(mode), known)
+    recorder = Allocations(lowered, costs, forward.inputs, CallNodes(mode), known)
     with mode, recorder:
         made = list(forward.run(list(forward.inputs)))
         results, saved = made[:outputs], made[outputs:]
@@ -87,7 +92,7 @@ def _followed(
     return recorder
 
 
-class _Allocations(PeakRecorder):
+class Allocations(PeakRecorder):
     """Follows storages on one device, and adds what operators need while they run."""
 
     supports_higher_order_operators = True

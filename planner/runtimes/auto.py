@@ -16,6 +16,7 @@ from planner.analysis.study import Study
 from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
 from planner.capture.parallel import has_several_ranks, is_sharded, shares_layers
+from planner.capture.planned_call import compiled_parts
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
 from planner.findings.finding import Finding, Severity
@@ -45,11 +46,14 @@ def choose(model: nn.Module) -> str:
 
     With several ranks gradients must go out while the backward runs, and every rank must do the same:
     what one rank cannot carry out is then an error, and nothing else is tried. Ranks that share every layer
-    (``parallelize_module``) run the model as it is.
+    (``parallelize_module``) run the model as it is. Where blocks were compiled by their own ``compile()``, as
+    torchtitan does, planned ones are compiled too.
     """
-    if shares_layers(model) and (has_several_ranks() or is_sharded(model)):
+    if not (has_several_ranks() or is_sharded(model)):
+        return FIRST
+    if shares_layers(model):
         return INSTEAD
-    return "regional" if has_several_ranks() or is_sharded(model) else FIRST
+    return "inductor_blocks" if compiled_parts(model) else "regional"
 
 
 class AutoRuntime:

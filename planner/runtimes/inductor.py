@@ -21,34 +21,19 @@ from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
 from planner.capture.torch_internals import PartitionFunction
-from planner.common.options import Budget
-from planner.common.units import format_bytes
-from planner.errors import InfeasibleBudgetError, PlanMismatchError, RuntimeUnsupportedError
-from planner.findings.finding import Finding, Severity
+from planner.errors import RuntimeUnsupportedError
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import effort_for
-from planner.plans.plan import NoPlanFitsError, Plan
-from planner.plans.planning import with_comparison
+from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import Running
 from planner.runtimes._calls import StartsCalls
+from planner.runtimes._code import Attempt, DraftedBeforeError, Limit, alone, as_compiled, fitting, given_plan, within
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
-
-ATTEMPTS = 6
-"""How often a graph is planned before its budget is given up; nearly all that break it once keep it then."""
-
-IMPROVEMENTS = 3
-"""How often a plan that fits, and leaves more than :data:`UNUSED` of the budget, is made anew for more."""
-
-MOST_FUSED = 2
-"""A graph that needs more times its budget than this is refused, and not drafted: code never held so much less."""
-
-UNUSED = 0.03
-"""What share of the budget may be left where something is recomputed."""
 
 
 class InductorRuntime(GraphRuntime):
@@ -59,8 +44,7 @@ class InductorRuntime(GraphRuntime):
         self.step: PlannedStep | None = None
         """What was planned last."""
         self._fits = False
-        self._limit_bytes: int | None = None
-        self._budget_bytes = self._needed_bytes = 0
+        self._limit: Limit | None = None
         self._tried: list[Schedule] = []
         """What was drafted for the graph at hand."""
 
@@ -85,26 +69,17 @@ class InductorRuntime(GraphRuntime):
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph, for less than the budget where its code needs more than the graph."""
         if self.must_match:
-            # The budget of a plan that was given is held against the code: the graph may hold more.
-            step = plan_step(self.model, joint, self._unlimited(), reuse=self.plan, must_match=True)
-            posed = step.study.posed(self.options.budget)
-            budget_bytes = posed.budget_bytes + posed.graph.total_static_bytes
-            self.step = replace(step, plan=replace(step.plan, budget_bytes=budget_bytes))
-        elif self._limit_bytes is None:
+            self.step = given_plan(partial(plan_step, self.model, joint), self.options, self.plan)
+        elif self._limit is None:
             reuse = self._plans.nearest(self._elements(joint))
-            self.step = plan_step(self.model, joint, _alone(self.options), reuse=reuse)
+            self.step = plan_step(self.model, joint, alone(self.options), reuse=reuse)
         else:
-            tighter = replace(_alone(self.options), budget=Budget(budget=self._limit_bytes))
             known = self.step.study if self.step is not None else None
-            step = plan_step(self.model, joint, tighter, known=known)
-            if step.schedule in self._tried:
-                raise Stopped(step)  # it has been drafted
-            self.step = replace(step, plan=replace(step.plan, budget_bytes=self._budget_bytes))
+            self.step = within(self._limit, partial(plan_step, self.model, joint, known=known), self.options)
+            if self.step.schedule in self._tried:
+                raise Stopped(self.step)  # it has been drafted
         self._tried.append(self.step.schedule)
         return self.step
-
-    def _unlimited(self) -> Options:
-        return replace(self.options, budget=Budget(budget=2**60))
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Plan one captured graph and write its forward and backward, or write again what was drafted."""
@@ -122,77 +97,32 @@ class InductorRuntime(GraphRuntime):
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
-        """Plan, draft, and plan anew by what the draft holds: for less where it is too much, for more where it is less.
-
-        What fits and recomputes least is taken.
-        """
+        """Plan and draft until the code keeps the budget, and uses it; see :func:`planner.runtimes._code.fitting`."""
         must_match = self.must_match  # planning confirms it
         self.step, self._fits, self._tried = None, False, []
-        found = _Search()
-        refused: NoPlanFitsError | None = None
+
+        def attempt(limit: Limit | None) -> Attempt[list[Draft]]:
+            self._limit = limit
+            try:
+                drafts = draft_with_inductor(partition, graph_module, example_inputs)
+            except Stopped:
+                raise DraftedBeforeError from None
+            if self.step is None:
+                raise Stopped(drafts)  # nothing requires gradients: there is no backward to plan
+            return Attempt(self.step, drafts, self._peak_bytes(self.step, drafts))
+
         try:
-            for attempt in range(ATTEMPTS):
-                self.options.search.tell(f"drafting Inductor's code{f', attempt {attempt + 1}' if attempt else ''}")
-                try:
-                    drafts = draft_with_inductor(partition, graph_module, example_inputs)
-                except Stopped:
-                    break
-                except NoPlanFitsError as error:
-                    if found.best is not None:
-                        break
-                    refused, self._limit_bytes = error, self._lowest_bytes(error, refused)
-                    continue
-                if self.step is None:
-                    return drafts  # nothing requires gradients: there is no backward to plan
-                self._budget_bytes = self.step.plan.budget_bytes  # of later ones it was set
-                self._needed_bytes = self._peak_bytes(self.step, drafts)
-                found.add(self.step, drafts, self._needed_bytes, self._budget_bytes)
-                if found.best is None and refused is not None:
-                    break
-                if must_match and found.best is None:
-                    raise PlanMismatchError(
-                        f"compiled here, the plan holds {format_bytes(self._needed_bytes)}, and its budget is "
-                        f"{format_bytes(self._budget_bytes)}: plan again, or pass replan=True"
-                    )
-                if must_match or found.is_good_enough:
-                    break
-                self._limit_bytes = found.next_bytes(attempt)
-            if found.best is None:
-                raise self._too_much(refused.operation if refused is not None else "what Inductor writes")
-            step, drafts, needed_bytes = found.best
-            plan = self._compared(step) if self.options.search.compare and not must_match else step.plan
-            self.step, self._fits = replace(step, plan=_as_compiled(plan, needed_bytes)), True
-            self._remember(self.step, step.lowered.joint)
+            found = fitting(attempt, self.options.search.tell, must_match=must_match)
+        except Stopped as stopped:
+            drafts: list[Draft] = stopped.args[0]
             return drafts
         finally:
-            self._limit_bytes = None
-
-    def _compared(self, step: PlannedStep) -> Plan:
-        """Set the plan that is taken beside others within the peak of its graph."""
-        study = step.study
-        problem = study.posed(Budget(budget=step.plan.peak_bytes))
-        return with_comparison(problem, step.plan, study.static_memory, self.options.search)
-
-    def _lowest_bytes(self, error: NoPlanFitsError, before: NoPlanFitsError | None) -> int:
-        """Return the lowest peak of a graph that has no plan for less: its code may hold less, and is drafted once."""
-        if self._limit_bytes is None:
-            self._budget_bytes = int(error.report["budget_bytes"])
-        static_bytes = sum(error.report["static_bytes"].values())
-        lowest_bytes: int = error.minimum_feasible_peak_bytes
-        if self.must_match or lowest_bytes - static_bytes > MOST_FUSED * (self._budget_bytes - static_bytes):
-            raise error
-        if before is not None:
-            raise self._too_much(error.operation) from error
-        return lowest_bytes
-
-    def _too_much(self, operation: str) -> InfeasibleBudgetError:
-        return InfeasibleBudgetError(
-            f"the code that Inductor writes for the planned graph holds {format_bytes(self._needed_bytes)}, above the "
-            f"budget of {format_bytes(self._budget_bytes)}, and no tighter plan was found whose code keeps it: raise "
-            "the budget, or choose runtime 'graph'",
-            minimum_feasible_peak_bytes=self._needed_bytes,
-            operation=operation,
-        )
+            self._limit = None
+        options = alone(self.options) if must_match else self.options
+        self.step = as_compiled(found, options.search)
+        self._fits = True
+        self._remember(self.step, self.step.lowered.joint)
+        return found.code
 
     def _peak_bytes(self, step: PlannedStep, drafts: list[Draft]) -> int:
         forward, backward = drafts
@@ -200,73 +130,6 @@ class InductorRuntime(GraphRuntime):
         effort = effort_for(self.model)
         peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.costs, loss, effort)
         return step.lowered.graph.total_static_bytes + peak_bytes
-
-
-class _Search:
-    """Looks for the limit of the graph's peak at which the peak of its code comes close to the budget."""
-
-    def __init__(self) -> None:
-        self.best: tuple[PlannedStep, list[Draft], int] | None = None
-        """What fits and recomputes least, its drafts, and what its code holds."""
-        self.is_good_enough = False
-        self._fitting: list[tuple[int, int]] = []
-        """Of graphs whose code fits, by their peaks: that, and what their code holds."""
-        self._breaking: list[tuple[int, int]] = []
-        """Of graphs whose code does not."""
-        self._budget_bytes = self._better = 0
-
-    def add(self, step: PlannedStep, drafts: list[Draft], needed_bytes: int, budget_bytes: int) -> None:
-        """Note a plan, and what its code holds."""
-        plan, self._budget_bytes = step.plan, budget_bytes
-        tried = self._fitting if needed_bytes <= budget_bytes else self._breaking
-        tried.append((plan.peak_bytes, needed_bytes))
-        tried.sort()
-        if needed_bytes <= budget_bytes and (
-            self.best is None or plan.recompute_seconds < self.best[0].plan.recompute_seconds
-        ):
-            self.best = step, drafts, needed_bytes
-        if self.best is not None:
-            best, _, held_bytes = self.best
-            is_used = budget_bytes - held_bytes <= UNUSED * budget_bytes or not best.plan.recomputations
-            self._better += 1
-            self.is_good_enough = is_used or self._better > IMPROVEMENTS
-
-    def next_bytes(self, attempt: int) -> int:
-        """Return the limit of the graph's peak that is to be tried next."""
-        if self.best is None:  # a tighter graph has other code: what it holds falls by less than the graph's peak
-            graph_bytes, code_bytes = self._breaking[0]
-            return max(1, graph_bytes + (1 << attempt) * (self._budget_bytes - code_bytes))
-        graph_bytes, code_bytes = self._fitting[-1]
-        spare_bytes = self._budget_bytes - code_bytes
-        if self._breaking and not graph_bytes < graph_bytes + spare_bytes < self._breaking[0][0]:
-            broken_bytes, broken_code_bytes = self._breaking[0]
-            return graph_bytes + (broken_bytes - graph_bytes) * spare_bytes // (broken_code_bytes - code_bytes)
-        return graph_bytes + spare_bytes
-
-
-def _alone(options: Options) -> Options:
-    """Return options of a plan beside which nothing is set: most of those that are drafted are not taken."""
-    return replace(options, search=replace(options.search, compare=False))
-
-
-def _as_compiled(plan: Plan, peak_bytes: int) -> Plan:
-    """State the peak of the code in place of the graph's."""
-    note = Finding(
-        rule="compiled-peak",
-        severity=Severity.NOTE,
-        evidence=f"the graph holds {format_bytes(plan.peak_bytes)}, the code {format_bytes(peak_bytes)} at most",
-        cause="Inductor fuses operations and orders kernels: the peak is counted in the code that it writes, "
-        "while placement, baselines and lower bound are those of the graph",
-        fix="nothing: the budget is held against the code before it is compiled",
-    )
-    return replace(
-        plan,
-        peak_bytes=peak_bytes,
-        anatomy={**plan.static_bytes, "compiled code": peak_bytes - plan.total_static_bytes},
-        minimum_feasible_peak_bytes=min(plan.minimum_feasible_peak_bytes, peak_bytes),
-        warnings=(*(w for w in plan.warnings if w.rule != note.rule), note),
-        details=None,
-    )
 
 
 class _Inductor(StartsCalls):

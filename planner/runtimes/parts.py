@@ -210,7 +210,8 @@ def plan_parts(
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise CaptureError(f"no module of {type(model).__name__} that can be captured holds anything to choose{why}")
     with _explained(model):
-        lowered, blocks = lower_around(step, blocks, inputs, options)
+        around = lower_around(step, blocks, inputs, options)
+    lowered, blocks = around.lowered, around.blocks
     if step.checkpoints:
         raise CaptureError(f"{type(model).__name__} calls torch.utils.checkpoint itself outside of captured modules")
     opaque = [node for node in lowered.lowered.operation_nodes if node is not None and is_opaque(node.target)]

@@ -10,13 +10,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import fx, nn
 
-from planner.capture.blocks.regions import Block, Lower, Step, placeholders_given
+from planner.capture.blocks.regions import AS_BLOCK, Block, Lower, Step, placeholders_given
 from planner.capture.blocks.whole_step import prefixed, put_together
 from planner.capture.failures import explain_failures, explain_forward
 from planner.capture.forwards import forwards
@@ -30,10 +30,11 @@ from planner.capture.fsdp_internals import (
 from planner.capture.gradients import found_by_autograd
 from planner.capture.inputs import Inputs, check_plannable
 from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall, differentiable_outputs
-from planner.capture.lowering import GIVEN_TARGET, lower
+from planner.capture.joint_capture import NOT_CAPTURED, IsolatedCall
+from planner.capture.lowering import GIVEN_TARGET, LoweredGraph, lower
 from planner.capture.parallel import has_units, shards_of, units_of, whole
 from planner.capture.sharding import ROOT, SHARES, WHOLE, Parameter, Unit, Units, resident
+from planner.capture.torch_internals import Compiler, aot_backend
 from planner.errors import PlanMismatchError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.builder import StepContext
@@ -62,6 +63,7 @@ from planner.session.step import (
     context_of,
     described,
     elsewhere_for,
+    plan_lowered,
     static_memory_of,
 )
 
@@ -77,6 +79,11 @@ BLOCK_BYTES = "block bytes"
 class RegionalRuntime(CallsInSituations):
     """What ``model(...)`` runs while a plan is in force."""
 
+    @property
+    def kind(self) -> type[PlannedBlock]:
+        """Return what runs a block."""
+        return PlannedBlock
+
     def __init__(self, model: nn.Module, options: Options, **settings: Any) -> None:
         super().__init__(model, options, **settings)
         self._blocks: dict[Any, Planned] = {}
@@ -88,7 +95,7 @@ class RegionalRuntime(CallsInSituations):
         asked = tuple(plan.fingerprint[key] for key in ("blocks", "inputs", BLOCK_BYTES))
         key = (situation_of(self.model, inputs), asked, frozenset(plan.recomputations.items()))
         if key not in self._blocks:
-            self._blocks[key] = Planned(self.model, plan)
+            self._blocks[key] = Planned(self.model, plan, self.kind)
         return plan, partial(installed, self.model, self._blocks[key].forwards)
 
     def _plan(self, inputs: Inputs) -> Plan:
@@ -127,10 +134,14 @@ class RegionalRuntime(CallsInSituations):
         options = self.options_for_call()
         # All ranks come here with their first batch; with a later one that is new to it, each plans for itself.
         options = replace(options, together=options.together and not self.is_confirmed)
-        plan = RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
+        plan = self.plan_call(inputs, options)
         self.is_confirmed = True
         self.put_in_force(plan)
         return plan
+
+    def plan_call(self, inputs: Inputs, options: Options) -> Plan:
+        """Plan a call by the runtime itself."""
+        return RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
 
 
 def blocks_of(plan: Plan) -> list[str]:
@@ -164,13 +175,13 @@ def installed(model: nn.Module, planned: Mapping[nn.Module, Callable[..., Any]])
 class Planned:
     """The blocks of a model, each with its part of a plan."""
 
-    def __init__(self, model: nn.Module, plan: Plan, kind: type[PlannedBlock] | None = None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, kind: type[PlannedBlock]) -> None:
         self.plan = plan
         self.bytes_left = int(plan.fingerprint[BLOCK_BYTES])
         equal: dict[Any, list[PlannedBlock]] = {}
         blocks = {path: model.get_submodule(path) for path in blocks_of(plan)}
         self.forwards = {
-            block: (kind or PlannedBlock)(self, path, block, equal.setdefault(decisions_on(plan, path), []))
+            block: kind(self, path, block, equal.setdefault(decisions_on(plan, path), []))
             for path, block in blocks.items()
         }
 
@@ -187,6 +198,9 @@ class Planned:
 class PlannedBlock:
     """A block, compiled when it is first called, unless the code of an equal block serves it too."""
 
+    compiler: Any = staticmethod(aot_backend)
+    """Makes a backend of what parts a block's graph; see :class:`planner.capture.joint_capture.Backend`."""
+
     def __init__(self, planned: Planned, path: str, block: nn.Module, equal: list[PlannedBlock]) -> None:
         self._planned, self._path, self._block = planned, path, block
         self._equal = equal
@@ -199,10 +213,9 @@ class PlannedBlock:
             block,
             block.forward,
             self._partition,
-            choose_outputs=differentiable_outputs,
             finish=watched,
-            assume=False,
-            branches=False,
+            compiler=self.compiler,
+            **AS_BLOCK,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,13 +235,22 @@ class PlannedBlock:
         return self.call(*args, **kwargs) if result is NOT_CAPTURED else result
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
-        own = [*self._block.parameters(), *self._block.buffers()]
-        lowered = lower(joint, StepContext(alignment_bytes=1), given=placeholders_given(joint, own))
-        schedule = part_of(self._planned.plan, self._path, lowered.graph)
-        peak_bytes, before = _peak_bytes(lowered.graph, schedule), max(self.peaks_bytes, default=0)
-        self.peaks_bytes.append(peak_bytes)
-        self._planned.hold(self._path, max(0, peak_bytes - before))  # one of its graphs runs in a step
+        given = placeholders_given(joint, [*self._block.parameters(), *self._block.buffers()])
+        lowered = lower(joint, StepContext(alignment_bytes=1), given)
+        return self.parted(lowered, given, part_of(self._planned.plan, self._path, lowered.graph))
+
+    def parted(
+        self, lowered: LoweredGraph, _given: Sequence[fx.Node], schedule: Schedule
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and backward that carry out the block's part of the plan."""
+        self.hold(bytes_alone(lowered.graph, schedule))
         return extract_fwd_bwd(lowered, schedule)
+
+    def hold(self, peak_bytes: int) -> None:
+        """Count what a graph of the block holds alone; one of them runs in a step."""
+        before = max(self.peaks_bytes, default=0)
+        self.peaks_bytes.append(peak_bytes)
+        self._planned.hold(self._path, max(0, peak_bytes - before))
 
 
 def planned_for(plan: Plan) -> str:
@@ -266,18 +288,30 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
     return Schedule.with_recomputations(graph, before)
 
 
-def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[LoweredStep, dict[str, Block]]:
+@dataclass(frozen=True)
+class Around:
+    """A step that was followed around its blocks."""
+
+    followed: Step
+    lowered: LoweredStep
+    """With the blocks as they were captured."""
+    blocks: dict[str, Block]
+    put_together: Callable[[Mapping[str, Block]], LoweredGraph]
+    """Lowers the step once more, with other graphs of the same blocks."""
+
+
+def lower_regional(model: nn.Module, inputs: Inputs, options: Options, compiler: Compiler = aot_backend) -> Around:
     """Follow one step of a model on fake tensors, and lower it with its blocks."""
     step = Step(model, inputs, elsewhere_for(model, options))
-    blocks, left = step.capture_blocks(lowering(model, options))
+    blocks, left = step.capture_blocks(lowering(model, options), compiler)
     if not blocks:
         why = f": {next(iter(left))}: {next(iter(left.values()))}" if left else ""
         raise UsageError(
             f"{type(model).__name__} has no repeated blocks (members of a ModuleList or Sequential, called once in a "
             f"step, with parameters) that could be planned one by one{why}; take runtime='graph'"
         )
-    lowered, used = lower_around(step, blocks, inputs, options)
-    left |= {path: "its backward does not run" for path in blocks if path not in used}
+    around = lower_around(step, blocks, inputs, options)
+    left |= {path: "its backward does not run" for path in blocks if path not in around.blocks}
     notes = tuple(
         Finding(
             rule="block-left-eager",
@@ -287,7 +321,7 @@ def lower_regional(model: nn.Module, inputs: Inputs, options: Options) -> tuple[
         )
         for path, why in left.items()
     )
-    return replace(lowered, warnings=notes), used
+    return replace(around, lowered=replace(around.lowered, warnings=notes))
 
 
 def lowering(model: nn.Module, options: Options) -> Lower:
@@ -297,10 +331,8 @@ def lowering(model: nn.Module, options: Options) -> Lower:
     return lambda joint, given: lower(joint, context, given)
 
 
-def lower_around(
-    step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options
-) -> tuple[LoweredStep, dict[str, Block]]:
-    """Follow the step around blocks, and lower it with those whose backward runs, which come second."""
+def lower_around(step: Step, blocks: Mapping[str, Block], inputs: Inputs, options: Options) -> Around:
+    """Follow the step around blocks, and lower it with those whose backward runs."""
     model = step.model
     spec = device_spec(model, options.target.device)
     everything = [*model.parameters(), *model.buffers(), *inputs.tensors()]
@@ -319,15 +351,19 @@ def lower_around(
         around = resident(around, units, spec.alignment_bytes)
     around = around.without("gradients")  # they are seen in the step
     context = context_of(model, spec, around, options)
-    lowered = put_together(shapes, trace, used, context, units)
     facts = {key: said for key, said in how_it_trains(model, used, options).items() if said}
-    return LoweredStep(lowered, spec, around, {"blocks": " ".join(used), **facts}), used
+
+    def lowered_with(blocks: Mapping[str, Block]) -> LoweredGraph:
+        return put_together(shapes, trace, blocks, context, units)
+
+    lowered = LoweredStep(lowered_with(used), spec, around, {"blocks": " ".join(used), **facts})
+    return Around(step, lowered, used, lowered_with)
 
 
 def with_block_bytes(plan: Plan, blocks: Mapping[str, Block]) -> Plan:
     """Return a plan that says what its blocks hold, each alone."""
     graphs = {path: block.lowered.graph for path, block in blocks.items()}
-    alone = sum(_peak_bytes(graph, part_of(plan, path, graph)) for path, graph in graphs.items())
+    alone = sum(bytes_alone(graph, part_of(plan, path, graph)) for path, graph in graphs.items())
     return replace(plan, fingerprint={**plan.fingerprint, BLOCK_BYTES: alone})
 
 
@@ -357,7 +393,7 @@ def _units(model: nn.Module, blocks: Iterable[str], beside: Sequence[ShardedUnit
     }
 
 
-def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
+def bytes_alone(graph: TrainingGraph, schedule: Schedule) -> int:
     """Return what a block holds beyond what it is given, which may be part of something larger."""
     given = {v for operation in graph.operations if operation.target == GIVEN_TARGET for v in operation.outputs}
     values = [replace(value, size_bytes=0) if v in given else value for v, value in enumerate(graph.values)]
@@ -365,27 +401,41 @@ def _peak_bytes(graph: TrainingGraph, schedule: Schedule) -> int:
     return simulate(graph, [OperationCost(seconds=0.0)] * len(graph.operations), schedule).peak_bytes
 
 
-class _Regional(StartsCalls):
+class Regional(StartsCalls):
+    """Plans the blocks of a step, and what is eager around them."""
+
     calls = RegionalRuntime
     name = "regional"
     summary = "every repeated block as planned graphs of its own, the rest eager: for DDP and FSDP2"
+    compiler: Compiler = staticmethod(aot_backend)
+    """What blocks are captured for."""
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
     ) -> Plan:
+        """Plan one step; see :meth:`planner.runtimes.Runtime.plan`."""
         begun = time.perf_counter()
-        blocks: dict[str, Block] = {}
+        captured: list[Around] = []
 
         def prepare() -> LoweredStep:
             options.search.tell("capturing each block")
             check_plannable(model, inputs)
             with explain_forward(model):
-                step, found = lower_regional(model, inputs, options)
-            blocks.update(found)
-            return replace(step, capture_seconds=time.perf_counter() - begun)
+                captured.append(lower_regional(model, inputs, options, self.compiler))
+            return replace(captured[0].lowered, capture_seconds=time.perf_counter() - begun)
 
-        plan = plan_together(model, prepare, options, reuse=reuse, must_match=must_match)
-        return with_block_bytes(plan, blocks)
+        def planned(step: LoweredStep) -> Plan:
+            around = replace(captured[0], lowered=step)
+            return self.plan_around(model, around, options, reuse=reuse, must_match=must_match)
+
+        return plan_together(model, prepare, options, planned)
+
+    def plan_around(
+        self, model: nn.Module, around: Around, options: Options, *, reuse: Plan | None, must_match: bool
+    ) -> Plan:
+        """Plan a step that was followed around its blocks."""
+        plan = plan_lowered(model, around.lowered, options, reuse=reuse, must_match=must_match).plan
+        return with_block_bytes(plan, around.blocks)
 
 
-RUNTIME = _Regional()
+RUNTIME = Regional()

@@ -16,7 +16,7 @@ from planner.capture.parallel import has_distributed_tensors, has_several_ranks,
 from planner.errors import PlanMismatchError, PlannerError
 from planner.ir.graph import TrainingGraph
 from planner.plans.plan import Plan
-from planner.session.step import LoweredStep, Options, fingerprint_of, plan_lowered
+from planner.session.step import LoweredStep, Options, fingerprint_of
 
 Step = TypeVar("Step")
 Made = TypeVar("Made")
@@ -26,9 +26,7 @@ def plan_together(
     model: nn.Module,
     prepare: Callable[[], LoweredStep],
     options: Options,
-    *,
-    reuse: Plan | None = None,
-    must_match: bool = False,
+    plan: Callable[[LoweredStep], Plan],
 ) -> Plan:
     """Plan what ``prepare`` captures and lowers, on rank 0 for all ranks if ``options.together`` and there are several.
 
@@ -36,11 +34,9 @@ def plan_together(
     message.
     """
     if not (options.together and has_several_ranks()):
-        return plan_lowered(model, prepare(), options, reuse=reuse, must_match=must_match).plan
+        return plan(prepare())
     step = prepared_by_all(prepare, lambda step: {**trained(model), **fingerprint_of(model, step)})
-    return planned_by_first(
-        lambda: plan_lowered(model, step, options, reuse=reuse, must_match=must_match).plan, step.lowered.graph
-    )
+    return planned_by_first(lambda: plan(step), step.lowered.graph)
 
 
 def trained(model: nn.Module) -> dict[str, str | int]:

@@ -79,7 +79,7 @@ def three_ways(model: nn.Module, *args: torch.Tensor, loss_fn: LossFunction | No
     return Graphs(
         captured=lower_as_run(model, capture(model, inputs), options).lowered.graph,
         recorded=study_eager(model, inputs, replace(options, runtime="modules")).graph,
-        blocks=lower_regional(model, inputs, options)[0].lowered.graph,
+        blocks=lower_regional(model, inputs, options).lowered.lowered.graph,
     )
 
 

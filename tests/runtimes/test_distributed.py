@@ -113,6 +113,15 @@ def test_recompute_needs_no_gather_of_its_own(folder: Path) -> None:
         assert result["first"][2] == result["eager_first"][2] == 4  # one for each block
 
 
+def test_blocks_that_are_compiled_run_compiled_as_planned(folder: Path) -> None:
+    for result in results(folder, "compiled_blocks"):
+        for way, found in result.items():
+            assert found["runtime"] == "inductor_blocks" and found["recomputed"] > 0, way
+            assert found["off"] <= 1e-9, way
+            assert 0.999 * found["predicted_bytes"] <= found["peak_bytes"] <= found["predicted_bytes"], way
+            assert found["predicted_bytes"] <= found["budget_bytes"], way
+
+
 def test_fsdp2_in_mixed_precision_is_planned_anew_in_its_types(folder: Path) -> None:
     for result in results(folder, "mixed_precision"):
         assert result["recomputed"] > 0

@@ -28,7 +28,7 @@ SIZES = (128, 512, 16, 512)
 
 
 # Inductor calls a C++ compiler.
-@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor"]))
+@pytest.fixture(params=tiered(runtimes.names(), slow=["inductor", "inductor_blocks"]))
 def runtime(request: pytest.FixtureRequest) -> runtimes.Runtime:
     return runtimes.get(request.param)
 
@@ -84,7 +84,7 @@ def test_a_wrapped_model_trains_and_leaves_no_trace(runtime: runtimes.Runtime) -
     model(x).backward()
 
 
-SLOW = {("inductor", True), ("inductor", False), ("auto", True), ("graph", False)}
+SLOW = {*product(["inductor", "inductor_blocks"], [True, False]), ("auto", True), ("graph", False)}
 """Inductor calls a C++ compiler, and 'auto' is 'graph' here."""
 
 
@@ -108,7 +108,9 @@ def test_a_percentage_is_of_the_largest_step_so_far(name: str, has_loss: bool) -
     assert budgets[0] < budgets[1]
     assert budgets[:2] == [share_of(plan, budget) for plan in plans[:2]]
     assert budgets[1:] == budgets[1:2] * (len(SIZES) - 1)
-    assert plans[1].overhead > 0 and plans[2].overhead == 0
+    assert plans[1].overhead > plans[2].overhead
+    roomy = wrap(Stack(2, has_loss=has_loss), rows(SIZES[2]), runtime=name, loss_fn=loss_fn, budget=budgets[2])
+    assert plans[2].recomputations == planner.plan_of(roomy).recomputations  # of Inductor's, what its backward does
     assert plans[3] == plans[1]
 
 

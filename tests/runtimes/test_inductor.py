@@ -21,7 +21,8 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.plans import planning
-from planner.runtimes.inductor import ATTEMPTS, InductorRuntime, _Search
+from planner.runtimes._code import ATTEMPTS, Attempt, _Search
+from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
 
 
@@ -126,12 +127,12 @@ def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_it
     for attempt in range(ATTEMPTS):
         plan = SimpleNamespace(peak_bytes=limit_bytes, recompute_seconds=2000 - limit_bytes, recomputations={"a": "b"})
         code_bytes = int(700 + slope * (limit_bytes - 1000))
-        search.add(SimpleNamespace(plan=plan), [], code_bytes, budget_bytes)
+        search.add(Attempt(SimpleNamespace(plan=plan), None, code_bytes), budget_bytes)
         if search.is_good_enough:
             break
         limit_bytes = search.next_bytes(attempt)
     assert search.best is not None
-    assert 0 <= budget_bytes - search.best[2] <= 0.03 * budget_bytes
+    assert 0 <= budget_bytes - search.best.needed_bytes <= 0.03 * budget_bytes
 
 
 @pytest.mark.slow

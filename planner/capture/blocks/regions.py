@@ -24,19 +24,22 @@ from planner.capture.gradients import Gradients
 from planner.capture.hugging_face import as_with_data, masking_of
 from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
-from planner.capture.joint_capture import Captures, differentiable_outputs, mode_of
+from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, mode_of, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
 from planner.capture.provenance import kinds_of
 from planner.capture.put_back import put_back
 from planner.capture.random_states import RandomStates
 from planner.capture.storages import Run
-from planner.capture.torch_internals import FakeTensor, call_implementation, other_state
+from planner.capture.torch_internals import Compiler, FakeTensor, aot_backend, call_implementation, other_state
 from planner.capture.trees import leaves_of, mapped, tensors_in
 from planner.capture.unit_calls import UnitCalls
 from planner.errors import CaptureError, UnsupportedModelError
 from planner.ir.graph import Phase
 from planner.ir.layers import find_blocks
 from planner.ir.static_memory import LossMemory
+
+AS_BLOCK: dict[str, Any] = {"choose_outputs": differentiable_outputs, "assume": False, "branches": False}
+"""How the call of a block is captured."""
 
 Lower = Callable[[JointGraph, list[fx.Node]], LoweredGraph]
 """Lowers the graph of a block, of which some placeholders are given by the rest of the step."""
@@ -56,6 +59,8 @@ class Block:
     """The nodes of its results, in the order of their tensors."""
     results: Any
     """What it gave, on fake tensors."""
+    inputs: Inputs
+    """What it was called with, as fake tensors."""
 
     @property
     def passes_gradients_on(self) -> bool:
@@ -132,11 +137,11 @@ class Step:
         found = {path: self.model.get_submodule(path) for path in find_blocks(forward, kinds_of(self.model))}
         return {path: block for path, block in found.items() if any(True for _ in block.parameters())}
 
-    def capture_blocks(self, lower: Lower) -> tuple[dict[str, Block], dict[str, str]]:
-        """Capture every block that can be; give why others cannot, by their paths."""
+    def capture_blocks(self, lower: Lower, compiler: Compiler = aot_backend) -> tuple[dict[str, Block], dict[str, str]]:
+        """Capture every block that can be, as ``compiler`` has it; give why others cannot, by their paths."""
         blocks: dict[str, Block] = {}
         left: dict[str, str] = {}
-        captures = self._captures()
+        captures = self._captures(compiler=compiler)
         for path, calls in self._seen(self.find_blocks()).items():
             try:
                 blocks[path] = self._captured(path, _only(calls), captures, lower)
@@ -144,16 +149,29 @@ class Step:
                 left[path] = str(error)
         return blocks, left
 
-    def _captures(self) -> Captures:
-        return Captures(elsewhere=self.elsewhere, choose_outputs=differentiable_outputs, assume=False, branches=False)
+    def _captures(self, **options: Any) -> Captures:
+        return Captures(elsewhere=self.elsewhere, **AS_BLOCK, **options)
 
     def _captured(self, path: str, call: SeenCall, captures: Captures, lower: Lower) -> Block:
         if call.has_settings:
             raise UnsupportedModelError("it is called under settings of its own (autocast, no_grad)")
-        own = {name: self._fakes[id(tensor)] for name, tensor in state_of(call.module).items()}
+        own = self.state_of(path)
         with other_state(call.module, own):
             joint = captures.of(call.module, call.inputs, call.module.forward)
         return _block(path, joint, own, call.inputs, call.outputs, lower)
+
+    def state_of(self, path: str) -> dict[str, torch.Tensor]:
+        """Return the fake parameters and buffers of a module."""
+        state = state_of(self.model.get_submodule(path))
+        return {name: self._fakes[id(tensor)] for name, tensor in state.items()}
+
+    def compiled(self, block: Block, partition: Partition, compiler: Compiler) -> Any:
+        """Compile a block until something in that raises :class:`Stopped`, and give what this carries."""
+        module = self.model.get_submodule(block.path)
+        with other_state(module, self.state_of(block.path)):
+            return until_stopped(
+                module, block.inputs, partition, implementation=module.forward, compiler=compiler, **AS_BLOCK
+            )
 
     def calls(self) -> dict[str, list[SeenCall]]:
         """Run a forward, and return the calls of every module in it, by its path."""
@@ -345,7 +363,7 @@ def _block(
         raise UnsupportedModelError(f"block {path} returns an object that may hold tensors")
     if any(mutates(n) and n.args[0] in given for n in joint.graph.nodes if n.op == "call_function"):
         raise UnsupportedModelError(f"block {path} overwrites what it is given")
-    return Block(path, lowered, places, given, raw, outputs)
+    return Block(path, lowered, places, given, raw, outputs, inputs)
 
 
 def placeholders_given(joint: JointGraph, own: Iterable[torch.Tensor]) -> list[fx.Node]:

@@ -40,7 +40,13 @@ def put_together(
         builder.shard(units)
     graph = builder.run()
     joint = JointGraph.without_graph(inputs)
-    return LoweredGraph(joint, graph, builder.operation_nodes, fingerprinted=builder.as_written_before(graph))
+    return LoweredGraph(
+        joint,
+        graph,
+        builder.operation_nodes,
+        fingerprinted=builder.as_written_before(graph),
+        parts={block.lowered.joint.graph: block.lowered for block in blocks.values()},
+    )
 
 
 def prefixed(path: str, key: str) -> str:
@@ -179,7 +185,9 @@ class Builder(GraphBuilder[fx.Node]):
                 if v in crossing:
                     value = self._value(crossing[v])
                 else:
-                    value = self.add_value(f"{path}.{inner.name}", inner.size_bytes, kind=inner.kind)
+                    value = self.add_value(
+                        f"{path}.{inner.name}", inner.size_bytes, kind=inner.kind, retained=inner.retained
+                    )
                 self.inside[path, v] = value
                 outputs.append(value)
             self.append(

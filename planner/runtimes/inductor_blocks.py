@@ -1,0 +1,187 @@
+"""Every repeated block compiled by Inductor, forward and backward as planned, and the rest eager.
+
+What ``torch.compile`` of each block is to a training loop, with a plan inside: hooks, and so DDP's and FSDP2's, run
+around blocks, and equal blocks of which the plan asks the same are one piece of code. As under ``inductor`` the peak
+that counts is that of the code, which is drafted before anything is compiled, once for each kind of block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import fx, nn
+
+from planner.capture.blocks.regions import Block, placeholders_given
+from planner.capture.blocks.whole_step import prefixed
+from planner.capture.device import of_model
+from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor
+from planner.capture.inputs import Inputs
+from planner.capture.joint import JointGraph
+from planner.capture.joint_capture import Stopped
+from planner.capture.lowering import LoweredGraph
+from planner.capture.torch_internals import PartitionFunction
+from planner.ir.graph import OperationCost
+from planner.ir.schedule import Schedule
+from planner.ir.simulator import simulate
+from planner.measure.workspace import effort_for
+from planner.plans.plan import Plan
+from planner.rewrite.block_code import with_code
+from planner.rewrite.graphs import extract_fwd_bwd
+from planner.runtimes import Running
+from planner.runtimes._code import Attempt, DraftedBeforeError, Limit, alone, as_compiled, fitting, given_plan, within
+from planner.runtimes.inductor import check_can_compile
+from planner.runtimes.regional import (
+    BLOCK_BYTES,
+    Around,
+    PlannedBlock,
+    Regional,
+    RegionalRuntime,
+    bytes_alone,
+    decisions_on,
+    lowering,
+    part_of,
+)
+from planner.session.step import Options, PlannedStep, plan_lowered, study_lowered
+
+_FREE = OperationCost(seconds=0.0)
+
+
+class CompiledBlock(PlannedBlock):
+    """A block as Inductor compiles it."""
+
+    def parted(
+        self, lowered: LoweredGraph, given: Sequence[fx.Node], schedule: Schedule
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and backward that carry out the block's part of the plan."""
+        self._captured = lowered, given
+        return extract_fwd_bwd(lowered, schedule)
+
+    def compiler(self, partition: PartitionFunction) -> Any:
+        """Return a backend that drafts the code, counts what it holds, and compiles it."""
+        return partial(self._compiled, partition)
+
+    def _compiled(self, partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> Any:
+        drafts = draft_with_inductor(partition, graph_module, inputs)
+        lowered, given = self._captured
+        code = with_code(lowered, given, drafts, [_FREE] * len(lowered.graph.operations), effort_for(self._block))
+        self.hold(bytes_alone(code.graph, Schedule.keep_all(code.graph)))
+        run = compile_with_inductor(partition, graph_module, inputs, drafts)
+        del self._captured  # it has what the block was called with
+        return run
+
+
+class CompiledBlocksRuntime(RegionalRuntime):
+    """What ``model(...)`` runs while a plan is in force."""
+
+    @property
+    def kind(self) -> type[PlannedBlock]:
+        """Return what runs a block."""
+        return CompiledBlock
+
+    def plan_call(self, inputs: Inputs, options: Options) -> Plan:
+        """Plan a call by the runtime itself."""
+        return RUNTIME.plan(self.model, inputs, options, reuse=self.plan, must_match=self.must_match)
+
+
+class _Code:
+    """What the code of a step's blocks holds, drafted once for each kind of block."""
+
+    def __init__(self, model: nn.Module, around: Around, options: Options) -> None:
+        self._model, self._around = model, around
+        self._lower = lowering(model, options)
+        self._tell = options.search.tell
+        self._known: dict[Any, LoweredGraph] = {}
+
+    def held_by(self, step: PlannedStep) -> tuple[int, int]:
+        """Return the peak of a planned step, and what its blocks hold, each alone, added up."""
+        costs = {o.key: cost for o, cost in zip(step.study.graph.operations, step.study.costs, strict=True)}
+        blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._around.blocks.items()}
+        graph = self._around.put_together(blocks).graph
+        around = [_FREE if o.region else costs[o.key] for o in graph.operations]
+        peak_bytes = simulate(graph, around, Schedule.keep_all(graph)).peak_bytes
+        each = (block.lowered.graph for block in blocks.values())
+        return graph.total_static_bytes + peak_bytes, sum(bytes_alone(g, Schedule.keep_all(g)) for g in each)
+
+    def _compiled(self, block: Block, plan: Plan, costs: dict[str, OperationCost]) -> Block:
+        """Return a block with its code in place of its operations."""
+        lowered = block.lowered
+        key = lowered.joint.graph, decisions_on(plan, block.path)
+        if key not in self._known:
+            self._tell(f"drafting Inductor's code of {block.path}")
+            of_block = [costs.get(prefixed(block.path, o.key), _FREE) for o in lowered.graph.operations]
+            self._known[key] = self._drafted(block, plan, of_block)
+        code = self._known[key]
+        return replace(block, lowered=replace(lowered, graph=code.graph, operation_nodes=code.operation_nodes))
+
+    def _drafted(self, block: Block, plan: Plan, costs: Sequence[OperationCost]) -> LoweredGraph:
+        step = self._around.followed
+        own = step.state_of(block.path).values()
+        parted: list[tuple[LoweredGraph, Sequence[fx.Node]]] = []
+
+        def partition(joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+            given = placeholders_given(joint, own)
+            lowered = self._lower(joint, given)
+            parted.append((lowered, given))
+            return extract_fwd_bwd(lowered, part_of(plan, block.path, lowered.graph))
+
+        def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> Any:
+            raise Stopped(draft_with_inductor(partition, graph_module, inputs))
+
+        drafts: list[Draft] = step.compiled(block, partition, lambda p: partial(drafted, p))
+        return with_code(*parted[-1], drafts, costs, effort_for(self._model))
+
+
+class _InductorBlocks(Regional):
+    calls = CompiledBlocksRuntime
+    name = "inductor_blocks"
+    summary = "every repeated block compiled by Inductor, the rest eager: for DDP and FSDP2"
+    tolerance = 1e-4
+    exact_peak = False
+
+    @staticmethod
+    def compiler(partition: PartitionFunction) -> Any:
+        """Return what makes of a block the graph that Inductor compiles."""
+        return partial(draft_with_inductor, partition)
+
+    def plan(
+        self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
+    ) -> Plan:
+        check_can_compile(model, options)
+        return super().plan(model, inputs, options, reuse=reuse, must_match=must_match)
+
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
+        if of_model(model).type != "meta":  # where it will be is known at its first call
+            check_can_compile(model, options)
+        return super().start(model, options, **settings)
+
+    def plan_around(
+        self, model: nn.Module, around: Around, options: Options, *, reuse: Plan | None, must_match: bool
+    ) -> Plan:
+        """Plan a step by what the code of its blocks holds."""
+        code = _Code(model, around, options)
+        study = study_lowered(model, around.lowered, options)
+        plan = partial(plan_lowered, model, around.lowered, study=study)
+        tried: list[Schedule] = []
+
+        def attempt(limit: Limit | None) -> Attempt[int]:
+            if must_match:
+                step = given_plan(plan, options, reuse)
+            elif limit is None:
+                step = plan(alone(options), reuse=reuse)
+            else:
+                step = within(limit, plan, options)
+            if step.schedule in tried:
+                raise DraftedBeforeError
+            tried.append(step.schedule)
+            needed_bytes, alone_bytes = code.held_by(step)
+            return Attempt(step, alone_bytes, needed_bytes)
+
+        found = fitting(attempt, options.search.tell, must_match=must_match)
+        made = as_compiled(found, (alone(options) if must_match else options).search).plan
+        return replace(made, fingerprint={**made.fingerprint, BLOCK_BYTES: found.code})
+
+
+RUNTIME = _InductorBlocks()
