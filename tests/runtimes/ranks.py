@@ -220,11 +220,11 @@ def compiled_blocks(rank: int) -> dict[str, Any]:
 
 
 def _compiled_blocks(rank: int, way: str) -> dict[str, Any]:
-    x, plain = data(rank).double(), distributed(make().double(), way)
-    step(plain, x)
+    plain = distributed(make().double(), way)
+    step(plain, data(rank).double())
     expected = gradients(plain)
     del plain
-    others, model = live(), make().double()
+    others, model, x = live(), make().double(), data(rank).double()
     for block in model.blocks:
         block.compile()
     planner.auto_wrap(model, activation_budget="66%", time_limit_seconds=1.0, deterministic=True)

@@ -19,7 +19,7 @@ RANKS = range(2)
 
 
 SCENARIOS = (
-    "ddp,fsdp2,mixed_precision,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,fails_on_rank_0,"
+    "ddp,fsdp2,compiled_blocks,mixed_precision,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,fails_on_rank_0,"
     "fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,1f1b,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
