@@ -7,6 +7,7 @@ it allocates and frees, and then, where that keeps the budget, for the code with
 from __future__ import annotations
 
 import importlib.util
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -156,10 +157,12 @@ def _compile_with_inductor(
     what is compiled. Random operations stay those of eager: Inductor's own draw from a seed and a place in a
     kernel, and are not what the recompute of a partition of ours would replay. Kernels are fused only where the
     others keep the plan's order (:func:`_keeps_the_order`). That is asked first, since Inductor takes long to find out
-    what else stands against it.
+    what else stands against it. A product and a sum that reads it are one call only where nothing that the plan has in
+    between would wait (:func:`_is_far_from`).
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.fx_passes import post_grad
     from torch._inductor.scheduler import Scheduler
 
     class Partitioner(CustomPartitionerFn):
@@ -175,8 +178,16 @@ def _compile_with_inductor(
         keeps = _keeps_the_order(scheduler, first, second)
         return keeps and bool(may_fuse(scheduler, first, second, *arguments, **options))
 
+    prefers_apart = post_grad.should_prefer_unfused_addmm
+
+    def apart(match: Any) -> bool:
+        return _is_far_from(match.nodes) or bool(prefers_apart(match))
+
     def with_our_fusions(*arguments: Any, **options: Any) -> Any:
-        with patch.object(Scheduler, "can_fuse", in_order):
+        with (
+            patch.object(Scheduler, "can_fuse", in_order),
+            patch.object(post_grad, "should_prefer_unfused_addmm", apart),
+        ):
             return compile_one(compile_fx_inner, *arguments, **options)
 
     settings = {**_SETTINGS, **(more or {}), "custom_partitioner_fn": Partitioner()}
@@ -212,6 +223,27 @@ def _keeps_the_order(scheduler: Any, first: Any, second: Any) -> bool:
     sizes = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in kept]
     read = [scheduler.name_to_buf[name].node.get_layout().storage_size() for name in made]
     return bool(_SMALL * sum(sizes) <= sum(read))
+
+
+def _is_far_from(nodes: Sequence[fx.Node]) -> bool:
+    """Whether library calls lie between the nodes of a match, a product and the sum that reads it.
+
+    The one call for both takes the place of the sum, and what the product reads would wait for it: the gradient of a
+    head whose weight is the embedding's, too, would be made at the end of the backward, and logits wait till then.
+    """
+    between = min(nodes).next
+    while between is not max(nodes):
+        if _calls_a_library(between):
+            return True
+        between = between.next
+    return False
+
+
+def _calls_a_library(node: fx.Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem or is_in_a_kernel_of_inductors(node):
+        return False
+    return not (isinstance(target, OpOverload) and target.is_view)
 
 
 def _library_calls(scheduler: Any) -> list[Any]:

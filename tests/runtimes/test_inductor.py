@@ -241,6 +241,31 @@ def test_kernels_become_one_only_where_the_plan_keeps_its_order(monkeypatch: pyt
     assert may_join == {"near", "small", "leaves"}
 
 
+class Tied(nn.Module):
+    """A head whose weight may be the table of tokens, above a layer that is as large as its logits."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.table, self.rise, self.fall = nn.Embedding(2000, 16), nn.Linear(16, 4096), nn.Linear(4096, 16)
+        self.head = nn.Linear(16, 2000, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.fall(self.rise(self.table(tokens)).relu()))
+        return F.cross_entropy(logits, tokens)
+
+
+def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
+    """The gradients of both uses of a tied weight became one call, after all else: the logits' gradient waited."""
+    tokens = torch.arange(256)
+    tied, untied = (
+        planner.plan(Tied(tied=tied), tokens, budget="1GiB", runtime="inductor", compare=False, cost_model="roofline")
+        for tied in (True, False)
+    )
+    assert tied.peak_bytes - tied.total_static_bytes <= untied.peak_bytes - untied.total_static_bytes
+
+
 def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):
     def altered(*arguments: object) -> list[Draft]:
         return [replace(draft, source=f"{draft.source}\n") for draft in draft_with_inductor(*arguments)]
