@@ -51,7 +51,8 @@ class OperationCost:
     seconds : float
         Time of one run.
     workspace_bytes : int
-        What the kernel allocates beyond its outputs and frees before it returns.
+        What the kernel allocates beyond its outputs and frees before it returns; negative where it writes an output
+        over an input that nobody reads afterwards.
     """
 
     seconds: float

@@ -7,7 +7,6 @@ it allocates and frees, and then, where that keeps the budget, for the code with
 from __future__ import annotations
 
 import importlib.util
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,7 +18,8 @@ import torch
 import torch._functorch.config
 from torch import fx
 
-from planner.capture.torch_internals import OUTSIDE_AUTOCAST, OpOverload, PartitionFunction
+from planner.capture.inductor_order_internals import Placement, must_stay_apart, placement
+from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 
@@ -88,19 +88,6 @@ def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[st
     return run  # type: ignore[no-any-return]
 
 
-def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
-    """Whether Inductor writes what a node computes itself, so that the kernel that eager has for it never runs."""
-    from torch._inductor import lowering
-
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if target.namespace != "prims" and not {torch.Tag.pointwise, torch.Tag.reduction}.intersection(target.tags):
-        return False
-    is_written = target in lowering.lowerings and target not in lowering.fallbacks
-    return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
-
-
 def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> list[Draft]:
     """Let Inductor write forward and backward, and load them without kernels, so that no compiler is called."""
     from torch._inductor.codecache import PyCodeCache
@@ -157,13 +144,16 @@ def _compile_with_inductor(
     what is compiled. Random operations stay those of eager: Inductor's own draw from a seed and a place in a
     kernel, and are not what the recompute of a partition of ours would replay. Kernels are fused only where the
     others keep the plan's order (:func:`_keeps_the_order`). That is asked first, since Inductor takes long to find out
-    what else stands against it. A product and a sum that reads it are one call only where nothing that the plan has in
-    between would wait (:func:`_is_far_from`).
+    what else stands against it. What would be computed later than planned, and holds more until then, stays where it is
+    (:mod:`planner.capture.inductor_order_internals`).
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.fx_passes import post_grad
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import StorageBox
     from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -178,15 +168,31 @@ def _compile_with_inductor(
         keeps = _keeps_the_order(scheduler, first, second)
         return keeps and bool(may_fuse(scheduler, first, second, *arguments, **options))
 
-    prefers_apart = post_grad.should_prefer_unfused_addmm
+    prefers_apart: Any = post_grad.should_prefer_unfused_addmm
 
     def apart(match: Any) -> bool:
-        return _is_far_from(match.nodes) or bool(prefers_apart(match))
+        total = match.output_node()
+        (product,) = (node for node in match.nodes if node is not total)
+        return must_stay_apart(product, total) or bool(prefers_apart(match))
+
+    lower_node, should_store = GraphLowering.run_node, StorageBox.should_realize_on_reuse
+
+    def placed(lowering: Any, node: fx.Node) -> Any:
+        result: Any = lower_node(lowering, node)
+        if node in _placement_in(lowering).stored:
+            result.realize()
+        return result
+
+    def stored_for_readers(box: Any, *arguments: Any, **options: Any) -> bool:
+        is_inlined = V.graph.current_node in _placement_in(V.graph).inlined
+        return not is_inlined and bool(should_store(box, *arguments, **options))
 
     def with_our_fusions(*arguments: Any, **options: Any) -> Any:
         with (
             patch.object(Scheduler, "can_fuse", in_order),
             patch.object(post_grad, "should_prefer_unfused_addmm", apart),
+            patch.object(GraphLowering, "run_node", placed),
+            patch.object(StorageBox, "should_realize_on_reuse", stored_for_readers),
         ):
             return compile_one(compile_fx_inner, *arguments, **options)
 
@@ -225,25 +231,12 @@ def _keeps_the_order(scheduler: Any, first: Any, second: Any) -> bool:
     return bool(_SMALL * sum(sizes) <= sum(read))
 
 
-def _is_far_from(nodes: Sequence[fx.Node]) -> bool:
-    """Whether library calls lie between the nodes of a match, a product and the sum that reads it.
-
-    The one call for both takes the place of the sum, and what the product reads would wait for it: the gradient of a
-    head whose weight is the embedding's, too, would be made at the end of the backward, and logits wait till then.
-    """
-    between = min(nodes).next
-    while between is not max(nodes):
-        if _calls_a_library(between):
-            return True
-        between = between.next
-    return False
-
-
-def _calls_a_library(node: fx.Node) -> bool:
-    target = node.target
-    if node.op != "call_function" or target is operator.getitem or is_in_a_kernel_of_inductors(node):
-        return False
-    return not (isinstance(target, OpOverload) and target.is_view)
+def _placement_in(lowering: Any) -> Placement:
+    """Return where a graph that is lowered is to have its elementwise nodes."""
+    known: Placement | None = vars(lowering).get("_placement")
+    if known is None:
+        known = lowering._placement = placement(lowering.module.graph)
+    return known
 
 
 def _library_calls(scheduler: Any) -> list[Any]:

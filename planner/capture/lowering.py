@@ -20,7 +20,7 @@ from planner.capture import operands, provenance
 from planner.capture.autograd_accumulation import gradient_copies
 from planner.capture.common_subexpressions import COMPUTED_AGAIN
 from planner.capture.dropout import kernel_of
-from planner.capture.inductor_internals import is_in_a_kernel_of_inductors
+from planner.capture.inductor_order_internals import is_in_a_kernel_of_inductors
 from planner.capture.joint import (
     JointGraph,
     ancestors,
@@ -74,6 +74,11 @@ class LoweredGraph:
     def called(self, node: fx.Node) -> Any:
         """Return what a step calls for a node: its operator, or where code is written for it what does the same."""
         return node.target if self.is_eager or self.part_of(node).joint.functional else kernel_of(node)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether Inductor compiles it, or the blocks that it is put together of."""
+        return any(each.joint.functional for each in (self, *self.parts.values()))
 
     def is_written_by_inductor(self, node: fx.Node) -> bool:
         """Whether a node is computed inside a kernel that Inductor writes, and not by an operator's own."""

@@ -102,7 +102,17 @@ def joined(
     if like is not None and like.over == joining.over:
         made = replace(like.graph, values=tuple(graph.values[u] for u in like.values), static_bytes=graph.static_bytes)
         return replace(like, graph=made, single_costs=tuple(costs))
-    return replace(_Joined(graph, joining.parts, joining.over).made(), single_costs=tuple(costs))
+    taken_by = {value: graph.operations[index].outputs[0] for index, value in joining.over.items()}
+    found = written_anew(graph, joining.parts, taken_by)
+    return replace(found, over=joining.over, single_costs=tuple(costs))
+
+
+def written_anew(graph: TrainingGraph, parts: Sequence[Sequence[int]], taken_by: Mapping[int, int]) -> InPlace:
+    """Return a graph of joined operations, in the order of ``parts``, of which some are empty.
+
+    ``taken_by`` names for each value that is no longer there the one that stands for it.
+    """
+    return _Joined(graph, parts, taken_by).made()
 
 
 class _Joining:
@@ -149,10 +159,9 @@ class _Joining:
 class _Joined:
     """Writes the graph anew, its values numbered without those whose place others take."""
 
-    def __init__(self, graph: TrainingGraph, parts: Sequence[Sequence[int]], over: Mapping[int, int]) -> None:
-        self.graph, self.over = graph, over
+    def __init__(self, graph: TrainingGraph, parts: Sequence[Sequence[int]], taken_by: Mapping[int, int]) -> None:
+        self.graph, self.taken_by = graph, taken_by
         self.parts = tuple(tuple(each) for each in parts if each)
-        self.taken_by = {value: graph.operations[index].outputs[0] for index, value in over.items()}
         self.values = tuple(u for u in range(len(graph.values)) if u not in self.taken_by)
         self.number = {u: number for number, u in enumerate(self.values)}
 
@@ -163,7 +172,7 @@ class _Joined:
             values=tuple(self.graph.values[u] for u in self.values),
             runs_after=self._runs_after(),
         )
-        return InPlace(graph=graph, parts=self.parts, values=self.values, over=self.over)
+        return InPlace(graph=graph, parts=self.parts, values=self.values, over={})
 
     def _runs_after(self) -> dict[int, tuple[int, ...]] | None:
         if self.graph.runs_after is None:
@@ -176,10 +185,10 @@ class _Joined:
 
     def _operation(self, parts: Sequence[int]) -> Operation:
         first, *rest = (self.graph.operations[index] for index in parts)
-        outputs = tuple(map(self._new, first.outputs))
+        every = (first, *rest)
+        outputs = tuple(dict.fromkeys(self._new(u) for operation in every for u in operation.outputs))
         if not rest:
             return replace(first, inputs=tuple(self.number[u] for u in first.inputs), outputs=outputs)
-        every = (first, *rest)
         return replace(
             first,
             inputs=tuple(self._read(every)),

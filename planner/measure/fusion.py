@@ -15,7 +15,9 @@ from cost_models.roofline import RooflineCosts
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.trees import tensors_in
-from planner.ir.graph import OperationCost
+from planner.ir.fused import fused
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
+from planner.ir.in_place import InPlace
 
 _PLAIN = ("aten.add.Tensor", "aten.mul.Tensor")
 
@@ -24,6 +26,37 @@ def written_by_inductor(lowered: LoweredGraph) -> frozenset[int]:
     """Return the operations, by index, that Inductor writes itself; none where it does not compile the graph."""
     nodes = enumerate(lowered.operation_nodes)
     return frozenset(index for index, node in nodes if node is not None and lowered.is_written_by_inductor(node))
+
+
+def in_kernels(lowered: LoweredGraph) -> InPlace:
+    """Return a step in which what Inductor computes inside one kernel is one operation."""
+    return fused(lowered.graph, written_by_inductor(lowered))
+
+
+def results_over_inputs(
+    lowered: LoweredGraph, found: InPlace, costs: Sequence[OperationCost]
+) -> tuple[OperationCost, ...]:
+    """Return costs of kernels that count a result once with the input in whose place Inductor writes it."""
+    written, graph = written_by_inductor(lowered), found.graph
+    made = list(costs)
+    for index, parts in enumerate(found.parts):
+        if parts[-1] not in written:
+            continue
+        free = [value for value in graph.operations[index].inputs if _is_free_after(graph, index, value)]
+        for output in graph.operations[index].outputs:
+            size_bytes = graph.values[output].size_bytes
+            place = next((value for value in free if graph.values[value].size_bytes == size_bytes), None)
+            if place is not None:
+                free.remove(place)
+                made[index] = replace(made[index], workspace_bytes=made[index].workspace_bytes - size_bytes)
+    return tuple(made)
+
+
+def _is_free_after(graph: TrainingGraph, index: int, value: int) -> bool:
+    if graph.values[value].retained or graph.readers[value][-1] != index:
+        return False
+    phases = {graph.operations[reader].phase for reader in graph.readers[value]}
+    return graph.operations[index].phase is Phase.BACKWARD or phases == {Phase.FORWARD}
 
 
 def yardstick_of(lowered: LoweredGraph, written: frozenset[int]) -> int | None:

@@ -224,7 +224,7 @@ def simulate_reserved(
         for position, index in enumerate(schedule.order):
             for number in born[position]:
                 handles[number] = allocator.allocate(size_bytes[number])
-            if workspace_bytes := costs[index].workspace_bytes:
+            if (workspace_bytes := costs[index].workspace_bytes) > 0:
                 allocator.free(allocator.allocate(workspace_bytes))
             for number in died[position]:
                 allocator.free(handles[number])
@@ -272,7 +272,7 @@ def simulate_graph_pool(
     for position, index in enumerate(schedule.order):
         for number in born[position]:
             handles[number] = allocator.allocate(graph.values[copies[number].value].size_bytes)
-        if index != loss and (workspace_bytes := costs[index].workspace_bytes):
+        if index != loss and (workspace_bytes := costs[index].workspace_bytes) > 0:
             allocator.free(allocator.allocate(workspace_bytes))
         for number in died[position]:
             allocator.free(handles[number])

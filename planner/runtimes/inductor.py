@@ -74,8 +74,8 @@ class InductorRuntime(GraphRuntime):
             reuse = self._plans.nearest(self._elements(joint))
             self.step = plan_step(self.model, joint, alone(self.options), reuse=reuse)
         else:
-            known = self.step.study if self.step is not None else None
-            self.step = within(self._limit, partial(plan_step, self.model, joint, known=known), self.options)
+            known = partial(plan_step, self.model, joint, known=self.step)
+            self.step = within(self._limit, known, self.options)
             if self.step.schedule in self._tried:
                 raise Stopped(self.step)  # it has been drafted
         self._tried.append(self.step.schedule)
@@ -128,7 +128,9 @@ class InductorRuntime(GraphRuntime):
         forward, backward = drafts
         loss = self.options.loss or LossMemory()
         effort = effort_for(self.model)
-        peak_bytes = peak_of_drafts(forward, backward, step.lowered, step.costs, loss, effort)
+        assert step.study.in_place is not None
+        costs = step.study.in_place.single_costs
+        peak_bytes = peak_of_drafts(forward, backward, step.lowered, costs, loss, effort)
         return step.lowered.graph.total_static_bytes + peak_bytes
 
 

@@ -56,6 +56,7 @@ from planner.ir.static_memory import SHARDS, TENSOR_PARALLEL, LossMemory, Static
 from planner.measure import loss
 from planner.measure.costing import SECONDS_TO_MEASURE, Costing, cost_step, with_writing_over
 from planner.measure.devices import device_spec
+from planner.measure.fusion import in_kernels, results_over_inputs
 from planner.measure.resident import Blocks, static_memory
 from planner.plans.plan import Plan, PlanOrigin
 from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_over
@@ -257,12 +258,19 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     """Cost a lowered step, and say where it comes from."""
     begun = time.perf_counter()
     costing = cost(model, step.lowered, step.spec, options)
-    in_place = joined(step.lowered.graph, step.may_overwrite, costing.costs)
     costs = costing.costs
+    is_compiled = step.lowered.is_compiled
+    if is_compiled:  # Inductor writes kernels, and in place by itself
+        in_place = in_kernels(step.lowered)
+    else:
+        in_place = joined(step.lowered.graph, step.may_overwrite, costs)
     if options.target.profile is None:
         with outside_tracing():
             costs = with_writing_over(model, step.lowered, in_place.over, costing, step.spec)
-    single, planned = Costed(step.lowered.graph, costs), Costed(in_place.graph, in_place.costs(costs))
+    joined_costs = in_place.costs(costs)
+    if is_compiled:
+        joined_costs = results_over_inputs(step.lowered, in_place, joined_costs)
+    single, planned = Costed(step.lowered.graph, costs), Costed(in_place.graph, joined_costs)
     return Study(
         graph=planned.graph,
         costs=planned.costs,

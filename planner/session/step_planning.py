@@ -41,12 +41,12 @@ def plan_step(
     *,
     reuse: Plan | None = None,
     must_match: bool = False,
-    known: Study | None = None,
+    known: PlannedStep | None = None,
 ) -> PlannedStep:
     """Plan a captured step, or take over a plan, whose step is then in as many chunks; see :func:`plan_study`.
 
-    A study that is ``known`` of an equal step, captured and costed under the same options but for the budget, stands
-    for one of this step.
+    The study of a ``known`` step, captured and costed under the same options but for the budget, stands for one of
+    this step if that is equal.
     """
     step = whole = lower_as_run(model, joint, options)
     if reuse is not None:
@@ -57,7 +57,7 @@ def plan_step(
                 options = _in_bytes(options, study_lowered(model, whole, options))
             step = chunked(model, whole, chunks, options, region)
         return plan_lowered(model, step, options, reuse=reuse, must_match=must_match)
-    study = known if known is not None and known.graph == whole.lowered.graph else None
+    study = known.study if known is not None and known.lowered.graph == whole.lowered.graph else None
     if options.chunk == 1:
         return plan_lowered(model, whole, options, study=study)
     study = study or study_lowered(model, whole, options)

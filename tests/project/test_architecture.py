@@ -24,6 +24,7 @@ PRIVATE_TORCH = {
     "planner.capture.fake_internals",
     "planner.capture.fsdp_internals",
     "planner.capture.inductor_internals",
+    "planner.capture.inductor_order_internals",
     "planner.capture.module_internals",
     "planner.capture.pipelining_internals",
     "planner.capture.torch_internals",

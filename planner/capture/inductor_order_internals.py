@@ -1,0 +1,156 @@
+"""Keeps Inductor from computing later than planned what then holds more memory.
+
+Inductor writes an elementwise operation into whatever reads it, and makes one call of a product and a sum that reads
+it. Both move what is computed to its reader. Where the plan has library calls in between, all that it reads waits
+meanwhile, and its result is not there: that is allowed where it holds no more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import fx
+
+from planner.capture.torch_internals import OpOverload
+from planner.capture.trees import tensors_in
+
+_PLACES_AND_CONSTANTS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "arange", "cat", "constant_pad_nd", "copy", "embedding", "empty", "expand", "full", "gather", "index",
+        "scalar_tensor", "select_scatter", "slice_scatter",
+    )
+}  # fmt: skip
+"""What torch tags neither as elementwise nor as a reduction, and Inductor writes as it does those."""
+
+_LITTLE = 8
+"""What a node is made of is little if the node is so many times as large."""
+
+
+def is_in_a_kernel_of_inductors(node: fx.Node) -> bool:
+    """Whether Inductor writes what a node computes itself, so that the kernel that eager has for it never runs."""
+    from torch._inductor import lowering
+
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    is_tagged = target.namespace == "prims" or {torch.Tag.pointwise, torch.Tag.reduction}.intersection(target.tags)
+    if not is_tagged and target.overloadpacket not in _PLACES_AND_CONSTANTS:
+        return False
+    is_written = target in lowering.lowerings and target not in lowering.fallbacks
+    return is_written and not lowering.fallback_node_due_to_unsupported_type(node)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which elementwise nodes are to be in memory where a graph has them, and which are not."""
+
+    stored: frozenset[fx.Node]
+    """What they are made of would be in memory till the last of their readers, and is more."""
+    inlined: frozenset[fx.Node]
+    """They are made of little: each reader computes them itself."""
+
+
+def placement(graph: fx.Graph) -> Placement:
+    """Say what becomes of the elementwise nodes of a graph that Inductor compiles, in O(nodes + reads)."""
+    order = _Order(graph)
+    return Placement(stored=frozenset(order.stored), inlined=frozenset(order.inlined))
+
+
+def must_stay_apart(product: fx.Node, total: fx.Node) -> bool:
+    """Whether a product that is computed in one call with the sum that reads it would hold more until then."""
+    order = _Order(product.graph)
+    return order.is_far(product, total) and _size_bytes(product) < order.waiting_bytes(product, total)
+
+
+class _Order:
+    """The order of a graph's nodes, and until when what they make is read."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = list(graph.nodes)
+        self._at = {node: position for position, node in enumerate(nodes)}
+        self._calls = [0, *accumulate(map(_calls_a_library, nodes))]
+        self._readers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+        for node in nodes:
+            if not _is_view(node):
+                for source in node.all_input_nodes:
+                    self._readers[_owner(source)].append(node)
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.stored: set[fx.Node] = set()
+        self.inlined: set[fx.Node] = set()
+        for node in nodes:
+            if not _is_view(node):
+                self._place(node)
+
+    def is_far(self, earlier: fx.Node, later: fx.Node) -> bool:
+        """Whether library calls lie between two nodes."""
+        return self._calls[self._at[later]] > self._calls[self._at[earlier] + 1]
+
+    def waiting_bytes(self, node: fx.Node, reader: fx.Node) -> int:
+        """Count what would wait in memory if a node were computed where one reads it, and nobody else does."""
+        sources = frozenset[fx.Node]().union(*(self._sources[_owner(source)] for source in node.all_input_nodes))
+        return self._waiting_bytes(sources, reader)
+
+    def _waiting_bytes(self, sources: Collection[fx.Node], reader: fx.Node) -> int:
+        return sum(_size_bytes(source) for source in sources if self._is_free_before(reader, source))
+
+    def _is_free_before(self, node: fx.Node, source: fx.Node) -> bool:
+        readers = self._readers[source]
+        return not _is_resident(source) and all(self._at[reader] < self._at[node] for reader in readers)
+
+    def _place(self, node: fx.Node) -> None:
+        """Note from which memory a node is computed, and whether its own is to be part of that."""
+        readers = self._readers[node]
+        own = frozenset([node])
+        self._sources[node] = own
+        if (
+            not is_in_a_kernel_of_inductors(node)
+            or _reduces(node)
+            or not all(map(is_in_a_kernel_of_inductors, readers))
+        ):
+            return  # it is in memory anyway
+        sources = frozenset[fx.Node]().union(*(self._sources[_owner(source)] for source in node.all_input_nodes))
+        size_bytes = _size_bytes(node)
+        last = max(readers, key=self._at.__getitem__, default=node)
+        if self.is_far(node, last) and size_bytes < self._waiting_bytes(sources, last):
+            self.stored.add(node)
+            return
+        if _LITTLE * sum(map(_size_bytes, sources)) <= size_bytes:
+            self.inlined.add(node)
+        self._sources[node] = sources
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Return the node that makes the memory that a node looks at."""
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.is_view and bool(node.all_input_nodes)
+
+
+def _reduces(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.reduction in node.target.tags
+
+
+def _is_resident(node: fx.Node) -> bool:
+    """Whether memory is the caller's: AOTAutograd calls what a step is given so, in forward and backward."""
+    return node.op == "get_attr" or (node.op == "placeholder" and node.name.startswith("primals"))
+
+
+def _calls_a_library(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    return not _is_view(node) and not is_in_a_kernel_of_inductors(node)
+
+
+def _size_bytes(node: fx.Node) -> int:
+    """Count what a node makes; what has no fixed size, such as a random state, is small."""
+    sizes = (tensor.nbytes for tensor in tensors_in(node.meta.get("val")))
+    return sum(size for size in sizes if isinstance(size, int))
