@@ -80,6 +80,11 @@ ACTIVATION_SIZES: dict[str, dict[str, Any]] = {
     "bart": {"count": 8, "dropout": 0.0},
     "mixtral-small": {"count": 16},
     "qwen2-moe": {"count": 8},
+    "unet": {"batch_size": 8},
+    "convnext-tiny": {"batch_size": 12},
+    "diffusion-unet": {"batch_size": 12},
+    "vit-b16": {"batch_size": 12},
+    "t5-base": {"batch_size": 4, "layers": 2, "seq_len": 320},
 }
 """Sizes of :data:`CASES` at which gradients, which no plan can make smaller, are a small part of the peak."""
 
