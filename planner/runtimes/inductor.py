@@ -160,11 +160,13 @@ class _Inductor(StartsCalls):
 def check_can_compile(model: nn.Module, options: Options) -> None:
     """Raise a RuntimeUnsupportedError where there is no compiler, or where code is for a device that is not here."""
     if missing := missing_compiler(of_model(model)):
-        raise RuntimeUnsupportedError(f"runtime {options.runtime!r} needs {missing}: install it, or choose another runtime")
+        raise RuntimeUnsupportedError(
+            f"runtime {options.runtime!r} needs {missing}: install it, or choose another runtime"
+        )
     if elsewhere_for(model, options) is not None:
         raise RuntimeUnsupportedError(
-            f"runtime {options.runtime!r} plans by the code for the device that the model is on, {of_model(model)}, and "
-            f"not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
+            f"runtime {options.runtime!r} plans by the code for the device that the model is on, {of_model(model)}, "
+            f"and not for {options.target.device}: choose runtime 'graph' to plan for a GPU that is not here"
         )
 
 

@@ -26,6 +26,7 @@ from planner.capture.torch_internals import PartitionFunction
 from planner.ir.graph import OperationCost
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
+from planner.measure.fusion import in_kernels
 from planner.measure.workspace import effort_for
 from planner.plans.plan import Plan
 from planner.rewrite.block_code import with_code
@@ -49,15 +50,19 @@ from planner.session.step import Options, PlannedStep, plan_lowered, study_lower
 _FREE = OperationCost(seconds=0.0)
 
 
+def _carrying_out(plan: Plan, path: str, lowered: LoweredGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return the forward and backward of a block, of which a plan sees each kernel as one operation."""
+    kernels = in_kernels(lowered)
+    return extract_fwd_bwd(lowered, kernels.carried_out(part_of(plan, path, kernels.graph)))
+
+
 class CompiledBlock(PlannedBlock):
     """A block as Inductor compiles it."""
 
-    def parted(
-        self, lowered: LoweredGraph, given: Sequence[fx.Node], schedule: Schedule
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def parted(self, lowered: LoweredGraph, given: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward that carry out the block's part of the plan."""
         self._captured = lowered, given
-        return extract_fwd_bwd(lowered, schedule)
+        return _carrying_out(self.planned.plan, self.path, lowered)
 
     def compiler(self, partition: PartitionFunction) -> Any:
         """Return a backend that drafts the code, counts what it holds, and compiles it."""
@@ -97,7 +102,9 @@ class _Code:
 
     def held_by(self, step: PlannedStep) -> tuple[int, int]:
         """Return the peak of a planned step, and what its blocks hold, each alone, added up."""
-        costs = {o.key: cost for o, cost in zip(step.study.graph.operations, step.study.costs, strict=True)}
+        assert step.study.in_place is not None
+        single_costs = step.study.in_place.single_costs
+        costs = {o.key: cost for o, cost in zip(step.lowered.graph.operations, single_costs, strict=True)}
         blocks = {path: self._compiled(block, step.plan, costs) for path, block in self._around.blocks.items()}
         graph = self._around.put_together(blocks).graph
         around = [_FREE if o.region else costs[o.key] for o in graph.operations]
@@ -125,7 +132,7 @@ class _Code:
             given = placeholders_given(joint, own)
             lowered = self._lower(joint, given)
             parted.append((lowered, given))
-            return extract_fwd_bwd(lowered, part_of(plan, block.path, lowered.graph))
+            return _carrying_out(plan, block.path, lowered)
 
         def drafted(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> Any:
             raise Stopped(draft_with_inductor(partition, graph_module, inputs))

@@ -164,13 +164,13 @@ class _PlannedPart(PlannedBlock):
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         unlike = self._parts.unlike
-        if self._path in self._parts.ran:
-            unlike[self._path] = "is called more than once"
+        if self.path in self._parts.ran:
+            unlike[self.path] = "is called more than once"
             return self._forward(*args, **kwargs)
-        self._parts.ran.add(self._path)
-        given = _as_planned(Inputs(args, kwargs), self._parts.given[self._path])
+        self._parts.ran.add(self.path)
+        given = _as_planned(Inputs(args, kwargs), self._parts.given[self.path])
         if given is None:
-            unlike[self._path] = "is given other sizes, types or numbers"
+            unlike[self.path] = "is given other sizes, types or numbers"
         else:
             try:
                 with explain_failures(self._block):
@@ -178,7 +178,7 @@ class _PlannedPart(PlannedBlock):
             except ForwardError:
                 raise
             except (CaptureError, PlanMismatchError) as error:  # raised before anything has run
-                unlike[self._path] = f"is captured otherwise ({error})"
+                unlike[self.path] = f"is captured otherwise ({error})"
         return self._forward(*args, **kwargs)
 
 

@@ -202,7 +202,7 @@ class PlannedBlock:
     """Makes a backend of what parts a block's graph; see :class:`planner.capture.joint_capture.Backend`."""
 
     def __init__(self, planned: Planned, path: str, block: nn.Module, equal: list[PlannedBlock]) -> None:
-        self._planned, self._path, self._block = planned, path, block
+        self.planned, self.path, self._block = planned, path, block
         self._equal = equal
         """Blocks of which the plan asks the same, and whose code is there."""
         self.code: PlannedBlock | None = None
@@ -227,7 +227,7 @@ class PlannedBlock:
                 result = other.call.known(args, kwargs, self.call)
                 if result is not NOT_CAPTURED:
                     self.code = other
-                    self._planned.hold(self._path, *other.peaks_bytes)
+                    self.planned.hold(self.path, *other.peaks_bytes)
                     return result
             self.code = self
             self._equal.append(self)
@@ -236,13 +236,11 @@ class PlannedBlock:
 
     def _partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
         given = placeholders_given(joint, [*self._block.parameters(), *self._block.buffers()])
-        lowered = lower(joint, StepContext(alignment_bytes=1), given)
-        return self.parted(lowered, given, part_of(self._planned.plan, self._path, lowered.graph))
+        return self.parted(lower(joint, StepContext(alignment_bytes=1), given), given)
 
-    def parted(
-        self, lowered: LoweredGraph, _given: Sequence[fx.Node], schedule: Schedule
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def parted(self, lowered: LoweredGraph, _given: Sequence[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and backward that carry out the block's part of the plan."""
+        schedule = part_of(self.planned.plan, self.path, lowered.graph)
         self.hold(bytes_alone(lowered.graph, schedule))
         return extract_fwd_bwd(lowered, schedule)
 
@@ -250,7 +248,7 @@ class PlannedBlock:
         """Count what a graph of the block holds alone; one of them runs in a step."""
         before = max(self.peaks_bytes, default=0)
         self.peaks_bytes.append(peak_bytes)
-        self._planned.hold(self._path, max(0, peak_bytes - before))
+        self.planned.hold(self.path, max(0, peak_bytes - before))
 
 
 def planned_for(plan: Plan) -> str:
@@ -272,7 +270,9 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
 
     Raises PlanMismatchError if the plan names operations that the block does not have.
     """
-    index_of = {prefixed(path, operation.key): index for index, operation in enumerate(graph.operations)}
+    operations = [*enumerate(graph.operations)]
+    index_of = {prefixed(path, key): index for index, operation in operations for key in operation.keys}
+    first = {prefixed(path, operation.key) for _, operation in operations}  # what is one with it runs with it
     before: dict[int, tuple[int, ...]] = {}
     for key, keys in plan.recomputations.items():
         if not is_within(named_by(key)[0], path):
@@ -284,7 +284,8 @@ def part_of(plan: Plan, path: str, graph: TrainingGraph) -> Schedule:
                 "the plan was made (other element types, or a mask that was not needed then?); plan again as the model "
                 "now is"
             )
-        before[index_of[key]] = tuple(index_of[k] for k in keys)
+        again = tuple(index_of[k] for k in keys if k in first)
+        before[index_of[key]] = (*before.get(index_of[key], ()), *again)
     return Schedule.with_recomputations(graph, before)
 
 

@@ -259,11 +259,9 @@ def study_lowered(model: nn.Module, step: LoweredStep, options: Options) -> Stud
     begun = time.perf_counter()
     costing = cost(model, step.lowered, step.spec, options)
     costs = costing.costs
+    # Inductor writes kernels, and in place by itself.
     is_compiled = step.lowered.is_compiled
-    if is_compiled:  # Inductor writes kernels, and in place by itself
-        in_place = in_kernels(step.lowered)
-    else:
-        in_place = joined(step.lowered.graph, step.may_overwrite, costs)
+    in_place = in_kernels(step.lowered) if is_compiled else joined(step.lowered.graph, step.may_overwrite, costs)
     if options.target.profile is None:
         with outside_tracing():
             costs = with_writing_over(model, step.lowered, in_place.over, costing, step.spec)
