@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch._functorch.config
 from torch import fx
 
 from planner.capture.inductor_order_internals import Placement, must_stay_apart, placement
-from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction
+from planner.capture.torch_internals import OUTSIDE_AUTOCAST, PartitionFunction, outside_tracing
 from planner.common.registry import did_you_mean
 from planner.errors import PlannerError, UsageError
 
@@ -88,12 +88,26 @@ def without_plan(graph_module: fx.GraphModule, inputs: Any, settings: Mapping[st
     return run  # type: ignore[no-any-return]
 
 
-def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModule, inputs: Any) -> list[Draft]:
-    """Let Inductor write forward and backward, and load them without kernels, so that no compiler is called."""
+class _Drafted(BaseException):
+    """Both halves are written; nothing is to be made of them."""
+
+
+def draft_with_inductor(
+    partition: PartitionFunction,
+    graph_module: fx.GraphModule,
+    inputs: Any,
+    is_enough: Callable[[list[Draft]], bool] = lambda drafts: True,
+) -> list[Draft]:
+    """Let Inductor write forward and backward, and load them without kernels, so that no compiler is called.
+
+    Until the drafts are enough, the same joint graph is partitioned and written again: it is captured once.
+    """
+    from torch._functorch._aot_autograd import graph_compile
     from torch._inductor.codecache import PyCodeCache
 
     drafts: list[Draft] = []
     loaded: list[Draft] = []
+    compile_halves = graph_compile.aot_stage2_autograd
 
     def load(_key: str, path: str, linemap: Any = None, attrs: Any = None) -> Any:
         module = _load_without_kernels(path, attrs or {})
@@ -105,9 +119,28 @@ def draft_with_inductor(partition: PartitionFunction, graph_module: fx.GraphModu
         compiled = compile_fx_inner(*arguments, **options)
         made = loaded.pop() if loaded else Draft("", compiled, [])  # nothing is written for a graph that does nothing
         drafts.append(replace(made, inputs=list(written)))
+        if options.get("is_backward"):
+            raise _Drafted
         return compiled
 
-    with patch.object(PyCodeCache, "load_by_key_path", load):
+    def compile_until_enough(*captured: Any) -> Any:
+        passes: AbstractContextManager[Any] = nullcontext()
+        while True:
+            drafts.clear()
+            try:
+                with passes:
+                    return compile_halves(*captured)
+            except _Drafted:
+                with outside_tracing():
+                    if is_enough(list(drafts)):
+                        raise
+            passes = patch("torch._inductor.compile_fx._recursive_joint_graph_passes", lambda joint, **_: joint)
+
+    with (
+        patch.object(PyCodeCache, "load_by_key_path", load),
+        patch.object(graph_compile, "aot_stage2_autograd", compile_until_enough),
+        suppress(_Drafted),
+    ):
         _compile_with_inductor(partition, compile_one, graph_module, inputs, _ONE_KERNEL_EACH)
     return drafts
 

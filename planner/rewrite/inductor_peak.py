@@ -43,9 +43,8 @@ def peak_of_drafts(
     graph that the drafts are of, and its costs, say which calls need workspace, and it is an upper bound: a call of
     other sizes than any in the graph needs the most workspace of its operator.
     """
-    seen = _followed(forward, backward, lowered, costs, loss, {})
-    known = workspace_of(seen.calls, forward, effort)
-    return _followed(forward, backward, lowered, costs, loss, known).peak_bytes
+    seen = _followed(forward, backward, lowered, costs, loss)
+    return seen.peak_with(workspace_of(seen.calls, forward, effort))
 
 
 def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits) -> dict[str, int]:
@@ -58,17 +57,12 @@ def workspace_of(calls: Mapping[str, fx.Node], draft: Draft, effort: TrialLimits
 
 
 def _followed(
-    forward: Draft,
-    backward: Draft,
-    lowered: LoweredGraph,
-    costs: Sequence[OperationCost],
-    loss: LossMemory,
-    known: Mapping[str, int],
+    forward: Draft, backward: Draft, lowered: LoweredGraph, costs: Sequence[OperationCost], loss: LossMemory
 ) -> Allocations:
-    """Run the drafts, and follow what they allocate; ``known`` is the workspace of calls, by their signatures."""
+    """Run the drafts, and follow what they allocate."""
     outputs = lowered.joint.num_forward_outputs
     mode = next(t.fake_mode for t in forward.inputs if isinstance(t, FakeTensor))
-    recorder = Allocations(lowered, costs, forward.inputs, CallNodes(mode), known)
+    recorder = Allocations(lowered, costs, forward.inputs, CallNodes(mode))
     with mode, recorder:
         made = list(forward.run(list(forward.inputs)))
         results, saved = made[:outputs], made[outputs:]
@@ -93,7 +87,7 @@ def _followed(
 
 
 class Allocations(PeakRecorder):
-    """Follows storages on one device, and adds what operators need while they run."""
+    """Follows storages on one device, and notes which operators run, that may need more meanwhile."""
 
     supports_higher_order_operators = True
     """Inductor's code calls those that keep and replay a random state; run as they are, they would replay it here."""
@@ -104,12 +98,13 @@ class Allocations(PeakRecorder):
         costs: Sequence[OperationCost],
         resident: Sequence[Any],
         nodes: CallNodes,
-        known: Mapping[str, int],
     ) -> None:
         super().__init__(lowered.graph.alignment_bytes, resident)
         self.calls: dict[str, fx.Node] = {}
         """Calls of operators that may need workspace and can be tried alone, by signature."""
-        self._nodes, self._known = nodes, known
+        self._ran: list[tuple[int, str, int]] = []
+        """For each call what is alive at it, its signature, and what it needs at most beside that."""
+        self._nodes = nodes
         self._device = tensors_in(resident)[0].device
         self._workspace: dict[Any, int] = {}
         for node, cost in zip(lowered.operation_nodes, costs, strict=True):
@@ -133,8 +128,20 @@ class Allocations(PeakRecorder):
             signature = operands.signature(node)
             if operands.runs_alone(node, in_place=True):
                 self.calls[signature] = node
-            self.reach(self._known[signature] if signature in self._known else self._at_most(function, args))
+            self.note_call(signature, self._at_most(function, args))
         return result
+
+    def note_call(self, signature: str, most_bytes: int) -> None:
+        """Note a call that may need workspace."""
+        self._ran.append((self.live_bytes, signature, most_bytes))
+
+    def peak_with(self, known: Mapping[str, int]) -> int:
+        """Return the most bytes that are there at once, where the workspace of some calls is known, by signature."""
+        return max([self.peak_bytes, *self.calls_with(known)])
+
+    def calls_with(self, known: Mapping[str, int]) -> list[int]:
+        """Return the bytes that are there at each call that may need workspace."""
+        return [live_bytes + known.get(signature, most_bytes) for live_bytes, signature, most_bytes in self._ran]
 
     def _at_most(self, function: OpOverload, args: Any) -> int:
         """Say what a call needs that was not tried: what one of the same sizes needs, else any, else the worst."""

@@ -52,55 +52,109 @@ class Limit:
 
 
 class DraftedBeforeError(Exception):
-    """An attempt came to a plan whose code is known."""
+    """What is to be planned next was drafted, or has no plan: the best that is known is taken."""
 
 
-def fitting(
-    attempt: Callable[[Limit | None], Attempt[CodeT]], tell: Callable[[str], None], *, must_match: bool
-) -> Attempt[CodeT]:
-    """Make attempts, each with a limit and the first as was asked for, until one is good enough.
+class CodeSearch(Generic[CodeT]):
+    """Looks for the limit of a graph's peak at which the peak of its code comes close to the budget.
 
-    Raises InfeasibleBudgetError if none keeps the budget. With ``must_match`` the plan was given, so there is one
-    attempt, and a PlanMismatchError if it does not.
+    Whoever plans asks for ``limit`` before each attempt, and tells what came of it: :meth:`refuse` or
+    :meth:`is_enough`. With ``must_match`` the plan was given, so there is one attempt.
     """
-    found = _Search[CodeT]()
-    refused: NoPlanFitsError | None = None
-    limit: Limit | None = None
-    budget_bytes = needed_bytes = 0
-    for number in range(ATTEMPTS):
-        tell(f"drafting Inductor's code{f', attempt {number + 1}' if number else ''}")
-        try:
-            made = attempt(limit)
-        except DraftedBeforeError:
-            break
-        except NoPlanFitsError as error:
-            if found.best is not None:
-                break
-            if limit is None:
-                budget_bytes = int(error.report["budget_bytes"])
-            if must_match or _is_far_off(error, budget_bytes):
-                raise
-            if refused is not None:
-                raise _too_much(needed_bytes, budget_bytes, error.operation) from error
-            # The code of the lowest graph may hold less than the graph, so it is drafted once.
-            refused, limit = error, Limit(error.minimum_feasible_peak_bytes, budget_bytes)
-            continue
-        budget_bytes, needed_bytes = made.step.plan.budget_bytes, made.needed_bytes
-        found.add(made, budget_bytes)
-        if found.best is None and refused is not None:
-            break
-        if must_match and found.best is None:
+
+    def __init__(self, tell: Callable[[str], None] = lambda line: None, *, must_match: bool = False) -> None:
+        self.limit: Limit | None = None
+        """What the next attempt is planned for; None for what was asked."""
+        self.best: Attempt[CodeT] | None = None
+        """What fits and recomputes least."""
+        self._tell, self._must_match = tell, must_match
+        self._fitting: list[tuple[int, int]] = []
+        """Of graphs whose code fits, by their peaks: that, and what their code holds."""
+        self._breaking: list[tuple[int, int]] = []
+        """Of graphs whose code does not."""
+        self._refused: NoPlanFitsError | None = None
+        self._budget_bytes = self._attempts = self._better = 0
+
+    def begin(self) -> None:
+        """Say that code is drafted."""
+        self._tell(f"drafting Inductor's code{f', attempt {self._attempts + 1}' if self._attempts else ''}")
+
+    def refuse(self, error: NoPlanFitsError) -> None:
+        """Take note that a graph has no plan for a limit; of its lowest the code may hold less, and is drafted once.
+
+        Raises DraftedBeforeError where a plan is known, and the error, or one that says what code holds, where none is.
+        """
+        if self.best is not None:
+            raise DraftedBeforeError from error
+        if self.limit is None:
+            self._budget_bytes = int(error.report["budget_bytes"])
+        static_bytes = sum(error.report["static_bytes"].values())
+        lowest_bytes = error.minimum_feasible_peak_bytes
+        if self._must_match or lowest_bytes - static_bytes > MOST_FUSED * (self._budget_bytes - static_bytes):
+            raise error
+        if self._refused is not None:
+            raise self._too_much(error.operation) from error
+        self._refused, self.limit = error, Limit(lowest_bytes, self._budget_bytes)
+
+    def is_enough(self, made: Attempt[CodeT]) -> bool:
+        """Take note of an attempt, and say whether it was the last.
+
+        Raises PlanMismatchError if a plan that was given does not keep its budget.
+        """
+        plan, needed_bytes = made.step.plan, made.needed_bytes
+        self._budget_bytes = plan.budget_bytes
+        self._attempts += 1
+        fits = needed_bytes <= self._budget_bytes
+        tried = self._fitting if fits else self._breaking
+        tried.append((plan.peak_bytes, needed_bytes))
+        tried.sort()
+        if fits and (self.best is None or plan.recompute_seconds < self.best.step.plan.recompute_seconds):
+            self.best = made
+        if self._must_match and not fits:
             raise PlanMismatchError(
                 f"compiled here, the plan holds {format_bytes(needed_bytes)}, and its budget is "
-                f"{format_bytes(budget_bytes)}: plan again, or pass replan=True"
+                f"{format_bytes(self._budget_bytes)}: plan again, or pass replan=True"
             )
-        if must_match or found.is_good_enough:
-            break
-        limit = Limit(found.next_bytes(number), budget_bytes)
-    if found.best is None:
-        what = refused.operation if refused is not None else "what Inductor writes"
-        raise _too_much(needed_bytes, budget_bytes, what)
-    return found.best
+        is_lowest = self.best is None and self._refused is not None
+        if self._must_match or is_lowest or self._is_good_enough() or self._attempts == ATTEMPTS:
+            return True
+        self.limit = Limit(self._next_bytes(), self._budget_bytes)
+        return False
+
+    def found(self) -> Attempt[CodeT]:
+        """Return the best attempt; an InfeasibleBudgetError says that none keeps the budget."""
+        if self.best is None:
+            raise self._too_much(self._refused.operation if self._refused is not None else "what Inductor writes")
+        return self.best
+
+    def _is_good_enough(self) -> bool:
+        if self.best is None:
+            return False
+        self._better += 1
+        unused_bytes = self._budget_bytes - self.best.needed_bytes
+        is_used = unused_bytes <= UNUSED * self._budget_bytes or not self.best.step.plan.recomputations
+        return is_used or self._better > IMPROVEMENTS
+
+    def _next_bytes(self) -> int:
+        if self.best is None:  # a tighter graph has other code: what it holds falls by less than the graph's peak
+            graph_bytes, code_bytes = self._breaking[0]
+            return max(1, graph_bytes + (1 << self._attempts - 1) * (self._budget_bytes - code_bytes))
+        graph_bytes, code_bytes = self._fitting[-1]
+        spare_bytes = self._budget_bytes - code_bytes
+        if self._breaking and not graph_bytes < graph_bytes + spare_bytes < self._breaking[0][0]:
+            broken_bytes, broken_code_bytes = self._breaking[0]
+            return graph_bytes + (broken_bytes - graph_bytes) * spare_bytes // (broken_code_bytes - code_bytes)
+        return graph_bytes + spare_bytes
+
+    def _too_much(self, operation: str) -> InfeasibleBudgetError:
+        drafted = (code_bytes for _, code_bytes in (*self._fitting, *self._breaking))
+        lowest_bytes = min(drafted, default=self.limit.graph_bytes if self.limit is not None else 0)
+        return InfeasibleBudgetError(
+            f"the code that Inductor writes for planned graphs holds {format_bytes(lowest_bytes)} at least, and "
+            f"the budget is {format_bytes(self._budget_bytes)}: raise it, or choose runtime 'graph'",
+            minimum_feasible_peak_bytes=lowest_bytes,
+            operation=operation,
+        )
 
 
 def alone(options: Options) -> Options:
@@ -121,64 +175,6 @@ def given_plan(plan: Callable[..., PlannedStep], options: Options, given: Plan |
     posed = step.study.posed(options.budget)
     budget_bytes = posed.budget_bytes + posed.graph.total_static_bytes
     return replace(step, plan=replace(step.plan, budget_bytes=budget_bytes))
-
-
-def _is_far_off(error: NoPlanFitsError, budget_bytes: int) -> bool:
-    """Whether the lowest graph needs so much more than the budget that its code is not drafted."""
-    static_bytes: int = sum(error.report["static_bytes"].values())
-    return error.minimum_feasible_peak_bytes - static_bytes > MOST_FUSED * (budget_bytes - static_bytes)
-
-
-def _too_much(needed_bytes: int, budget_bytes: int, operation: str) -> InfeasibleBudgetError:
-    return InfeasibleBudgetError(
-        f"the code that Inductor writes for the planned graph holds {format_bytes(needed_bytes)}, above the "
-        f"budget of {format_bytes(budget_bytes)}, and no tighter plan was found whose code keeps it: raise "
-        "the budget, or choose runtime 'graph'",
-        minimum_feasible_peak_bytes=needed_bytes,
-        operation=operation,
-    )
-
-
-class _Search(Generic[CodeT]):
-    """Looks for the limit of the graph's peak at which the peak of its code comes close to the budget."""
-
-    def __init__(self) -> None:
-        self.best: Attempt[CodeT] | None = None
-        """What fits and recomputes least."""
-        self.is_good_enough = False
-        self._fitting: list[tuple[int, int]] = []
-        """Of graphs whose code fits, by their peaks: that, and what their code holds."""
-        self._breaking: list[tuple[int, int]] = []
-        """Of graphs whose code does not."""
-        self._budget_bytes = self._better = 0
-
-    def add(self, made: Attempt[CodeT], budget_bytes: int) -> None:
-        """Note a plan, and what its code holds."""
-        plan, needed_bytes, self._budget_bytes = made.step.plan, made.needed_bytes, budget_bytes
-        tried = self._fitting if needed_bytes <= budget_bytes else self._breaking
-        tried.append((plan.peak_bytes, needed_bytes))
-        tried.sort()
-        if needed_bytes <= budget_bytes and (
-            self.best is None or plan.recompute_seconds < self.best.step.plan.recompute_seconds
-        ):
-            self.best = made
-        if self.best is not None:
-            unused_bytes = budget_bytes - self.best.needed_bytes
-            is_used = unused_bytes <= UNUSED * budget_bytes or not self.best.step.plan.recomputations
-            self._better += 1
-            self.is_good_enough = is_used or self._better > IMPROVEMENTS
-
-    def next_bytes(self, attempt: int) -> int:
-        """Return the limit of the graph's peak that is to be tried next."""
-        if self.best is None:  # a tighter graph has other code: what it holds falls by less than the graph's peak
-            graph_bytes, code_bytes = self._breaking[0]
-            return max(1, graph_bytes + (1 << attempt) * (self._budget_bytes - code_bytes))
-        graph_bytes, code_bytes = self._fitting[-1]
-        spare_bytes = self._budget_bytes - code_bytes
-        if self._breaking and not graph_bytes < graph_bytes + spare_bytes < self._breaking[0][0]:
-            broken_bytes, broken_code_bytes = self._breaking[0]
-            return graph_bytes + (broken_bytes - graph_bytes) * spare_bytes // (broken_code_bytes - code_bytes)
-        return graph_bytes + spare_bytes
 
 
 def as_compiled(found: Attempt[Any], search: Search) -> PlannedStep:

@@ -9,6 +9,7 @@ graph is planned anew for less. Sums come out in another order where a fusion di
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,12 +26,12 @@ from planner.errors import RuntimeUnsupportedError
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import effort_for
-from planner.plans.plan import Plan
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import Running
 from planner.runtimes._calls import StartsCalls
-from planner.runtimes._code import Attempt, DraftedBeforeError, Limit, alone, as_compiled, fitting, given_plan, within
+from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled, given_plan, within
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
@@ -44,7 +45,7 @@ class InductorRuntime(GraphRuntime):
         self.step: PlannedStep | None = None
         """What was planned last."""
         self._fits = False
-        self._limit: Limit | None = None
+        self._search = CodeSearch[list[Draft]]()
         self._tried: list[Schedule] = []
         """What was drafted for the graph at hand."""
 
@@ -70,14 +71,14 @@ class InductorRuntime(GraphRuntime):
         """Plan one captured graph, for less than the budget where its code needs more than the graph."""
         if self.must_match:
             self.step = given_plan(partial(plan_step, self.model, joint), self.options, self.plan)
-        elif self._limit is None:
+        elif self._search.limit is None:
             reuse = self._plans.nearest(self._elements(joint))
             self.step = plan_step(self.model, joint, alone(self.options), reuse=reuse)
         else:
             known = partial(plan_step, self.model, joint, known=self.step)
-            self.step = within(self._limit, known, self.options)
+            self.step = within(self._search.limit, known, self.options)
             if self.step.schedule in self._tried:
-                raise Stopped(self.step)  # it has been drafted
+                raise DraftedBeforeError
         self._tried.append(self.step.schedule)
         return self.step
 
@@ -97,30 +98,30 @@ class InductorRuntime(GraphRuntime):
     def _draft_that_fits(
         self, partition: PartitionFunction, graph_module: fx.GraphModule, example_inputs: Any
     ) -> list[Draft]:
-        """Plan and draft until the code keeps the budget, and uses it; see :func:`planner.runtimes._code.fitting`."""
+        """Plan and draft until the code keeps the budget, and uses it."""
         must_match = self.must_match  # planning confirms it
         self.step, self._fits, self._tried = None, False, []
+        search = self._search = CodeSearch(self.options.search.tell, must_match=must_match)
 
-        def attempt(limit: Limit | None) -> Attempt[list[Draft]]:
-            self._limit = limit
+        def planned(*joint: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            search.begin()
             try:
-                drafts = draft_with_inductor(partition, graph_module, example_inputs)
-            except Stopped:
-                raise DraftedBeforeError from None
-            if self.step is None:
-                raise Stopped(drafts)  # nothing requires gradients: there is no backward to plan
-            return Attempt(self.step, drafts, self._peak_bytes(self.step, drafts))
+                return partition(*joint, **options)
+            except NoPlanFitsError as error:
+                search.refuse(error)
+                return partition(*joint, **options)
 
-        try:
-            found = fitting(attempt, self.options.search.tell, must_match=must_match)
-        except Stopped as stopped:
-            drafts: list[Draft] = stopped.args[0]
-            return drafts
-        finally:
-            self._limit = None
+        def is_enough(drafts: list[Draft]) -> bool:
+            assert self.step is not None
+            return search.is_enough(Attempt(self.step, drafts, self._peak_bytes(self.step, drafts)))
+
+        with suppress(DraftedBeforeError):
+            drafts = draft_with_inductor(planned, graph_module, example_inputs, is_enough)
+            if self.step is None:
+                return drafts  # nothing requires gradients: there is no backward to plan
+        found = search.found()
         options = alone(self.options) if must_match else self.options
-        self.step = as_compiled(found, options.search)
-        self._fits = True
+        self.step, self._fits = as_compiled(found, options.search), True
         self._remember(self.step, self.step.lowered.joint)
         return found.code
 

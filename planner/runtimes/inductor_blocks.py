@@ -8,6 +8,7 @@ that counts is that of the code, which is drafted before anything is compiled, o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,11 +29,11 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.measure.fusion import in_kernels
 from planner.measure.workspace import effort_for
-from planner.plans.plan import Plan
+from planner.plans.plan import NoPlanFitsError, Plan
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import Running
-from planner.runtimes._code import Attempt, DraftedBeforeError, Limit, alone, as_compiled, fitting, given_plan, within
+from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled, given_plan, within
 from planner.runtimes.inductor import check_can_compile
 from planner.runtimes.regional import (
     BLOCK_BYTES,
@@ -171,22 +172,33 @@ class _InductorBlocks(Regional):
         code = _Code(model, around, options)
         study = study_lowered(model, around.lowered, options)
         plan = partial(plan_lowered, model, around.lowered, study=study)
+        search = CodeSearch[int](options.search.tell, must_match=must_match)
         tried: list[Schedule] = []
 
-        def attempt(limit: Limit | None) -> Attempt[int]:
+        def attempt() -> PlannedStep:
+            search.begin()
             if must_match:
                 step = given_plan(plan, options, reuse)
-            elif limit is None:
+            elif search.limit is None:
                 step = plan(alone(options), reuse=reuse)
             else:
-                step = within(limit, plan, options)
+                step = within(search.limit, plan, options)
             if step.schedule in tried:
                 raise DraftedBeforeError
             tried.append(step.schedule)
-            needed_bytes, alone_bytes = code.held_by(step)
-            return Attempt(step, alone_bytes, needed_bytes)
+            return step
 
-        found = fitting(attempt, options.search.tell, must_match=must_match)
+        with suppress(DraftedBeforeError):
+            is_enough = False
+            while not is_enough:
+                try:
+                    step = attempt()
+                except NoPlanFitsError as error:
+                    search.refuse(error)
+                    step = attempt()
+                needed_bytes, alone_bytes = code.held_by(step)
+                is_enough = search.is_enough(Attempt(step, alone_bytes, needed_bytes))
+        found = search.found()
         made = as_compiled(found, (alone(options) if must_match else options).search).plan
         return replace(made, fingerprint={**made.fingerprint, BLOCK_BYTES: found.code})
 

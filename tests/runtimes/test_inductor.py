@@ -12,6 +12,7 @@ import torch
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import aot_autograd
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 
 import planner
@@ -21,7 +22,7 @@ from planner.capture.memory import measure_peak
 from planner.capture.torch_internals import call_implementation, compile_isolated
 from planner.errors import InfeasibleBudgetError, PlanMismatchError, PlannerError, RuntimeUnsupportedError
 from planner.plans import planning
-from planner.runtimes._code import ATTEMPTS, Attempt, _Search
+from planner.runtimes._code import Attempt, CodeSearch
 from planner.runtimes.inductor import InductorRuntime
 from planner.session import step
 
@@ -123,16 +124,19 @@ def test_code_that_holds_less_than_its_graph_leaves_room_for_more(factor: float,
 
 @pytest.mark.parametrize("slope", [0.6, 0.8, 1.0, 1.5])
 def test_the_search_comes_close_to_the_budget_where_code_grows_otherwise_than_its_graph(slope: float) -> None:
-    search, limit_bytes, budget_bytes = _Search(), 1000, 1000
-    for attempt in range(ATTEMPTS):
-        plan = SimpleNamespace(peak_bytes=limit_bytes, recompute_seconds=2000 - limit_bytes, recomputations={"a": "b"})
+    search, budget_bytes = CodeSearch[None](), 1000
+    while True:
+        limit_bytes = search.limit.graph_bytes if search.limit is not None else budget_bytes
+        plan = SimpleNamespace(
+            peak_bytes=limit_bytes,
+            recompute_seconds=2000 - limit_bytes,
+            recomputations={"a": "b"},
+            budget_bytes=budget_bytes,
+        )
         code_bytes = int(700 + slope * (limit_bytes - 1000))
-        search.add(Attempt(SimpleNamespace(plan=plan), None, code_bytes), budget_bytes)
-        if search.is_good_enough:
+        if search.is_enough(Attempt(SimpleNamespace(plan=plan), None, code_bytes)):
             break
-        limit_bytes = search.next_bytes(attempt)
-    assert search.best is not None
-    assert 0 <= budget_bytes - search.best.needed_bytes <= 0.03 * budget_bytes
+    assert 0 <= budget_bytes - search.found().needed_bytes <= 0.03 * budget_bytes
 
 
 @pytest.mark.slow
@@ -145,6 +149,29 @@ def test_a_budget_below_the_graph_that_its_code_keeps_is_not_refused(monkeypatch
     # Really 1.4 times what the graph can be brought to: let the code be one that holds less than that.
     monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: int(0.6 * honest(*given)))
     assert planner.plan(Towers(), inputs(), budget=budget, **ask).peak_bytes <= budget
+
+
+@pytest.mark.slow
+def test_the_step_is_captured_once_however_often_its_code_is_drafted(monkeypatch: pytest.MonkeyPatch):
+    honest, needs, captures = InductorRuntime._peak_bytes, [], []
+    capture = aot_autograd.aot_stage1_graph_capture
+
+    def captured(*given: Any) -> Any:
+        captures.append(given)
+        return capture(*given)
+
+    def more(*given: Any) -> int:
+        needs.append(honest(*given))
+        return needs[-1] + 200_000
+
+    monkeypatch.setattr(aot_autograd, "aot_stage1_graph_capture", captured)
+    monkeypatch.setattr(InductorRuntime, "_peak_bytes", more)
+    ask = {"runtime": "inductor", "time_limit_seconds": 1.0, "deterministic": True}
+    plan = planner.plan(Towers(), inputs(), activation_budget="80%", **ask)
+    assert len(needs) > 1 and len(captures) == 1
+    monkeypatch.setattr(InductorRuntime, "_peak_bytes", lambda *given: honest(*given) + 200_000)
+    model = planner.auto_wrap(Towers(), plan=plan)
+    model(inputs()).backward()  # and the code is what the second draft says
 
 
 class Images(nn.Module):
@@ -267,8 +294,11 @@ def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
 
 
 def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):
-    def altered(*arguments: object) -> list[Draft]:
-        return [replace(draft, source=f"{draft.source}\n") for draft in draft_with_inductor(*arguments)]
+    def altered(*arguments: Any) -> list[Draft]:
+        *given, is_enough = arguments
+        return draft_with_inductor(
+            *given, lambda drafts: is_enough([replace(d, source=d.source + "\n") for d in drafts])
+        )
 
     monkeypatch.setattr("planner.runtimes.inductor.draft_with_inductor", altered)
     model = planner.auto_wrap(nn.Linear(4, 4), activation_budget="100%", runtime="inductor")
