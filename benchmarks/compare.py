@@ -38,7 +38,7 @@ from cost_models.measured import Profile
 from planner.capture.memory import keep_freed_memory
 from planner.capture.planned_call import remove_planned_call
 from planner.capture.torch_internals import installed_call
-from planner.errors import PlannerError, UsageError
+from planner.errors import InfeasibleBudgetError, PlannerError, UsageError
 from planner.plans.plan import NoPlanFitsError
 from planner.report.progress import Shown, shown
 from planner.zoo import ZooModel
@@ -177,7 +177,10 @@ def _compare(name: str, args: argparse.Namespace, bar: Shown) -> Result:
         bar(f"{name}: planned {title}")
         keep(*_plan(apart, title, budget_bytes, options, args, references, device))
     smallest = [row["smallest_bytes"] for row in rows if "smallest_bytes" in row]
-    if smallest and not args.inductor:
+    if args.inductor:  # a graph's peak says little of its code's
+        resident_bytes = next((row["resident_bytes"] for row in rows if "resident_bytes" in row), 0)
+        smallest = [row["code_bytes"] - resident_bytes for row in rows if "code_bytes" in row]
+    if smallest:
         keep(*_plan(apart, "as small as it goes", min(smallest), options, args, references, device))
     bar(f"{name}: all ways in turn, {args.seconds:g} s or five rounds")
     rounds = in_turn([(way.prepare, way.step) for way in ways], args.seconds, device, bar.count)
@@ -349,12 +352,15 @@ def _plan(
         row["smallest_bytes"] = error.minimum_feasible_peak_bytes - sum(error.report["static_bytes"].values())
         reason = f"no plan was found below {mebibytes(row['smallest_bytes'])} MiB"
         return {**row, "status": "infeasible", "reason": reason}, None
+    except InfeasibleBudgetError as error:
+        row["code_bytes"] = error.minimum_feasible_peak_bytes
+        return {**row, "status": "failed", "reason": str(error)}, None
     except PlannerError as error:
         return {**row, "status": "failed", "reason": str(error)}, None
     row["planning_seconds"] = time.perf_counter() - begun
     plan, call = planner.plan_of(loaded.model), installed_call(loaded.model)
     resident_bytes = plan.total_static_bytes
-    row["predicted_peak_bytes"] = plan.peak_bytes - resident_bytes
+    row["resident_bytes"], row["predicted_peak_bytes"] = resident_bytes, plan.peak_bytes - resident_bytes
     row["smallest_bytes"] = plan.minimum_feasible_peak_bytes - resident_bytes
     row["predicted_overhead"], row["bound"] = plan.overhead, plan.lower_bound_overhead
 
