@@ -13,14 +13,18 @@ from planner.ir.graph import TrainingGraph
 from planner.ir.in_place import InPlace, written_anew
 
 
+def stretches(graph: TrainingGraph, written: Collection[int]) -> list[int]:
+    """Return for each operation the stretch of the base order that it is in: others than those written end one."""
+    return list(accumulate(index not in written for index in range(len(graph.operations))))
+
+
 def fused(graph: TrainingGraph, written: Collection[int]) -> InPlace:
     """Join the operations that a compiler writes itself, in O(operations + reads).
 
-    Of those that are ``written``, one whose readers are all one kernel's joins it if it is of the same phase and
-    region, and nothing that is not written runs in between.
+    Of those that are ``written``, one whose readers are all one kernel's joins it if it is of the same phase, and
+    nothing that is not written runs in between.
     """
-    operations = graph.operations
-    calls = [0, *accumulate(index not in written for index in range(len(operations)))]
+    operations, stretch = graph.operations, stretches(graph, written)
     kernel = list(range(len(operations)))
     for index in sorted(written, reverse=True):
         operation = operations[index]
@@ -28,8 +32,7 @@ def fused(graph: TrainingGraph, written: Collection[int]) -> InPlace:
         if len(readers) != 1 or any(graph.values[value].retained for value in operation.outputs):
             continue
         (last,) = readers
-        is_beside = operations[last].phase is operation.phase and operations[last].region == operation.region
-        if last in written and is_beside and calls[last] == calls[index]:
+        if last in written and operations[last].phase is operation.phase and stretch[last] == stretch[index]:
             kernel[index] = last
     parts: list[list[int]] = [[] for _ in operations]
     for index, last in enumerate(kernel):

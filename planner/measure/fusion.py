@@ -1,8 +1,9 @@
 """What operations cost in code that Inductor writes: what becomes one kernel goes to memory where that begins and ends.
 
-An operation that Inductor writes itself is computed in the kernel of its neighbours. Its price is its arithmetic, and
-what it reads that a library call, or the caller, left in memory, and what it makes that a library call reads, or that
-leaves the step. To compute such a chain again inside its reader costs reads, and neither a launch nor a write.
+An operation that Inductor writes itself is computed in the kernel of its neighbours, as far as the next library call.
+Its price is its arithmetic, what it reads that was there before that kernel, and what it makes that is read after it,
+or leaves the step. To compute such a chain again inside its reader costs reads, and neither a launch nor a write: what
+the forward makes for the backward alone is written only where it is saved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cost_models.roofline import RooflineCosts
 from planner.capture.joint import values_of
 from planner.capture.lowering import LoweredGraph
 from planner.capture.trees import tensors_in
-from planner.ir.fused import fused
+from planner.ir.fused import fused, stretches
 from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.in_place import InPlace
 
@@ -80,8 +81,8 @@ def fused_costs(
     if not written:
         return tuple(costs)
     graph = lowered.graph
-    indices = sorted(written)
-    inside = [replace(graph.operations[index], moved_bytes=_moved_bytes(lowered, index, written)) for index in indices]
+    indices, moved_bytes = sorted(written), _Traffic(lowered, written)
+    inside = [replace(graph.operations[index], moved_bytes=moved_bytes(index)) for index in indices]
     priced = dict(zip(indices, RooflineCosts(spec).costs(inside), strict=True))
     return tuple(
         replace(cost, seconds=scale * max(0.0, priced[index].seconds - spec.launch_seconds))
@@ -91,27 +92,34 @@ def fused_costs(
     )
 
 
-def _moved_bytes(lowered: LoweredGraph, index: int, written: frozenset[int]) -> int:
-    """Count what an operation moves between a kernel and memory: sizes that broadcast are read once."""
-    graph, operation = lowered.graph, lowered.graph.operations[index]
+class _Traffic:
+    """Counts what operations move between their kernels and memory: sizes that broadcast are read once."""
 
-    def is_beside(other: int) -> bool:
-        """Whether another operation can be in the same kernel: each block is compiled by itself."""
-        return other in written and graph.operations[other].region == operation.region
+    def __init__(self, lowered: LoweredGraph, written: frozenset[int]) -> None:
+        self.lowered, self.written = lowered, written
+        self.stretch = stretches(lowered.graph, written)
 
-    read = sum(graph.values[value].size_bytes for value in operation.inputs if not is_beside(graph.producer[value]))
-    made = sum(
-        graph.values[value].size_bytes
-        for value in operation.outputs
-        if graph.values[value].retained or not all(map(is_beside, graph.readers[value]))
-    )
-    return read + _resident_bytes(lowered, index) + made
+    def __call__(self, index: int) -> int:
+        graph, operation = self.lowered.graph, self.lowered.graph.operations[index]
+        read = sum(graph.values[u].size_bytes for u in operation.inputs if not self._shares(index, graph.producer[u]))
+        made = sum(graph.values[u].size_bytes for u in operation.outputs if self._is_stored(index, u))
+        return read + self._resident_bytes(index) + made
 
+    def _shares(self, index: int, other: int) -> bool:
+        return other in self.written and self.stretch[other] == self.stretch[index]
 
-def _resident_bytes(lowered: LoweredGraph, index: int) -> int:
-    """Count what an operation reads of parameters, buffers and inputs, which are no values of the graph."""
-    node = lowered.operation_nodes[index]
-    assert node is not None
-    known = lowered.part_of(node).storage_of
-    resident = [source for source in node.all_input_nodes if not known.get(source)]
-    return sum(tensor.nbytes for tensor in tensors_in(values_of(resident)))
+    def _is_stored(self, index: int, value: int) -> bool:
+        graph = self.lowered.graph
+        phase = graph.operations[index].phase
+        others = (reader for reader in graph.readers[value] if not self._shares(index, reader))
+        return graph.values[value].retained or any(
+            other not in self.written or graph.operations[other].phase is phase for other in others
+        )
+
+    def _resident_bytes(self, index: int) -> int:
+        """Count what an operation reads of parameters, buffers and inputs, which are no values of the graph."""
+        node = self.lowered.operation_nodes[index]
+        assert node is not None
+        known = self.lowered.part_of(node).storage_of
+        resident = [source for source in node.all_input_nodes if not known.get(source)]
+        return sum(tensor.nbytes for tensor in tensors_in(values_of(resident)))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import planner
+from planner.ir.graph import Phase
 from planner.measure import costing, fusion
 
 
@@ -28,9 +29,15 @@ def test_inside_a_kernel_nothing_goes_to_memory(monkeypatch: pytest.MonkeyPatch)
     assert written.isdisjoint({by_target["aten.mm.default"], by_target["aten.addmm.default"]})
     assert all(alone[i] == together[i] for i in range(len(operations)) if i not in written)
     assert all(together[index].seconds < alone[index].seconds for index in written)
-    activation_bytes = 128 * 256 * 4
+    activation_bytes, moved_bytes = 128 * 256 * 4, fusion._Traffic(lowered, written)
     erf = by_target["aten.erf.default"]
-    assert fusion._moved_bytes(lowered, erf, written) == 0  # it reads a product of the kernel, and a sum there reads it
+    assert moved_bytes(erf) == 0  # it reads a product of the kernel, and a sum there reads it
     reads_library = [i for i in written if any(lowered.graph.producer[v] not in written for v in operations[i].inputs)]
-    assert reads_library and all(fusion._moved_bytes(lowered, i, written) > 0 for i in reads_library)
-    assert max(fusion._moved_bytes(lowered, i, written) for i in written) <= 3 * activation_bytes
+    assert reads_library and all(moved_bytes(i) > 0 for i in reads_library)
+    assert max(moved_bytes(i) for i in written) <= 3 * activation_bytes
+    # What the forward's kernel made, and is no part of the backward's, is read there.
+    saved = [
+        (i, u) for i in written for u in operations[i].inputs
+        if operations[i].phase is Phase.BACKWARD and operations[lowered.graph.producer[u]].phase is Phase.FORWARD
+    ]  # fmt: skip
+    assert saved and all(moved_bytes(i) >= lowered.graph.values[u].size_bytes for i, u in saved)
