@@ -433,8 +433,9 @@ def wrap_pipeline(
     Parameters
     ----------
     schedule : torch.distributed.pipelining schedule
-        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B`` or ``ScheduleLoopedBFS``, with a ``loss_fn``;
-        its stages are made by ``PipelineStage(module, ...)``.
+        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS`` or a zero-bubble one
+        (``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), with a ``loss_fn``; its
+        stages are made by ``PipelineStage(module, ...)``.
     example_inputs, example_kwargs, target
         What ``schedule.step`` is called with on this rank, the whole batch: inputs where the first stage is, the target
         where the last one is.
@@ -461,7 +462,7 @@ def wrap_pipeline(
     UsageError
         If an argument is wrong.
     RuntimeUnsupportedError
-        For schedules that split the backward (zero bubble), and others whose memory is not known.
+        For schedules that are not torch's, whose memory is not known, and stages with a ``dw_builder`` of their own.
     CaptureError, NoPlanFitsError
         If a stage cannot be captured as one graph, or no plan fits this rank.
     PlanMismatchError
@@ -486,6 +487,7 @@ def wrap_pipeline(
         own = replace(one.options, budget=Budget(budget=one.plan.budget_bytes), taken_over=one.plan)
         running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
         install_planned_call(one.module, running)
+    rank.compute_backwards_whole()
     return made
 
 

@@ -5,7 +5,7 @@ Torch keeps all of this in attributes of its own; nobody else here looks at them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,12 @@ from torch.distributed.pipelining.schedules import (
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.pipeline_schedules import Pass, PipelineSchedule, passes
 
-_FORWARD, _BACKWARD = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
-_SPLIT = (_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT, _ComputationType.OVERLAP_F_B)
+_IS_BACKWARD = {
+    _ComputationType.FORWARD: False,
+    _ComputationType.FULL_BACKWARD: True,
+    _ComputationType.BACKWARD_INPUT: True,
+}
+"""What is a pass: a planned stage computes the gradients of its weights with those of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,10 @@ class RankOfPipeline:
     schedule: Any
     stages: tuple[PipelineStage, ...]
     order: tuple[Pass, ...]
-    warm_up: int | None
+    warm_up: int | None = None
     """Forwards before the first backward, if the schedule is torch's 1F1B; see ``left_by``."""
+    splits: bool = False
+    """Whether the schedule asks for the gradients of inputs and of weights apart."""
 
     @classmethod
     def of(cls, schedule: Any) -> RankOfPipeline:
@@ -55,12 +61,36 @@ class RankOfPipeline:
         if is_single:
             order, warm_up = _single(schedule, stages[0])
             return cls(schedule, stages, order, warm_up)
-        return cls(schedule, stages, _several(schedule, stages), None)
+        own = next((stage for stage in stages if stage.dw_builder not in (None, _nothing_is_left)), None)
+        order, splits = _several(schedule, stages)
+        if own is not None and splits:
+            raise RuntimeUnsupportedError(
+                f"stage {own.stage_index} has a dw_builder, which computes gradients of weights later than its plan "
+                "does: leave it out"
+            )
+        return cls(schedule, stages, order, splits=splits)
 
     @property
     def is_single(self) -> bool:
         """Whether each rank has one stage."""
         return isinstance(self.schedule, PipelineScheduleSingle)
+
+    def hands_over(self, stage: Any) -> bool:
+        """Whether the next stage is on this rank too, and takes the output itself in place of a copy that is sent."""
+        return any(other.stage_index == stage.stage_index + 1 for other in self.stages)
+
+    def takes_over(self, stage: Any) -> bool:
+        """Whether the stage before is on this rank too."""
+        return any(other.stage_index == stage.stage_index - 1 for other in self.stages)
+
+    def compute_backwards_whole(self) -> None:
+        """Let a schedule that splits backwards have all gradients at its first half, and nothing left for the second.
+
+        That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each half, and a
+        planned stage is one node of it.
+        """
+        for stage in self.stages if self.splits else ():
+            stage.dw_builder = _nothing_is_left
 
     @property
     def group(self) -> Any:
@@ -107,33 +137,29 @@ def _single(schedule: Any, stage: PipelineStage) -> tuple[tuple[Pass, ...], int 
     return order, min(count, stage.num_stages - stage.stage_index) if kind == "1f1b" else None
 
 
-def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[Pass, ...]:
-    """Return the order of a schedule with several stages on each rank."""
+def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass, ...], bool]:
+    """Return the order of a schedule with several stages on each rank, and whether it splits backwards."""
     chunk_of = {stage.stage_index: chunk for chunk, stage in enumerate(stages)}
     actions = getattr(schedule, "pipeline_order_with_comms", None)
     if not actions:
         raise _unknown(schedule)
-    order = []
-    for action in actions[schedule.rank]:
-        if action.computation_type in _SPLIT:
-            raise RuntimeUnsupportedError(
-                f"{type(schedule).__name__} computes the gradients of inputs and of weights apart, and a planned stage "
-                "computes both at once: every backward would run twice. Use ScheduleInterleaved1F1B with the same "
-                "stages, or Schedule1F1B"
-            )
-        if action.computation_type in (_FORWARD, _BACKWARD):
-            is_backward = action.computation_type is _BACKWARD
-            order.append(Pass(is_backward, chunk_of[action.stage_index], action.microbatch_index))
-    if any(index + 1 in chunk_of for index in chunk_of):
-        raise RuntimeUnsupportedError(
-            f"{type(schedule).__name__} puts stages that follow each other on one rank, where they hand tensors over "
-            "without sending them: that is not planned. Use ScheduleInterleaved1F1B or ScheduleLoopedBFS"
-        )
-    return tuple(order)
+    # A forward and a backward that overlap are run one after the other.
+    single = [one for action in actions[schedule.rank] for one in (action.sub_actions or (action,))]
+    order = [
+        Pass(_IS_BACKWARD[action.computation_type], chunk_of[action.stage_index], action.microbatch_index)
+        for action in single
+        if action.computation_type in _IS_BACKWARD
+    ]
+    return tuple(order), any(action.computation_type is _ComputationType.BACKWARD_WEIGHT for action in single)
+
+
+def _nothing_is_left() -> Callable[..., None]:
+    """Return what computes the gradients of weights after those of inputs, where all are there."""
+    return lambda: None
 
 
 def _unknown(schedule: Any) -> RuntimeUnsupportedError:
     return RuntimeUnsupportedError(
         f"what {type(schedule).__name__} holds while it runs is not known: use ScheduleGPipe, Schedule1F1B, "
-        "ScheduleInterleaved1F1B or ScheduleLoopedBFS"
+        "ScheduleInterleaved1F1B, ScheduleLoopedBFS or a zero-bubble schedule"
     )

@@ -79,7 +79,8 @@ class PlannedStage:
 class _Captured:
     module: nn.Module
     is_last: bool
-    inputs: Inputs
+    given: Sequence[torch.Tensor]
+    """What it is given for one micro-batch from outside of this rank."""
     outputs: Sequence[_Layout]
     options: Options
     study: Study
@@ -259,7 +260,7 @@ class _Rank:
         return _Captured(
             module=module,
             is_last=stage.is_last,
-            inputs=inputs,
+            given=list(replace(inputs, args=()).tensors() if self.rank.takes_over(stage) else inputs.tensors()),
             outputs=outputs,
             options=options,
             study=study,
@@ -282,7 +283,10 @@ class _Rank:
 
     def _boundary(self, stage: Any, inputs: Inputs, graph: TrainingGraph, taken: LossPasses | None) -> Boundary:
         made_bytes = sum(value.size_bytes for value in graph.values if value.retained and value.kind == "output")
-        returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * (not stage.is_first)
+        is_sent_back = not (stage.is_first or self.rank.takes_over(stage))
+        returned_bytes = sum(self.aligned(t.nbytes) for t in inputs.args if t.requires_grad) * is_sent_back
+        if self.rank.hands_over(stage):
+            return Boundary(handed_bytes=made_bytes, returned_bytes=returned_bytes)
         if taken is None:
             return Boundary(sent_bytes=made_bytes, returned_bytes=returned_bytes)
         kept_bytes = made_bytes * self.return_outputs
@@ -296,7 +300,7 @@ class _Rank:
         """Count what is resident: modules, what every micro-batch is given, and buffers for gradients to arrive in."""
         around = self._resident()
         count = self.rank.micro_batches
-        given_bytes = sum(self.aligned(t.nbytes) for stage in self.stages for t in stage.inputs.tensors()) * count
+        given_bytes = sum(self.aligned(t.nbytes) for stage in self.stages for t in stage.given) * count
         if any(stage.is_last for stage in self.stages) and isinstance(self.target, torch.Tensor):
             given_bytes += self.aligned(self.target.nbytes)
         beside = {"inputs": given_bytes}

@@ -23,7 +23,7 @@ from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.ir.static_memory import LossPasses, StaticMemory
 from planner.plans.pipeline import Device, make_pipeline_plan
-from planner.plans.pipeline_schedules import Boundary, PipelineSchedule, left_by, loads, most_in_flight, passes
+from planner.plans.pipeline_schedules import Boundary, Pass, PipelineSchedule, left_by, loads, most_in_flight, passes
 from planner.plans.pipeline_stages import IN_FLIGHT, Stage, balanced, cut, whole_stage
 from planner.plans.pipeline_types import PipelinePlan
 from planner.plans.plan import PlanOrigin
@@ -268,6 +268,14 @@ def test_what_is_left_of_finished_micro_batches():
     assert left_by(one_by_one, [boundary], warm_up=2) == [0, 0, 0, 14, 14, 15, 15, 6, 4]
     last = passes(PipelineSchedule(stages=2, micro_batches=2), 1)  # F0 B0 F1 B1
     assert left_by(last, [Boundary(output_bytes=7, kept_bytes=1)], warm_up=1) == [0, 0, 8, 1, 2]
+
+
+def test_what_one_chunk_hands_to_another_has_a_place_for_each_micro_batch():
+    order = [Pass(*one) for one in [(False, 0, 0), (False, 1, 0), (False, 0, 1), (True, 1, 0), (True, 0, 0)]]
+    order += [Pass(*one) for one in [(False, 1, 1), (True, 1, 1), (True, 0, 1)]]
+    boundaries = [Boundary(handed_bytes=5), Boundary(sent_bytes=100)]
+    # Two places, of which micro-batches in flight have one or two themselves.
+    assert left_by(order, boundaries) == [10, 5, 5, 0, 100, 105, 105, 205, 210]
 
 
 @pytest.mark.parametrize("has_loss", [False, True])
