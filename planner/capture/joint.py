@@ -290,9 +290,13 @@ def reads_any(node: fx.Node, unavailable: set[fx.Node], alias_nodes: set[fx.Node
     return False
 
 
+_COLLECTIVES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}
+"""Namespaces of operators that talk to other processes."""
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether a node talks to other processes."""
-    return isinstance(node.target, OpOverload) and node.target.namespace in ("_c10d_functional", "c10d_functional")
+    return isinstance(node.target, OpOverload) and node.target.namespace in _COLLECTIVES
 
 
 def on_cpu(node: fx.Node) -> bool:

@@ -423,14 +423,16 @@ def outside_tracing() -> Iterator[None]:
 
 
 def is_mutable(operator: OpOverload) -> bool:
-    """Whether an operator writes into one of its arguments."""
-    return bool(operator._schema.is_mutable)
+    """Whether an operator writes into one of its arguments; what talks to other processes does, and declares nothing."""
+    return bool(operator._schema.is_mutable) or operator.namespace == "c10d"
 
 
 def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes into, by the operator's schema."""
+    """Return the tensors that a call writes into, by the operator's schema; all that it takes if that is silent."""
     if not is_mutable(operator):
         return []
+    if not operator._schema.is_mutable:
+        return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     expected = operator._schema.arguments
     named = {**dict(zip((argument.name for argument in expected), args, strict=False)), **kwargs}
     written = [named.get(a.name) for a in expected if a.alias_info is not None and a.alias_info.is_write]
@@ -442,7 +444,7 @@ def called(function: Any, args: Any, kwargs: Any) -> Any:
 
     What waits for a collective gives back the tensor that it is given, as it does where there is data.
     """
-    if function is torch.ops._c10d_functional.wait_tensor.default:
+    if function is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
         return args[0]
     if function is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         given = dict(zip(("self", "mat2", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
