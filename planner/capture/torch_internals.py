@@ -423,7 +423,7 @@ def outside_tracing() -> Iterator[None]:
 
 
 def is_mutable(operator: OpOverload) -> bool:
-    """Whether an operator writes into one of its arguments; what talks to other processes does, and declares nothing."""
+    """Whether an operator writes into one of its arguments; those of ``c10d`` do, and declare nothing."""
     return bool(operator._schema.is_mutable) or operator.namespace == "c10d"
 
 

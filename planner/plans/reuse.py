@@ -57,12 +57,20 @@ def assumes_the_same(plan: Plan, origin: PlanOrigin) -> bool:
 
 
 def take_over(
-    problem: Problem, plan: Plan, *, origin: PlanOrigin, around: StaticMemory, compare: bool, asked_for: bool
+    problem: Problem,
+    plan: Plan,
+    *,
+    origin: PlanOrigin,
+    around: StaticMemory,
+    compare: bool,
+    asked_for: bool = False,
+    even_unneeded: bool = False,
 ) -> Plan | None:
     """Carry a plan over to a step whose operations have the same keys, if it keeps the budgets there.
 
     One that recomputes what the budget leaves room for is not, unless it is of this very graph and asked for: its
-    budget may have been kept by compiled code, which can need more than the graph.
+    budget may have been kept by compiled code, which can need more than the graph. Or unless it is wanted
+    ``even_unneeded``: other ranks may need it.
     """
     graph = problem.graph
     try:
@@ -77,7 +85,7 @@ def take_over(
         return None
     same_graph = plan.fingerprint.get("graph") == origin.fingerprint["graph"]
     budget_bytes = problem.budget_bytes + graph.total_static_bytes
-    unneeded = (evaluation.added_seconds > 0 or bool(variants)) and not (asked_for and same_graph)
+    unneeded = (evaluation.added_seconds > 0 or bool(variants)) and not (even_unneeded or (asked_for and same_graph))
     unneeded = unneeded and whole_peak_bytes(problem, Schedule.keep_all(graph), around) <= budget_bytes
     needed_bytes = max(whole_peak_bytes(problem, schedule, around), optimizer_peak_bytes(graph, around))
     if needed_bytes > budget_bytes or unneeded:

@@ -168,11 +168,16 @@ class Routes:
                 if self._missed is not None or not (study.draws or (self._draws and not study.varies)):
                     return
 
-    def are_left(self) -> bool:
-        """Whether the call that was watched ran more than any that was planned for; says so."""
+    def are_left(self, *, are_shared: bool) -> bool:
+        """Whether the call that was watched ran more than any that was planned for, and the next is planned; says so.
+
+        ``are_shared`` says that other ranks must plan with this one: where data decide what runs on each, they do not
+        come.
+        """
         if self._misses == TRIES or any(course.covers(self._course) for course in self._covered):
             return False
-        self._misses += 1
+        is_last = are_shared and any(study.varies for study in self._studies)
+        self._misses = TRIES if is_last else self._misses + 1
         self._missed = self._begun
         differs, more = self._difference()
         then = "the next is planned for such steps too" if self._misses < TRIES else "others may too, unplanned"
@@ -181,7 +186,7 @@ class Routes:
             f"({', '.join(more[:3])}{', ...' if len(more) > 3 else ''}): it may break the budget, and {then}",
             stacklevel=5,
         )
-        return True
+        return not is_last
 
     def _difference(self) -> tuple[str, list[str]]:
         now = self._course

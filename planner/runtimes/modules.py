@@ -35,6 +35,7 @@ from planner.plans.plan import Plan
 from planner.runtimes._calls import CallsInSituations, Decided, StartsCalls, check_sharding
 from planner.runtimes._hooks import Waiting, split_arguments
 from planner.runtimes._routes import Kept, Routes
+from planner.session.agreement import who_agrees
 from planner.session.recorded import plan_alike, plan_eager, study_alike
 from planner.session.step import Options
 
@@ -104,7 +105,7 @@ class ModulesRuntime(CallsInSituations):
         routes = self._routes[situation]
         with routes.watched(), installed():
             yield
-        if routes.are_left():
+        if routes.are_left(are_shared=bool(who_agrees(self.model, self.options))):
             del self._decided[situation]  # the next such call is decided anew
 
 

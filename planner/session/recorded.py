@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,8 @@ from planner.capture.provenance import kinds_of
 from planner.capture.sharding import resident
 from planner.common import timings
 from planner.common.options import Training
-from planner.errors import CaptureError, UsageError
+from planner.common.units import format_bytes
+from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
 from planner.ir.graph import OperationCost
 from planner.ir.layers import find_blocks
@@ -32,6 +33,7 @@ from planner.plans.plan import Plan, PlanOrigin
 from planner.session.agreement import made_by_all, planned_by_first, prepared_by_all, trained, who_agrees
 from planner.session.step import (
     Options,
+    carried_over,
     context_of,
     cost,
     elsewhere_for,
@@ -86,7 +88,13 @@ def study_alike(model: nn.Module, inputs: Inputs, options: Options) -> Study:
             raise found
         return study_eager(model, inputs, options)
 
-    return prepared_by_all(taken, lambda study: {**trained(model), **study.origin.fingerprint}, group)
+    return prepared_by_all(taken, lambda study: {**trained(model), **_in_common(study)}, group)
+
+
+def _in_common(study: Study) -> Mapping[str, str | int]:
+    """Say what ranks that share layers must have in common: all, but for what data decide."""
+    fingerprint = study.origin.fingerprint
+    return {key: fingerprint[key] for key in fingerprint if not (study.varies and key in ("operations", "graph"))}
 
 
 def plan_alike(model: nn.Module, study: Study, options: Options, **known: Any) -> Plan:
@@ -94,7 +102,37 @@ def plan_alike(model: nn.Module, study: Study, options: Options, **known: Any) -
     agreed = who_agrees(model, options)
     if not agreed:
         return plan_study(study, options, **known)
+    if study.varies:
+        return _planned_by_each(study, options, *agreed, **known)
     return planned_by_first(lambda: plan_study(study, options, **known), study.graph, *agreed)
+
+
+def _planned_by_each(study: Study, options: Options, group: Any, **known: Any) -> Plan:
+    """Plan a step of sizes that data decide, which are other ones on each rank, with modules that all run again.
+
+    Each rank plans its own step. Of these choices of modules all take the one that keeps every rank's budget, and costs
+    the slowest rank least.
+    """
+    made = made_by_all(lambda: plan_study(study, options, **known).to_json(), "planned its step", group)
+    proposed = [Plan.from_json(text) for text in dict.fromkeys(made)]
+    carried = [carried_over(study, options, plan, even_unneeded=True) for plan in proposed]
+    seconds = [plan and plan.recompute_seconds for plan in carried]
+    tried = made_by_all(lambda: (study.whole_bytes, seconds), "tried the plans of others", group)
+    costs = {}
+    for plan, of_ranks in zip(carried, zip(*(theirs for _, theirs in tried), strict=True), strict=True):
+        kept = [cost for cost in of_ranks if cost is not None]
+        if plan is not None and len(kept) == len(tried):
+            costs[max(kept)] = plan
+    if not costs:
+        enough_bytes = max(whole_bytes for whole_bytes, _ in tried)
+        raise InfeasibleBudgetError(
+            f"none of the {len(proposed)} choices of modules that ranks made keeps the budget on every rank. Data "
+            "decide sizes, and ranks that share layers must run the same modules again: raise the budget. "
+            f"{format_bytes(enough_bytes)} is known to be enough for each, without recompute",
+            minimum_feasible_peak_bytes=enough_bytes,
+            operation="all modules",
+        )
+    return costs[min(costs)]
 
 
 def study_eager(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> Study:

@@ -307,16 +307,7 @@ def plan_study(study: Study, options: Options, *, reuse: Plan | None = None, mus
     if reuse is not None:
         if must_match:
             check_match(reuse, study.origin, varies=study.varies)
-        host = study.host_for(options.offload)
-        step = study.for_host(host)
-        taken_over = take_over(
-            step.posed(options.budget, host),
-            reuse,
-            origin=step.origin,
-            around=step.static_memory,
-            compare=options.search.compare,
-            asked_for=must_match,
-        )
+        taken_over = carried_over(study, options, reuse, asked_for=must_match)
         if taken_over is not None:
             return taken_over
         # Another batch may need more, or have a graph of its own; the budget is what counts.
@@ -455,6 +446,20 @@ def are_no_larger(inputs: str, planned: str) -> bool:
 
 def _sizes(text: str) -> list[int]:
     return [int(size) for size in text.split(",") if size.strip()]
+
+
+def carried_over(study: Study, options: Options, plan: Plan, **wanted: bool) -> Plan | None:
+    """Carry a plan over to a step that has been costed; see :func:`planner.plans.reuse.take_over`."""
+    host = study.host_for(options.offload)
+    step = study.for_host(host)
+    return take_over(
+        step.posed(options.budget, host),
+        plan,
+        origin=step.origin,
+        around=step.static_memory,
+        compare=options.search.compare,
+        **wanted,
+    )
 
 
 def fingerprint_of(model: nn.Module, step: LoweredStep) -> dict[str, str | int]:

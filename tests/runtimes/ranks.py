@@ -36,7 +36,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import planner
 from planner import errors
 from planner.capture.memory import measure_peak, record
+from planner.plans.module_choices import modules_of
 from planner.plans.plan import Plan
+from tests.runtimes import exchanging
 
 WIDTH, ROWS, DEPTH = 64, 384, 4
 FEW_ROWS = 32
@@ -689,6 +691,66 @@ def beside_plain(made: Callable[[], nn.Module], x: torch.Tensor, last_rows: int)
     }
 
 
+def divided_experts(rank: int) -> dict[str, Any]:
+    """Train a model whose experts are divided, and whose ranks therefore have other sizes; also with other batches."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    alone, x = exchanging.with_divided_experts(mesh), exchanging.tokens(rank)
+    others = live()
+    others.pop(x.untyped_storage().data_ptr())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        peak, running = peak_of(lambda: planner.auto_wrap(exchanging.with_divided_experts(mesh), **QUICK), x, others)
+        plan = planner.plan_of(running)
+        equal = []
+        for seed in (rank, 2 + rank, 4 + rank, 6 + rank):
+            step(running, exchanging.tokens(seed)), step(alone, exchanging.tokens(seed))
+            found, expected = gradients(running), gradients(alone)
+            equal.append(all(torch.equal(found[name], expected[name]) for name in expected))
+    tight = exchanging.with_divided_experts(mesh)
+    budget = {**QUICK, "activation_budget": "1%" if rank else "75%"}
+    return {
+        "equal": equal,
+        "modules": modules_of(plan),
+        "peak_bytes": peak,
+        "predicted_bytes": plan.peak_bytes,
+        "baseline_bytes": plan.baseline_peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "said": [str(one.message) for one in said],
+        "tight": refused(lambda: step(planner.auto_wrap(tight, **budget), x)),
+    }
+
+
+def divided_sequence(rank: int) -> dict[str, Any]:
+    """Train a model whose attention exchanges tokens, by functional collectives and by others."""
+
+    def found(exchange: Callable[[torch.Tensor], torch.Tensor], runtime: str) -> dict[str, Any]:
+        made, x = partial(exchanging.Model, partial(exchanging.DividedAttention, exchange)), exchanging.tokens(rank)
+        alone, others = made(), live()
+        others.pop(x.untyped_storage().data_ptr())
+        step(alone, x)
+        peak, running = peak_of(lambda: planner.auto_wrap(made(), runtime=runtime, **QUICK), x, others)
+        plan, own, expected = planner.plan_of(running), gradients(running), gradients(alone)
+        again = [key for keys in plan.recomputations.values() for key in keys]
+        return {
+            "equal": all(torch.equal(own[name], expected[name]) for name in expected),
+            "recomputed": len(again),
+            "exchanges": [key for key in again if "all_to_all" in key or "c10d" in key],
+            "modules": modules_of(plan) if runtime == "modules" else (),
+            "peak_bytes": peak,
+            "predicted_bytes": plan.peak_bytes,
+            "baseline_bytes": plan.baseline_peak_bytes,
+            "budget_bytes": plan.budget_bytes,
+        }
+
+    own = exchanging.Exchange.apply
+    return {
+        "functional, graph": found(exchanging.exchanged, "graph"),
+        "functional, modules": found(exchanging.exchanged, "modules"),
+        "in place, regional": found(own, "regional"),
+        "in place, parts": found(own, "parts"),
+    }
+
+
 QUICK = {"activation_budget": "75%", "time_limit_seconds": 1.0, "deterministic": True}
 
 MICRO_BATCHES = 4
@@ -857,6 +919,8 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Any]]] = {
     "micro_batches_of_four": micro_batches_of_four,
     "tensor_parallel": tensor_parallel,
     "two_meshes": two_meshes,
+    "divided_experts": divided_experts,
+    "divided_sequence": divided_sequence,
     "sharded_pipeline": sharded_pipeline,
     "dies": dies,
     "fails_on_rank_0": fails_on_rank_0,

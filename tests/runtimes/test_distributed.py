@@ -19,9 +19,9 @@ RANKS = range(2)
 
 
 SCENARIOS = (
-    "ddp,fsdp2,compiled_blocks,mixed_precision,sharded_first,last_batch,saved,shardings,micro_batches,tensor_parallel,"
-    "fails_on_rank_0,fails_on_rank_1,fails_where_layers_are_shared,differs,wrong_order,1f1b,zero_bubble_v,documented,"
-    "pipeline_errors,dies"
+    "ddp,fsdp2,compiled_blocks,mixed_precision,sharded_first,last_batch,saved,shardings,micro_batches,"
+    "tensor_parallel,divided_experts,divided_sequence,fails_on_rank_0,fails_on_rank_1,"
+    "fails_where_layers_are_shared,differs,wrong_order,1f1b,zero_bubble_v,documented,pipeline_errors,dies"
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
@@ -206,6 +206,32 @@ def test_ranks_that_share_every_layer_run_one_plan(folder: Path) -> None:
         assert result["predicted_bytes"] < result["baseline_bytes"]
         assert 0.999 * result["predicted_bytes"] <= result["peak_bytes"] <= result["predicted_bytes"]
         assert result["refused"]["error"] == "RuntimeUnsupportedError" and "'modules'" in result["refused"]["message"]
+
+
+def keeps_its_peak(found: dict[str, Any]) -> bool:
+    is_exact = 0.999 * found["predicted_bytes"] <= found["peak_bytes"] <= found["predicted_bytes"]
+    return is_exact and found["predicted_bytes"] <= found["budget_bytes"] < found["baseline_bytes"]
+
+
+def test_ranks_with_other_experts_run_the_same_modules_again_each_within_its_budget(folder: Path) -> None:
+    found = results(folder, "divided_experts")
+    assert found[0]["modules"] == found[1]["modules"]
+    assert found[0]["predicted_bytes"] != found[1]["predicted_bytes"]  # each has its own sizes
+    for result in found:
+        assert all(result["equal"]) and keeps_its_peak(result)
+        assert any("what Model runs depends on data" in said for said in result["said"])
+    told, own = (result["tight"] for result in found)
+    assert own["error"] == "NoPlanFitsError"
+    assert told["message"].startswith("rank 1 failed while it planned its step: NoPlanFitsError: ")
+
+
+def test_what_exchanges_tokens_runs_once_whatever_it_is_written_with(folder: Path) -> None:
+    for result in results(folder, "divided_sequence"):
+        assert len(result) == 4
+        for how, found in result.items():
+            assert found["equal"] and keeps_its_peak(found), how
+            assert found["recomputed"] and not found["exchanges"], how
+            assert not [module for module in found["modules"] if not module.endswith("alone")], how
 
 
 @pytest.mark.parametrize(("mesh", "runtime"), [("layers", "modules"), ("copies", "regional")])

@@ -8,6 +8,7 @@ import pickle
 import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -424,6 +425,28 @@ class CountsItsCalls(nn.Module):
 
 def test_what_cannot_run_twice_is_left_alone() -> None:
     _, regions = problem_of(nn.Sequential(*(CountsItsCalls() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
+    assert regions == ()
+
+
+class Summed(nn.Module):
+    """Sums over all ranks within, by torch.distributed's own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.linear(x).sigmoid().tanh()
+        torch.distributed.all_reduce(made.detach().clone())
+        return made
+
+
+def test_what_talks_to_other_processes_is_left_alone(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
+    try:
+        _, regions = problem_of(nn.Sequential(*(Summed() for _ in range(3)), nn.Linear(WIDTH, 1)), rows())
+    finally:
+        torch.distributed.destroy_process_group()
     assert regions == ()
 
 

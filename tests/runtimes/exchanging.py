@@ -1,0 +1,162 @@
+"""Models whose ranks exchange tokens while they run: attention over a divided sequence, and divided experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+WIDTH, HEADS, EXPERTS = 32, 2, 4
+
+
+class Exchange(torch.autograd.Function):
+    """All to all by ``torch.distributed``'s own call, which names no operator that declares what it writes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        made = x.new_empty(x.shape)
+        dist.all_to_all_single(made, x.contiguous())
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        made = gradient.new_empty(gradient.shape)
+        dist.all_to_all_single(made, gradient.contiguous())
+        return made
+
+
+def exchanged(x: torch.Tensor) -> torch.Tensor:
+    """All to all by a functional collective."""
+    made: torch.Tensor = functional.all_to_all_single_autograd(x, None, None, dist.group.WORLD)
+    return made
+
+
+class DividedAttention(nn.Module):
+    """Attention of which each of two ranks has half of the sequence before and after, and half of the heads within."""
+
+    def __init__(self, exchange: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        qkv = self.qkv(self.norm(x)).view(rows, length, 3, 2, HEADS // 2, -1).permute(3, 1, 0, 2, 4, 5)
+        q, k, v = self.exchange(qkv.contiguous()).flatten(0, 1).permute(2, 1, 3, 0, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).unflatten(0, (2, length))
+        return self.out(self.exchange(mixed.contiguous()).permute(2, 1, 0, 3, 4).reshape(rows, length, WIDTH))
+
+
+class Experts(nn.Module):
+    """The experts of one rank, or all of them; rows come sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 4 * WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 4 * WIDTH, WIDTH) / (4 * WIDTH) ** 0.5)
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        up, down = (p.to_local() if hasattr(p, "to_local") else p for p in (self.up, self.down))
+        rows = x.split(counts.tolist())
+        return torch.cat([F.silu(some @ up[index]) @ down[index] for index, some in enumerate(rows)])
+
+
+class Routed(nn.Module):
+    """A router, and experts for the rows that it sends to each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        share, expert = self.gate(rows).softmax(-1).max(-1)
+        order = torch.argsort(expert, stable=True)
+        counts = torch.zeros(EXPERTS, dtype=torch.long).scatter_add(0, expert, torch.ones_like(expert))
+        made = self.experts(rows[order], counts) * share[order, None]
+        return torch.zeros_like(rows).index_add(0, order, made).view_as(x)
+
+
+class DividedExperts(ParallelStyle):
+    """Gives each rank some experts, and sends them their rows, as torchtitan's ``ExpertParallel`` does."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh, self._divided, self._dispatched, self._combined)
+
+    @staticmethod
+    def _divided(_name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+    def _dispatched(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> tuple[torch.Tensor, torch.Tensor]:
+        x, counts = inputs
+        group, ranks = mesh.get_group(), mesh.size()
+        with torch.no_grad():
+            arriving = functional.wait_tensor(functional.all_to_all_single(counts, None, None, group))
+        by_rank = arriving.view(ranks, -1)
+        self._sends, self._receives = counts.view(ranks, -1).sum(1).tolist(), by_rank.sum(1).tolist()
+        x = functional.all_to_all_single_autograd(x, self._receives, self._sends, group)
+        places = torch.arange(len(x)).split(arriving.tolist())
+        own = by_rank.shape[1]
+        self._order = torch.cat([places[rank * own + expert] for expert in range(own) for rank in range(ranks)])
+        return x[self._order], by_rank.sum(0)
+
+    def _combined(self, _module: nn.Module, made: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        order = self._order
+        del self._order
+        back = torch.empty_like(made).index_copy(0, order, made)
+        sent: torch.Tensor = functional.all_to_all_single_autograd(back, self._sends, self._receives, mesh.get_group())
+        return sent
+
+
+class Block(nn.Module):
+    """What exchanges, and a part that does not."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.alone = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.part(x)
+        return x + self.alone(x)
+
+
+class Model(nn.Module):
+    """Four such blocks and a loss."""
+
+    def __init__(self, part: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(part()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def with_divided_experts(mesh: DeviceMesh) -> Model:
+    """Make a model whose experts are divided over a mesh."""
+    model = Model(Routed)
+    for block in model.blocks:
+        parallelize_module(block.part.experts, mesh, DividedExperts())
+    return model
+
+
+def tokens(seed: int) -> torch.Tensor:
+    """Return one rank's inputs."""
+    return torch.randn(4, 128, WIDTH, generator=torch.Generator().manual_seed(seed))
