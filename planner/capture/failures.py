@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from planner.capture.fake_internals import without_meta_logs
+from planner.capture.parallel import sharded_inside
 from planner.capture.provenance import is_library, short_path
 from planner.capture.torch_internals import TorchDynamoException, Unsupported, depends_on_data
 from planner.errors import CaptureError, ForwardError, PlannerError
@@ -45,7 +46,9 @@ def explain_failures(model: nn.Module) -> Iterator[None]:
             reason = f"{raised['kind']}: {raised['message']}"
         elif isinstance(error, Unsupported):
             problem = _NOT_ONE_GRAPH
-            if culprit := _CULPRIT.search(str(error)):
+            if unit := sharded_inside(model):
+                reason = f"{unit} is sharded by itself, inside of a block: runtime='modules' plans such a model"
+            elif culprit := _CULPRIT.search(str(error)):
                 reason += f": {culprit['name']}"
         raise _explained(problem, model, reason, error) from error
 

@@ -13,8 +13,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from planner.capture.ddp_internals import Ddp as Ddp
 from planner.capture.ddp_internals import ddp_around as ddp_around
+from planner.capture.provenance import kinds_of
 from planner.capture.sharding import SHARES, WHOLE
 from planner.errors import UsageError
+from planner.ir.layers import find_blocks, is_within
 
 if TYPE_CHECKING:
     from planner.capture.fsdp_internals import ShardedUnit
@@ -97,6 +99,22 @@ def whole(model: nn.Module) -> AbstractContextManager[None]:
     from planner.capture.fsdp_internals import unsharded
 
     return unsharded(model)
+
+
+def sharded_inside(model: nn.Module) -> str:
+    """Name a part of a block that ``fully_shard`` spreads by itself, whose hooks run inside the block; ``""`` if none.
+
+    >>> sharded_inside(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    ''
+    """
+    if not has_units(model):
+        return ""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    kinds = kinds_of(model)
+    blocks = find_blocks(dict.fromkeys(kinds, 1), kinds)
+    return next((unit for unit in units for block in blocks if unit != block and is_within(unit, block)), "")
 
 
 def shares_layers(model: nn.Module) -> bool:

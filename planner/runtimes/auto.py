@@ -15,7 +15,7 @@ from planner.analysis.beside_eager import LARGER, SLOWER
 from planner.analysis.study import Study
 from planner.capture.device import entered, of_model
 from planner.capture.inputs import Inputs
-from planner.capture.parallel import has_several_ranks, is_sharded, shares_layers
+from planner.capture.parallel import has_several_ranks, is_sharded, sharded_inside, shares_layers
 from planner.capture.planned_call import compiled_parts
 from planner.common.units import format_seconds
 from planner.errors import CaptureError, PlannerError, RuntimeUnsupportedError
@@ -46,12 +46,12 @@ def choose(model: nn.Module) -> str:
 
     With several ranks gradients must go out while the backward runs, and every rank must do the same:
     what one rank cannot carry out is then an error, and nothing else is tried. Ranks that share every layer
-    (``parallelize_module``) run the model as it is. Where blocks were compiled by their own ``compile()``, as
-    torchtitan does, planned ones are compiled too.
+    (``parallelize_module``) run the model as it is, and so do those that gather parts of a block by themselves. Where
+    blocks were compiled by their own ``compile()``, as torchtitan does, planned ones are compiled too.
     """
     if not (has_several_ranks() or is_sharded(model)):
         return FIRST
-    if shares_layers(model):
+    if shares_layers(model) or sharded_inside(model):
         return INSTEAD
     return "inductor_blocks" if compiled_parts(model) else "regional"
 

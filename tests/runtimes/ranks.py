@@ -269,17 +269,21 @@ def sharded_first(rank: int) -> dict[str, Any]:
         "never kept": ({"reshard_after_forward": True}, {}),
         "modules": ({}, {"runtime": "modules"}),
         "ahead": ({"ahead": True}, {}),
+        "inside": ({"inside": True}, {}),
     }
     return {name: _sharded_first(rank, *options) for name, options in ways.items()}
 
 
 def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> dict[str, Any]:
-    ahead = shard.pop("ahead", False)
+    ahead, inside = shard.pop("ahead", False), shard.pop("inside", False)
 
     def sharded() -> nn.Module:
         with torch.device("meta"):
             empty = Model()
-        for unit in (*empty.blocks, empty):
+        if inside:  # two layers, each of which has two blocks that are sharded by themselves
+            empty.blocks = nn.ModuleList(nn.Sequential(*empty.blocks[at : at + 2]) for at in (0, 2))
+        parts = [part for pair in empty.blocks for part in pair] if inside else []
+        for unit in (*parts, *empty.blocks, empty):
             fully_shard(unit, **{"mesh": mesh, **shard})
         if ahead:
             empty.blocks[0].set_modules_to_forward_prefetch([empty.blocks[1], empty.blocks[2]])
@@ -293,6 +297,11 @@ def _sharded_first(rank: int, shard: dict[str, Any], wrap: dict[str, Any]) -> di
 
     mesh = init_device_mesh("cpu", (RANKS,))
     state, others, x = make().state_dict(), live(), data(rank)
+    if inside:
+        state = {
+            re.sub(r"blocks\.(\d)", lambda at: f"blocks.{int(at[1]) // 2}.{int(at[1]) % 2}", n): v
+            for n, v in state.items()
+        }
     others |= {p.untyped_storage().data_ptr(): 0 for p in state.values()}
     peak, model = peak_of(wrapped, x, others)
     plan, plain = planner.plan_of(model), sharded()
