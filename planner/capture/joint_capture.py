@@ -33,7 +33,7 @@ from planner.capture.joint import JointGraph, tensors_of
 from planner.capture.layouts import as_eager_runs
 from planner.capture.masks import Assumption, simplify_masks
 from planner.capture.module_internals import hooks_on_all_modules, switches_and_sizes
-from planner.capture.planned_call import as_its_class, parts_run_as_they_are
+from planner.capture.planned_call import as_its_class, parts_as_written
 from planner.capture.programs import MakeProgram, Program, ProgramsBySize, RunsHalves, plainly
 from planner.capture.provenance import places_of, short_path
 from planner.capture.put_back import put_back
@@ -98,7 +98,7 @@ def run_without_data(model: nn.Module, inputs: Inputs) -> Iterator[tuple[FakeTen
         return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
     fakes = inputs.map_tensors(fake)
-    with put_back(model), parts_run_as_they_are(), mode:
+    with put_back(model), parts_as_written(model), mode:
         with torch.enable_grad(), other_state(model, {name: fake(tensor) for name, tensor in state.items()}):
             outputs = call_implementation(model)(*fakes.args, **fakes.kwargs)
         yield mode, outputs, (fakes.args, fakes.kwargs, list(state.values()))

@@ -77,6 +77,23 @@ def parts_run_as_they_are() -> Iterator[None]:
         _here.wholes -= 1
 
 
+@contextmanager
+def parts_as_written(model: nn.Module) -> Iterator[None]:
+    """Let the parts of a model run as their authors wrote them: without plans of their own, and not compiled.
+
+    Code that a part's own ``compile()`` makes reads memory, and where that is fake there is none.
+    """
+    compiled = {part: installed_call(part) for part in map(model.get_submodule, compiled_parts(model))}
+    for part in compiled:
+        install_call(part, None)
+    try:
+        with parts_run_as_they_are():
+            yield
+    finally:
+        for part, call in compiled.items():
+            install_call(part, call)
+
+
 def _raise_own_error(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], failure: ForwardError) -> None:
     """Raise what the module's own call raises, if it does: whoever trains it may catch that, and go on.
 

@@ -13,9 +13,9 @@ from torch import nn
 import planner
 from planner import runtimes
 from planner.api import running_on
-from planner.capture.torch_internals import Unsupported
+from planner.capture.torch_internals import Unsupported, installed_call
 from planner.errors import UsageError
-from tests.models import Stack, rows
+from tests.models import Stack, mean_square, rows
 from tests.runtimes.steps import assert_same, train
 from tests.tiers import tiered
 
@@ -100,6 +100,17 @@ def test_a_compiled_part_of_a_wrapped_model_belongs_to_its_plan() -> None:
     model.blocks[0].compile(backend="eager")
     assert_same(train(plain, rows()), train(model, rows()))
     assert planner.plan_of(model).recomputations
+
+
+def test_parts_are_not_compiled_where_there_is_no_memory() -> None:
+    """A forward on fake tensors shows what a loss outside takes. Torch refuses to compile there, or crashes."""
+    model = Stack(2, has_loss=False)
+    for block in model.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="compiled by their own"):
+        planner.auto_wrap(model, rows(), budget="90%", loss_fn=mean_square, time_limit_seconds=1.0)
+    mean_square(model(rows())).backward()
+    assert all(installed_call(block) is not None for block in model.blocks)
 
 
 @pytest.mark.parametrize("runtime", ["graph", "parts", "regional"])

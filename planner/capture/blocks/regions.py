@@ -26,6 +26,7 @@ from planner.capture.inputs import Inputs, OutsideLoss, differentiated, state_of
 from planner.capture.joint import JointGraph, mutates, reach_of, tensors_of
 from planner.capture.joint_capture import Captures, Partition, differentiable_outputs, mode_of, until_stopped
 from planner.capture.lowering import GIVEN_TARGET, LoweredGraph
+from planner.capture.planned_call import parts_as_written
 from planner.capture.provenance import kinds_of
 from planner.capture.put_back import put_back
 from planner.capture.random_states import RandomStates
@@ -319,6 +320,7 @@ class Step:
         """Let the model's code run on fake tensors, parameters and buffers among them; ``replacing`` stand in."""
         with (
             put_back(self.model),
+            parts_as_written(self.model),
             forwards(replacing),
             recorder.modules() if recorder else nullcontext(),
             nullcontext() if self.is_real else self._without_data(),
