@@ -483,11 +483,13 @@ def wrap_pipeline(
         unwrap(stage.submod)
     with entered(of_model(rank.stages[0].submod, example.args, example.kwargs)):
         made, planned = plan_rank(rank, example, target, options, return_outputs=return_outputs)
+    later = []
     for one in planned:
         own = replace(one.options, budget=Budget(budget=one.plan.budget_bytes), taken_over=one.plan)
         running = runtimes.get(own.runtime).start(one.module, own, plan=one.plan, replan=False)
         install_planned_call(one.module, running)
-    rank.compute_backwards_whole()
+        later.append(getattr(running, "later_weights", None))
+    rank.give_weights_by(later)
     return made
 
 

@@ -20,12 +20,8 @@ from torch.distributed.pipelining.schedules import (
 from planner.errors import RuntimeUnsupportedError, UsageError
 from planner.plans.pipeline_schedules import Pass, PipelineSchedule, passes
 
-_IS_BACKWARD = {
-    _ComputationType.FORWARD: False,
-    _ComputationType.FULL_BACKWARD: True,
-    _ComputationType.BACKWARD_INPUT: True,
-}
-"""What is a pass: a planned stage computes the gradients of its weights with those of its inputs."""
+_FORWARD, _WHOLE = _ComputationType.FORWARD, _ComputationType.FULL_BACKWARD
+_FIRST, _REST = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True)
@@ -61,12 +57,12 @@ class RankOfPipeline:
         if is_single:
             order, warm_up = _single(schedule, stages[0])
             return cls(schedule, stages, order, warm_up)
-        own = next((stage for stage in stages if stage.dw_builder not in (None, _nothing_is_left)), None)
+        own = next((stage for stage in stages if not isinstance(stage.dw_builder, Rest | None)), None)
         order, splits = _several(schedule, stages)
         if own is not None and splits:
             raise RuntimeUnsupportedError(
-                f"stage {own.stage_index} has a dw_builder, which computes gradients of weights later than its plan "
-                "does: leave it out"
+                f"stage {own.stage_index} has a dw_builder, which computes gradients of weights, as its plan does: "
+                "leave it out"
             )
         return cls(schedule, stages, order, splits=splits)
 
@@ -83,14 +79,20 @@ class RankOfPipeline:
         """Whether the stage before is on this rank too."""
         return any(other.stage_index == stage.stage_index - 1 for other in self.stages)
 
-    def compute_backwards_whole(self) -> None:
-        """Let a schedule that splits backwards have all gradients at its first half, and nothing left for the second.
+    @property
+    def whole_order(self) -> tuple[Pass, ...]:
+        """The order where every backward gives all gradients at once, and nothing is left for later."""
+        return tuple(one for one in self.order if not one.is_rest)
 
-        That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each half, and a
+    def give_weights_by(self, later: Sequence[Any]) -> None:
+        """Let a schedule that splits backwards ``take`` the rest of each; None for a stage that leaves nothing.
+
+        That is what torch's ``dw_builder`` is for. Without one torch would walk autograd's graph for each part, and a
         planned stage is one node of it.
         """
-        for stage in self.stages if self.splits else ():
-            stage.dw_builder = _nothing_is_left
+        for stage, of_stage in zip(self.stages, later, strict=True):
+            if self.splits:
+                stage.dw_builder = Rest(_nothing_is_left if of_stage is None else of_stage.take)
 
     @property
     def group(self) -> Any:
@@ -145,12 +147,26 @@ def _several(schedule: Any, stages: Sequence[PipelineStage]) -> tuple[tuple[Pass
         raise _unknown(schedule)
     # A forward and a backward that overlap are run one after the other.
     single = [one for action in actions[schedule.rank] for one in (action.sub_actions or (action,))]
-    order = [
-        Pass(_IS_BACKWARD[action.computation_type], chunk_of[action.stage_index], action.microbatch_index)
-        for action in single
-        if action.computation_type in _IS_BACKWARD
-    ]
-    return tuple(order), any(action.computation_type is _ComputationType.BACKWARD_WEIGHT for action in single)
+    splits = any(action.computation_type is _REST for action in single)
+    order: list[Pass] = []
+    for action in single:
+        kind = action.computation_type
+        if kind in (_FORWARD, _WHOLE, _FIRST):
+            order.append(Pass(kind is not _FORWARD, chunk_of[action.stage_index], action.microbatch_index))
+        if kind is _REST or (splits and kind is _WHOLE):
+            order.append(Pass(True, chunk_of[action.stage_index], action.microbatch_index, is_rest=True))
+    return tuple(order), splits
+
+
+@dataclass(frozen=True)
+class Rest:
+    """The ``dw_builder`` of a planned stage."""
+
+    of_stage: Callable[[], Callable[..., None]]
+
+    def __call__(self) -> Callable[..., None]:
+        """Return what computes the gradients that the last backward has left."""
+        return self.of_stage()
 
 
 def _nothing_is_left() -> Callable[..., None]:

@@ -119,6 +119,8 @@ class _Held:
 
     schedules: tuple[Schedule, ...]
     saved_bytes: tuple[int, ...]
+    half_done_bytes: tuple[int, ...]
+    """For each chunk, what a micro-batch holds while the gradients of its weights are still to come."""
     peak_bytes: int
     recompute_seconds: tuple[float, ...]
 
@@ -161,31 +163,35 @@ class Device:
             best.append(min((*segmentations(stage.graph), lowest), key=height))
         return self.hold(best)
 
-    def beside(self, chunk: int, saved_bytes: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the most that stands beside a pass, forward and backward: what others save, and gradients."""
+    def beside(self, chunk: int, saved_bytes: Sequence[int], half_done_bytes: Sequence[int]) -> tuple[int, ...]:
+        """Return the most that stands beside each part of a pass: what others hold, and gradients."""
 
         def held(load: Load) -> tuple[int, int]:
+            others = sum(map(mul, load.others, saved_bytes)) + sum(map(mul, load.half_done, half_done_bytes))
             gradient_bytes = sum(map(mul, self.gradient_bytes, load.accumulated))
-            return sum(map(mul, load.others, saved_bytes)), gradient_bytes + load.left_bytes
+            return others, gradient_bytes + load.left_bytes
 
-        forward, backward = (
-            max((held(load) for load in self.loads if (load.chunk, load.is_backward) == (chunk, is_backward)), key=sum)
-            for is_backward in (False, True)
-        )
-        return *forward, *backward
+        found: tuple[int, ...] = ()
+        for phase in range(self.chunks[chunk].phases):
+            here = (load for load in self.loads if load.chunk == chunk and load.is_backward + load.is_rest == phase)
+            found += max(map(held, here), key=sum)
+        return found
 
     def hold(self, schedules: Sequence[Schedule]) -> _Held:
         """Simulate schedules for all chunks, with the other micro-batches in flight."""
+        schedules = [stage.as_run(schedule) for stage, schedule in zip(self.chunks, schedules, strict=True)]
         chunks = list(zip(self.chunks, schedules, strict=True))
         plain = [simulate(stage.graph, stage.costs, schedule) for stage, schedule in chunks]
         saved = [_saved(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
+        halves = [_half_done(stage, schedule, found) for (stage, schedule), found in zip(chunks, plain, strict=True)]
         peak_bytes = max(
-            stage.problem(0, self.beside(chunk, saved)).evaluate(schedule).peak_bytes
+            stage.problem(0, self.beside(chunk, saved, halves)).evaluate(schedule).peak_bytes
             for chunk, (stage, schedule) in enumerate(chunks)
         )
         return _Held(
             tuple(schedules),
             tuple(saved),
+            tuple(halves),
             max(peak_bytes + self.static_bytes, self.optimizer_peak_bytes, self.end_bytes),
             tuple(found.recompute_seconds for found in plain),
         )
@@ -227,9 +233,12 @@ class Device:
         around = replace(self.around, has_caching_allocator=False)
         made = []
         for chunk, (stage, schedule) in enumerate(zip(self.chunks, held.schedules, strict=True)):
-            problem = stage.problem(budget_bytes - self.static_bytes, self.beside(chunk, held.saved_bytes))
+            problem = stage.problem(
+                budget_bytes - self.static_bytes, self.beside(chunk, held.saved_bytes, held.half_done_bytes)
+            )
             problem = replace(problem, graph=replace(problem.graph, static_bytes=dict(self.around.static_bytes)))
-            unplanned = stage.problem(0, self.beside(chunk, self.keep_all.saved_bytes)).baseline
+            kept = self.beside(chunk, self.keep_all.saved_bytes, self.keep_all.half_done_bytes)
+            unplanned = stage.problem(0, kept).baseline
             solution = Solution(
                 solver=solver if held.recompute_seconds[chunk] else "keep all",
                 schedule=schedule,
@@ -255,12 +264,19 @@ def _saved(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
     return found.timeline_bytes[schedule.order.index(stage.wait)]
 
 
+def _half_done(stage: Stage, schedule: Schedule, found: Evaluation) -> int:
+    """Return what is held while the gradients of a micro-batch's weights are still to come."""
+    return 0 if stage.half_done is None else found.timeline_bytes[schedule.order.index(stage.half_done)]
+
+
 class _SplitSearch:
     """The search for what a micro-batch may save: so many bytes of the largest chunk, of the others in proportion."""
 
     def __init__(self, device: Device, budget_bytes: int, search: Search) -> None:
         self.device, self.budget_bytes = device, budget_bytes
         self.full = device.keep_all.saved_bytes
+        # What waits for its rest is what that needs, which recompute seldom lessens: a guess, which `hold` makes good.
+        self.half_done = device.keep_all.half_done_bytes
         self.whole_bytes = max(*self.full, 1)
         # A solve for the lower half, one for the upper, one between: three for each split, for each chunk.
         seconds = max(search.time_limit_seconds / (3 * _SPLITS * len(device.chunks)), 0.1)
@@ -316,7 +332,7 @@ class _SplitSearch:
         most = self.of_each(most_bytes)
         schedules = []
         for chunk, stage in enumerate(self.device.chunks):
-            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most), most[chunk])
+            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, most, self.half_done), most[chunk])
             try:
                 schedules.append(self.solve(problem).schedule)
             except InfeasibleBudgetError:
@@ -331,7 +347,7 @@ class _SplitSearch:
         bounds: list[float] = []
         schedules = []
         for chunk, stage in enumerate(self.device.chunks):
-            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, least), most_bytes)
+            problem = stage.problem(self.budget_bytes, self.device.beside(chunk, least, [0] * len(least)), most_bytes)
             try:
                 solution = self.solve(problem)
             except InfeasibleBudgetError as error:

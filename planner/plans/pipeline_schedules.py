@@ -63,6 +63,8 @@ class Pass:
     is_backward: bool
     chunk: int
     micro_batch: int
+    is_rest: bool = False
+    """Whether it is the second part of a backward that is asked for in two: the gradients of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,10 @@ class Load:
     others: tuple[int, ...]
     accumulated: tuple[bool, ...]
     left_bytes: int = 0
+    is_rest: bool = False
+    """Whether it is the second part of a backward that is asked for in two."""
+    half_done: tuple[int, ...] = ()
+    """For each chunk, how many other micro-batches wait for that part; empty if no backward is asked for in two."""
 
 
 def warm_up_of(stages: int, stage: int, chunks: int = 1) -> int:
@@ -119,14 +125,18 @@ def loads(order: Sequence[Pass], chunks: int, left_bytes: Sequence[int] = ()) ->
 
     ``left_bytes`` are, for each pass, what of finished micro-batches the device still holds; see :func:`left_by`.
     """
-    waiting = [0] * chunks
+    waiting, half_done = [0] * chunks, [0] * chunks
     accumulated = [False] * chunks
+    in_two = any(done.is_rest for done in order)
     seen: dict[Load, None] = {}
     for done, left in zip(order, left_bytes or [0] * len(order), strict=True):
-        waiting[done.chunk] -= done.is_backward
-        seen[Load(done.chunk, done.is_backward, tuple(waiting), tuple(accumulated), left)] = None
+        (half_done if done.is_rest else waiting)[done.chunk] -= done.is_backward
+        behind = tuple(half_done) if in_two else ()
+        load = Load(done.chunk, done.is_backward, tuple(waiting), tuple(accumulated), left, done.is_rest, behind)
+        seen[load] = None
         waiting[done.chunk] += not done.is_backward
-        accumulated[done.chunk] |= done.is_backward
+        half_done[done.chunk] += in_two and done.is_backward and not done.is_rest
+        accumulated[done.chunk] |= done.is_rest if in_two else done.is_backward
     return tuple(seen)
 
 
@@ -181,6 +191,8 @@ def left_by(order: Sequence[Pass], boundaries: Sequence[Boundary], *, warm_up: i
             held += boundary.handed_bytes * (forwards // len(boundaries) - count)
         left.append(held)
         if done is not None:
-            in_flight[done.chunk] += -1 if done.is_backward else 1
-            over += [done] * done.is_backward
+            ends = done.is_backward and not done.is_rest
+            in_flight[done.chunk] += not done.is_backward
+            in_flight[done.chunk] -= ends
+            over += [done] * ends
     return left

@@ -17,6 +17,7 @@ from planner.ir.cut_points import turning_point
 from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
 from planner.ir.layers import find_layers
 from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossPasses
 
 IN_FLIGHT = "in flight"
@@ -39,27 +40,52 @@ class Stage:
     graph: TrainingGraph
     costs: tuple[OperationCost, ...]
     wait: int
-    beside: tuple[int, int, int, int]
+    beside: tuple[int, ...]
     gradient_bytes: int
     """Gradients of its parameters."""
+    half_done: int | None = None
+    """Where the gradients of weights are asked for later, the operation during which nothing runs before that: what is
+    ``beside`` their part follows."""
+
+    @property
+    def phases(self) -> int:
+        """In how many parts a micro-batch passes: forward and backward, and the rest of that."""
+        return 2 if self.half_done is None else 3
 
     def problem(
-        self, budget_bytes: int, beside_bytes: Sequence[int] = (0, 0, 0, 0), most_saved_bytes: int | None = None
+        self, budget_bytes: int, beside_bytes: Sequence[int] | None = None, most_saved_bytes: int | None = None
     ) -> Problem:
         """Return the problem of this stage for one micro-batch while others are in flight, what is resident left out.
 
         What a micro-batch may hold while it waits for its backward can be bounded.
         """
         values, costs, bound_bytes = list(self.graph.values), list(self.costs), 0
+        beside_bytes = beside_bytes or (0,) * len(self.beside)
         for value, size_bytes in zip(self.beside, beside_bytes, strict=True):
             values[value] = replace(values[value], size_bytes=size_bytes)
         if most_saved_bytes is not None:
             bound_bytes = budget_bytes - most_saved_bytes
         # What is beside it in the forward and in the backward would both count while it waits. Neither has to: each
         # does right before, or right after. With the rest of the workspace, nothing more than the bound fits.
-        costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=bound_bytes - sum(beside_bytes))
+        costs[self.wait] = OperationCost(seconds=0.0, workspace_bytes=bound_bytes - sum(beside_bytes[:4]))
         graph = replace(self.graph, values=tuple(values))
         return Problem(graph=graph, costs=tuple(costs), budget_bytes=budget_bytes)
+
+    def as_run(self, schedule: Schedule) -> Schedule:
+        """Return a schedule as it is run: what runs again before something is handed over does so right after."""
+        order: list[int] = []
+        pending: list[int] = []
+        ran: set[int] = set()
+        for index in schedule.order:
+            if index in ran:
+                pending.append(index)
+                continue
+            ran.add(index)
+            if not self.graph.operations[index].target.startswith(_HANDED_OVER):
+                order += pending
+                pending = []
+            order.append(index)
+        return replace(schedule, order=(*order, *pending))
 
     def decisions(self, before: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return what runs again before each operation, where what is handed over is none: as the whole step has it."""
@@ -96,11 +122,13 @@ def whole_stage(
     input_gradients: Collection[int],
     received: Collection[int],
     loss: LossPasses | None,
+    rest: int | None = None,
 ) -> Stage:
     """Return the step of a module that is a stage, captured alone, as a stage.
 
     Of its values, ``input_gradients`` are sent on and not added up, and ``received`` are resident: buffers that
-    gradients arrive in. The last stage has a loss in place of those.
+    gradients arrive in. The last stage has a loss in place of those. From the operation ``rest`` on only gradients of
+    weights are computed, if these are asked for later.
     """
     made = _Builder(graph)
     made.values = list(graph.values)
@@ -114,25 +142,47 @@ def whole_stage(
     made.operations += graph.operations[:turn]
     made.costs += costs[:turn]
     saved: tuple[int, ...] = ()
+    # What is let go with the first part of a backward; with a whole one it stays to its end.
+    let_go = [index for index, value in enumerate(made.values) if value.retained and value.kind == "output"]
+    let_go += input_gradients
     if loss is not None:
         saved = (made.new(Value(name="saved by the loss", size_bytes=loss.saved_bytes)),)
         held = made.new(Value(name="loss", size_bytes=loss.held_bytes, retained=True, kind="output"))
+        let_go.append(held)
         made.hand_over("loss forward", Phase.LOSS, receives=(*saved, held), workspace_bytes=loss.forward_bytes)
     wait = len(made.operations)
     made.hand_over("wait", Phase.LOSS, receives=backward, sends=forward)
     at_turn = graph.operations[turn]
     made.operations.append(replace(at_turn, inputs=(*at_turn.inputs, *saved)))
     made.costs.append(OperationCost(seconds=0.0, workspace_bytes=loss.backward_bytes if loss else 0))
-    made.operations += graph.operations[turn + 1 :]
-    made.costs += costs[turn + 1 :]
+    half_done: int | None = None
+    beside: tuple[int, ...] = (*forward, *backward)
+    if rest is not None:
+        made.operations += graph.operations[turn + 1 : rest]
+        made.costs += costs[turn + 1 : rest]
+        for index in let_go:
+            made.values[index] = replace(made.values[index], retained=False)
+        # They are there from when they are made to then: nobody else gives them back.
+        made.operations = [
+            operation if set(let_go).isdisjoint(operation.outputs) else replace(operation, recomputable=False)
+            for operation in made.operations
+        ]
+        made.hand_over("gradients of inputs sent", Phase.BACKWARD, sends=(*let_go, *backward))
+        backward = made.others(Phase.BACKWARD)
+        half_done, beside = len(made.operations), (*beside, *backward)
+        made.hand_over("wait for the rest", Phase.BACKWARD, receives=backward)
+    begins = rest or turn + 1
+    made.operations += graph.operations[begins:]
+    made.costs += costs[begins:]
     made.hand_over("pass ends", Phase.BACKWARD, sends=backward)
     layers = dict.fromkeys(layer for layer in find_layers(graph).of if layer)
     return made.finish(
         layers=tuple(layers),
         operations=tuple(range(len(graph.operations))),
         wait=wait,
-        beside=(*forward, *backward),
+        beside=beside,
         gradient_bytes=gradient_bytes,
+        half_done=half_done,
     )
 
 

@@ -31,6 +31,7 @@ from planner.common import timings
 from planner.ir.schedule import Schedule
 from planner.rewrite import host_copies
 from planner.rewrite.layouts import OF_ANY_LAYOUT
+from planner.transforms.weights_last import REST, is_rest
 
 aten = torch.ops.aten
 
@@ -67,7 +68,7 @@ def extract_fwd_bwd(
     backward takes what was saved and then the tangents.
     """
     boundary = schedule.order.index(lowered.graph.loss_index)
-    forward_outputs, backward_outputs = lowered.joint.outputs
+    forward_outputs, _ = lowered.joint.outputs
     forward_descriptors, backward_descriptors = lowered.joint.output_descriptors
     again = (index for index, runs in Counter(schedule.order).items() if runs > 1)
     replayed = {i for i in again if (node := lowered.operation_nodes[i]) is not None and is_random(node)}
@@ -84,8 +85,7 @@ def extract_fwd_bwd(
     backward = _Emitter(lowered, schedule, replayed, over, draws, already_run=ran, arriving=arriving)
     for node in lowered.joint.tangents:
         backward.take(node)
-    backward.run(range(boundary + 1, len(schedule.order)), skipped)
-    backward_results = backward.resolve_gradients(backward_outputs)
+    backward_results = _run_backward(backward, lowered, range(boundary + 1, len(schedule.order)), skipped)
 
     results = [forward.resolve_output(node) for node in forward_outputs]
     tangents = [backward.taken.pop(node) for node in lowered.joint.tangents]
@@ -101,6 +101,8 @@ def extract_fwd_bwd(
     ]
     backward.graph.output(backward_results)
     backward.graph.output_node().meta["desc"] = backward_descriptors
+    if REST in lowered.joint.graph.output_node().meta:
+        backward.graph.output_node().meta[REST] = lowered.joint.graph.output_node().meta[REST]
     for taken in reversed([*(taken for _, taken in saved), *tangents]):
         next(iter(backward.graph.nodes)).prepend(taken)
     root = lowered.joint.module
@@ -108,6 +110,34 @@ def extract_fwd_bwd(
         fx.GraphModule(root, forward.graph, "PlannedForward"),
         fx.GraphModule(root, backward.graph, "PlannedBackward"),
     )
+
+
+def _run_backward(
+    backward: _Emitter, lowered: LoweredGraph, positions: range, skipped: Container[int]
+) -> tuple[Any, ...]:
+    """Write the backward and return what leaves it; what is only for weights is marked, if the graph has it last."""
+    order, outputs = backward.order, lowered.joint.outputs[1]
+    rest = {index for index, node in enumerate(lowered.operation_nodes) if is_rest(node)}
+    if not rest:
+        backward.run(positions, skipped)
+        return backward.resolve_gradients(outputs)
+    ran = set(order[: positions.start])
+    begins = positions.start
+    for position in positions:
+        index = order[position]
+        if index not in ran and index not in rest and lowered.operation_nodes[index] is not None:
+            begins = position + 1
+        ran.add(index)
+    backward.run(range(positions.start, begins), skipped)
+    late = lowered.joint.graph.output_node().meta[REST]
+    sent = backward.resolve_gradients([None if at in late else node for at, node in enumerate(outputs)])
+    first = set(backward.graph.nodes)
+    backward.run(range(begins, positions.stop), skipped)
+    kept = backward.resolve_gradients([node if at in late else None for at, node in enumerate(outputs)])
+    for node in backward.graph.nodes:
+        if node not in first and node.op != "placeholder":
+            node.meta[REST] = True
+    return tuple(own if own is not None else later for own, later in zip(sent, kept, strict=True))
 
 
 def dead_recomputes(lowered: LoweredGraph, schedule: Schedule) -> set[int]:

@@ -38,6 +38,7 @@ from planner.rewrite.graphs import CAPTURED, EAGER, extract_fwd_bwd
 from planner.runtimes._calls import PlannedCalls, StartsCalls, situation_of, weakly
 from planner.runtimes._cuda_graphs import CudaGraphs
 from planner.runtimes._gradients import LateGradients, watch_backward
+from planner.runtimes._later_weights import LaterWeights
 from planner.runtimes._shapes import CallsSeen, InputSizes, PlansBySize, largest_sizes, marked, with_sizes
 from planner.runtimes._sized import SizedPrograms
 from planner.session.sized import SizedStep
@@ -77,6 +78,8 @@ class GraphRuntime(PlannedCalls):
         self._completed_for: Any = None
         self._calls_seen = CallsSeen()
         self._cuda_graphs = CudaGraphs(model, of_model(model)) if options.training.cuda_graphs else None
+        self.later_weights = LaterWeights() if options.weights_last else None
+        """What a pipeline asks for after each backward."""
         self._may_vary = compiler is aot_backend and self._cuda_graphs is None
         """Whether sizes that vary are captured as symbols."""
         self._numbers: dict[str, float] = {}
@@ -273,6 +276,7 @@ class GraphRuntime(PlannedCalls):
 
     def _new_pair(self, *, assume: bool) -> tuple[IsolatedCall, IsolatedCall]:
         """Return what is captured with fixed sizes, and with symbols; ``assume`` says if masks may be left out."""
+        runs_halves = self._cuda_graphs or self.later_weights
         new = partial(
             IsolatedCall,
             self.model,
@@ -283,7 +287,7 @@ class GraphRuntime(PlannedCalls):
             make_program=self._program,
             compiler=self.compiler,
             assume=assume,
-            run_halves=self._cuda_graphs.step if self._cuda_graphs is not None else None,
+            run_halves=runs_halves.step if runs_halves is not None else None,
         )
         return new(), new()
 

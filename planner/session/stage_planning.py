@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,9 +20,10 @@ from planner.capture.lowering import LoweredGraph
 from planner.capture.parallel import is_sharded, shards_of, units_of, unplanned_sharding, whole
 from planner.capture.pipelining_internals import RankOfPipeline
 from planner.capture.sharding import ROOT, Unit, resident
+from planner.common.options import Budget
 from planner.common.units import round_up
-from planner.errors import UsageError
-from planner.ir.graph import TrainingGraph
+from planner.errors import InfeasibleBudgetError, UsageError
+from planner.ir.graph import Phase, TrainingGraph
 from planner.ir.static_memory import LossMemory, LossPasses, StaticMemory
 from planner.measure import loss
 from planner.measure.devices import device_spec
@@ -33,6 +35,7 @@ from planner.plans.pipeline_types import StagePlan
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.session.agreement import check_alike, made_by_all
 from planner.session.step import Options, captured, lower_as_run, study_lowered
+from planner.transforms.weights_last import is_rest
 
 SHARES = "shares of gradients"
 
@@ -107,10 +110,34 @@ def plan_rank(
     planned: list[tuple[StagePlan, list[PlannedStage]]] = []
 
     def plan() -> None:
-        planned.append(_Rank(rank, sizes, target, options, return_outputs=return_outputs).planned())
+        planned.append(_planned(rank, sizes, target, options, return_outputs=return_outputs))
 
     made_by_all(plan, "planned its stages", rank.group)
     return planned[0]
+
+
+def _planned(
+    rank: RankOfPipeline,
+    sizes: Sequence[tuple[Inputs, Sequence[_Layout]]],
+    target: Any,
+    options: Options,
+    *,
+    return_outputs: bool,
+) -> tuple[StagePlan, list[PlannedStage]]:
+    """Plan this rank: with gradients of weights when the schedule asks for them if that fits, and else at once."""
+    if rank.splits:
+        with suppress(_NotInTwo):
+            later = replace(options, weights_last=True)
+            in_two = _Rank(rank, sizes, target, later, return_outputs=return_outputs)
+            try:
+                return in_two.planned()
+            except InfeasibleBudgetError:  # what waits takes memory
+                options = replace(options, budget=Budget(budget=in_two.budget_bytes))
+    return _Rank(rank, sizes, target, options, return_outputs=return_outputs).planned()
+
+
+class _NotInTwo(Exception):
+    """A stage whose gradients of weights cannot wait."""
 
 
 def _checked(rank: RankOfPipeline) -> dict[str, str | int]:
@@ -196,6 +223,7 @@ class _Rank:
         self.spec = device_spec(rank.stages[0].submod, options.target.device)
         self.unit = next((unit.unit for stage in rank.stages for unit in units_of(stage.submod)), None)
         """What a sharded stage gathers for all micro-batches."""
+        self.order = rank.order if options.weights_last else rank.whole_order
         self.stages = []
         for stage, size in zip(rank.stages, sizes, strict=True):
             with whole(stage.submod):
@@ -204,7 +232,7 @@ class _Rank:
     def planned(self) -> tuple[StagePlan, list[PlannedStage]]:
         """Plan all stages under the rank's budget; NoPlanFitsError if none was found."""
         rank, stages = self.rank, self.stages
-        left = left_by(rank.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
+        left = left_by(self.order, [stage.boundary for stage in stages], warm_up=rank.warm_up)
         end_bytes = left[-1] + self._merged_bytes()
         if self.unit is not None:
             left, end_bytes = self._gathered(self.unit, left)
@@ -212,10 +240,10 @@ class _Rank:
             rank.stages[0].group_rank,
             [stage.part for stage in stages],
             self._around(),
-            loads(rank.order, len(stages), left[:-1]),
+            loads(self.order, len(stages), left[:-1]),
             end_bytes,
         )
-        budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
+        self.budget_bytes = budget_bytes = self.options.budget.in_bytes(device.keep_all.peak_bytes, device.static_bytes)
         made = device.planned(budget_bytes, self.options.search, [stage.study.origin for stage in stages])
         if made is None:
             message, report = no_plan_fits(device, budget_bytes, f"rank {device.index} of the pipeline binds, ")
@@ -223,6 +251,7 @@ class _Rank:
             raise NoPlanFitsError(
                 message, minimum_feasible_peak_bytes=smallest_bytes, operation=f"rank {device.index}", report=report
             )
+        made = replace(made, weights_later=self.options.weights_last)
         return made, [self._to_run(stage, plan) for stage, plan in zip(stages, made.plans, strict=True)]
 
     def _gathered(self, unit: Unit, left: Sequence[int]) -> tuple[list[int], int]:
@@ -256,6 +285,7 @@ class _Rank:
             input_gradients=[here[value] for value in _input_gradients(module, step.lowered)],
             received=[v for v in at_turn.outputs if study.graph.values[v].kind == "tangent"],
             loss=taken,
+            rest=_rest(study.graph, step.lowered) if options.weights_last else None,
         )
         return _Captured(
             module=module,
@@ -342,6 +372,18 @@ class _Rank:
     def aligned(self, size_bytes: int) -> int:
         """Round a size up as the allocator does."""
         return round_up(size_bytes, self.spec.alignment_bytes)
+
+
+def _rest(graph: TrainingGraph, lowered: LoweredGraph) -> int:
+    """Return the operation from which on only gradients of weights are computed, in a graph that has them last."""
+    nodes = list(zip(lowered.graph.operations, lowered.operation_nodes, strict=True))
+    if any(node is None and operation.phase is Phase.BACKWARD for operation, node in nodes):
+        raise _NotInTwo  # autograd copies some, and would have to when they come
+    late = {operation.key for operation, node in nodes if is_rest(node)}
+    begins = next((index for index, operation in enumerate(graph.operations) if operation.key in late), None)
+    if begins is None or not all(operation.key in late for operation in graph.operations[begins:]):
+        raise _NotInTwo
+    return begins
 
 
 def _input_gradients(module: nn.Module, lowered: LoweredGraph) -> set[int]:

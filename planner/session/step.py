@@ -63,6 +63,7 @@ from planner.plans.reuse import as_planned, assumes_the_same, check_match, take_
 from planner.transforms import rounding
 from planner.transforms.inplace_grad_accumulation import sum_in_place
 from planner.transforms.local_graph import local_step
+from planner.transforms.weights_last import weights_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,8 @@ class Options:
     """The model's own step, recorded, or why it could not be; None where nobody asked."""
     is_stage: bool = False
     """Whether a pipeline calls the model for several micro-batches before their backwards, as its plan counts on."""
+    weights_last: bool = False
+    """Whether a pipeline asks for the gradients of weights after those of inputs."""
     gradients: Gradients = field(default_factory=Gradients)
     """What DDP does with gradients of the step; ``found`` is left to who traces it."""
     together: bool = False
@@ -226,6 +229,8 @@ def context_of(model: nn.Module, spec: DeviceSpec, around: StaticMemory, options
 
 def lower_as_run(model: nn.Module, joint: JointGraph, options: Options) -> LoweredStep:
     """Lower a captured step as a runtime of whole graphs carries it out; the joint graph may be changed."""
+    if options.weights_last:
+        weights_last(joint, {id(parameter) for parameter in model.parameters()})
     if not joint.functional and options.training.tensor_parallel == 1:
         sum_in_place(joint)
     return lower_step(model, joint, options)

@@ -25,7 +25,15 @@ SCENARIOS = (
 )
 """What ``ranks.py`` runs one after the other; a rank that dies comes last."""
 
-MORE_PIPELINES = ("gpipe", "1f1b_without_outputs", "interleaved", "breadth_first", "zero_bubble", "dual_pipe_v")
+MORE_PIPELINES = (
+    "gpipe",
+    "1f1b_without_outputs",
+    "interleaved",
+    "breadth_first",
+    "zero_bubble",
+    "zero_bubble_at_once",
+    "dual_pipe_v",
+)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +266,10 @@ def test_every_rank_of_a_pipeline_keeps_its_predicted_peak(folder: Path) -> None
 
 
 def test_every_rank_of_a_v_shaped_zero_bubble_schedule_keeps_its_predicted_peak(folder: Path) -> None:
-    check_pipeline(results(folder, "zero_bubble_v"))
+    found = results(folder, "zero_bubble_v")
+    check_pipeline(found)
+    for result in found:
+        assert result["weights_later"] and result["rests"] and all(result["rests"])  # each waits until it is asked for
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -276,11 +287,17 @@ def test_so_does_every_rank_of_other_schedules(pipelines: Path, schedule: str) -
     check_pipeline(results(pipelines, schedule))
 
 
+@pytest.mark.slow
+def test_where_gradients_that_wait_do_not_fit_they_are_computed_at_once(pipelines: Path) -> None:
+    for result in results(pipelines, "zero_bubble_at_once"):
+        assert not result["weights_later"] and not any(result["rests"])
+
+
 def test_pipelines_that_cannot_be_planned_are_refused_on_every_rank(folder: Path) -> None:
     first, last = results(folder, "pipeline_errors")
     for result in (first, last):
         assert result["own_weights"]["error"] == "RuntimeUnsupportedError"
-        assert "has a dw_builder, which computes gradients of weights later" in result["own_weights"]["message"]
+        assert "has a dw_builder, which computes gradients of weights" in result["own_weights"]["message"]
         assert result["differ"]["error"] == "PlanMismatchError"
         assert "rank 1 has another pipeline than rank 0: micro-batches is 6 there and 4" in result["differ"]["message"]
         assert "is sharded with FSDP2, and in parts" in result["sharded"]["message"]
