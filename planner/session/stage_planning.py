@@ -17,6 +17,7 @@ from planner.analysis.study import Study
 from planner.capture.inputs import Inputs, check_model, check_plannable
 from planner.capture.joint_capture import run_without_data
 from planner.capture.lowering import LoweredGraph
+from planner.capture.module_internals import has_gradient_hooks
 from planner.capture.parallel import is_sharded, shards_of, units_of, unplanned_sharding, whole
 from planner.capture.pipelining_internals import RankOfPipeline
 from planner.capture.sharding import ROOT, Unit, resident
@@ -285,7 +286,7 @@ class _Rank:
             input_gradients=[here[value] for value in _input_gradients(module, step.lowered)],
             received=[v for v in at_turn.outputs if study.graph.values[v].kind == "tangent"],
             loss=taken,
-            rest=_rest(study.graph, step.lowered) if options.weights_last else None,
+            rest=_rest(module, study.graph, step.lowered) if options.weights_last else None,
         )
         return _Captured(
             module=module,
@@ -374,8 +375,10 @@ class _Rank:
         return round_up(size_bytes, self.spec.alignment_bytes)
 
 
-def _rest(graph: TrainingGraph, lowered: LoweredGraph) -> int:
+def _rest(module: nn.Module, graph: TrainingGraph, lowered: LoweredGraph) -> int:
     """Return the operation from which on only gradients of weights are computed, in a graph that has them last."""
+    if has_gradient_hooks(module):
+        raise _NotInTwo  # autograd calls them
     nodes = list(zip(lowered.graph.operations, lowered.operation_nodes, strict=True))
     if any(node is None and operation.phase is Phase.BACKWARD for operation, node in nodes):
         raise _NotInTwo  # autograd copies some, and would have to when they come
