@@ -180,6 +180,7 @@ def _compile_with_inductor(
     what else stands against it. What would be computed later than planned, and holds more until then, stays where it is
     (:mod:`planner.capture.inductor_order_internals`).
     """
+    from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.fx_passes import post_grad
@@ -220,12 +221,20 @@ def _compile_with_inductor(
         is_inlined = V.graph.current_node in _placement_in(V.graph).inlined
         return not is_inlined and bool(should_store(box, *arguments, **options))
 
+    write_loops = CppScheduling.codegen_node
+
+    def written(scheduling: Any, node: Any) -> None:
+        write_loops(scheduling, node)
+        if node.get_read_write_buffers_sizes() >= _WORTH_A_CALL_BYTES:
+            scheduling._set_flush_status(True)
+
     def with_our_fusions(*arguments: Any, **options: Any) -> Any:
         with (
             patch.object(Scheduler, "can_fuse", in_order),
             patch.object(post_grad, "should_prefer_unfused_addmm", apart),
             patch.object(GraphLowering, "run_node", placed),
             patch.object(StorageBox, "should_realize_on_reuse", stored_for_readers),
+            patch.object(CppScheduling, "codegen_node", written),
         ):
             return compile_one(compile_fx_inner, *arguments, **options)
 
@@ -236,6 +245,10 @@ def _compile_with_inductor(
         run: Any = compile_fx(graph_module, inputs, with_our_fusions, config_patches=settings)
         return run  # type: ignore[no-any-return]
 
+
+_WORTH_A_CALL_BYTES = 1 << 20
+"""On a CPU loops that follow each other are called together, and what any of them makes is there before all, and what
+it reads till after all. Loops that move so much take far longer than a call, and get one of their own."""
 
 _SMALL = 8
 """What a kernel makes is small beside what it reads if that is so many times as large."""

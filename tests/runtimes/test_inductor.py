@@ -293,6 +293,32 @@ def test_what_a_product_reads_does_not_wait_for_a_sum_at_the_end():
     assert tied.peak_bytes - tied.total_static_bytes <= untied.peak_bytes - untied.total_static_bytes
 
 
+class Sums(nn.Module):
+    """Two loops over what a product makes, by rows and by columns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return h.softmax(1).square().sum() + h.sin().sum(0).square().sum()
+
+
+def test_loops_over_much_are_called_apart_and_free_what_they_read(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def add(search: _Search, step: object, drafts: list[Draft], *bytes_: int) -> None:
+        calls.append(drafts[0].source.count("cpp_fused"))
+        honest(search, step, drafts, *bytes_)
+
+    honest = _Search.add
+    monkeypatch.setattr(_Search, "add", add)
+    for width in (16, 1024):
+        planner.plan(Sums(width), torch.randn(1024, 16), budget="1GiB", runtime="inductor", compare=False)
+    assert calls[0] == 1 < calls[1]
+
+
 def test_code_that_was_not_drafted_is_not_run(monkeypatch: pytest.MonkeyPatch):
     def altered(*arguments: Any) -> list[Draft]:
         *given, is_enough = arguments
