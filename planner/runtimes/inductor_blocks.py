@@ -24,12 +24,16 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped
 from planner.capture.lowering import LoweredGraph
 from planner.capture.torch_internals import PartitionFunction
+from planner.common.options import Budget
 from planner.ir.graph import OperationCost
+from planner.ir.problem import Solution
 from planner.ir.schedule import Schedule
 from planner.ir.simulator import simulate
 from planner.measure.fusion import in_kernels
 from planner.measure.workspace import effort_for
+from planner.plans.block_kinds import with_few_kinds
 from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.planning import plan_from_solution
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.runtimes import Running
@@ -55,6 +59,19 @@ def _carrying_out(plan: Plan, path: str, lowered: LoweredGraph) -> tuple[fx.Grap
     """Return the forward and backward of a block, of which a plan sees each kernel as one operation."""
     kernels = in_kernels(lowered)
     return extract_fwd_bwd(lowered, kernels.carried_out(part_of(plan, path, kernels.graph)))
+
+
+def _with_few_kinds(step: PlannedStep, budget: Budget) -> PlannedStep:
+    """Return a step with a plan of which fewer kinds of blocks are to be compiled, if there is one for the budget."""
+    study, plan = step.study, step.plan
+    problem, schedule = study.posed(budget), plan.schedule_for(study.graph)
+    few = with_few_kinds(problem, schedule)
+    if few == schedule:
+        return step
+    solution = Solution.simulated(problem.evaluate(few), few, plan.solver, lower_bound_seconds=plan.lower_bound_seconds)
+    made = plan_from_solution(problem, solution, origin=study.origin, static_memory=study.static_memory, compare=False)
+    assert study.in_place is not None
+    return replace(step, plan=made, schedule=study.in_place.carried_out(few))
 
 
 class CompiledBlock(PlannedBlock):
@@ -171,7 +188,11 @@ class _InductorBlocks(Regional):
         """Plan a step by what the code of its blocks holds."""
         code = _Code(model, around, options)
         study = study_lowered(model, around.lowered, options)
-        plan = partial(plan_lowered, model, around.lowered, study=study)
+
+        def plan(asked: Options, **given: Any) -> PlannedStep:
+            step = plan_lowered(model, around.lowered, asked, study=study, **given)
+            return step if given.get("must_match") else _with_few_kinds(step, asked.budget)
+
         search = CodeSearch[int](options.search.tell, must_match=must_match)
         tried: list[Schedule] = []
 

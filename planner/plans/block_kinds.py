@@ -1,0 +1,117 @@
+"""Few kinds of blocks: where blocks are compiled, each kind of block is compiled once, however many there are.
+
+Of equal blocks a plan asks different things, to use a budget to its last byte. Each kind takes seconds to compile, and
+costs hardly anything to do without: a block that recomputes a little more holds a little less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.errors import ScheduleError
+from planner.ir.graph import TrainingGraph
+from planner.ir.problem import Problem
+from planner.ir.schedule import Schedule
+
+MOST_KINDS = 3
+"""Of equal blocks: those that keep, those that recompute, and those in between."""
+
+Kind = frozenset[tuple[int, tuple[int, ...]]]
+"""What runs again before what, each as a number within its block."""
+
+
+def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS) -> Schedule:
+    """Return a schedule that asks of equal blocks one of a few things, as far as the step then keeps its budget.
+
+    The kind that fewest blocks have gives way first: all of these take another of the kinds at hand, that with which
+    the step takes least time. A kind that none can take the place of stays. Takes as many simulations as there are
+    pairs of kinds. A schedule in an order of its own is returned as it is.
+    """
+    try:
+        blocks = _Blocks(problem.graph, schedule)
+    except ScheduleError:
+        return schedule
+    kept: set[tuple[Sequence[str], Kind]] = set()
+    while found := blocks.superfluous(most, kept):
+        family, kind = found
+        tried = [blocks.instead(family, kind, other) for other in blocks.kinds(family) if other != kind]
+        fitting = []
+        for number, other in enumerate(tried):
+            evaluation = problem.evaluate(other.schedule())
+            if evaluation.peak_bytes <= problem.budget_bytes:
+                fitting.append((evaluation.seconds, number))
+        if fitting:
+            blocks = tried[min(fitting)[1]]
+        else:
+            kept.add(found)
+    return blocks.schedule()
+
+
+@dataclass
+class _Block:
+    """A block's operations, and what it asks of them."""
+
+    operations: list[int]
+    family: tuple[str, ...]
+    """Its operations' keys without its own path: the same in equal blocks."""
+    kind: Kind
+
+
+class _Blocks:
+    """The blocks of a step, and what is recomputed outside of them."""
+
+    def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
+        self._graph = graph
+        self._others: dict[int, tuple[int, ...]] = {}
+        self._blocks: dict[str, _Block] = {}
+        inside: dict[str, list[int]] = {}
+        for index, operation in enumerate(graph.operations):
+            if operation.region:
+                inside.setdefault(operation.region, []).append(index)
+        number = {index: at for operations in inside.values() for at, index in enumerate(operations)}
+        asked: dict[str, set[tuple[int, tuple[int, ...]]]] = {path: set() for path in inside}
+        for index, again in schedule.recomputations().items():
+            region = graph.operations[index].region
+            if region and all(graph.operations[each].region == region for each in again):
+                asked[region].add((number[index], tuple(number[each] for each in again)))
+            else:
+                self._others[index] = again
+        for path, operations in inside.items():
+            family = tuple(graph.operations[index].key.removeprefix(path) for index in operations)
+            self._blocks[path] = _Block(operations, family, frozenset(asked[path]))
+
+    def kinds(self, family: Sequence[str]) -> list[Kind]:
+        """Return the kinds of equal blocks, those first that most of them have."""
+        counted = Counter(block.kind for block in self._blocks.values() if block.family == family)
+        return [kind for kind, _ in counted.most_common()]
+
+    def superfluous(self, most: int, kept: set[tuple[Sequence[str], Kind]]) -> tuple[Sequence[str], Kind] | None:
+        """Return the rarest kind of blocks that have more than the ``most``, of those that are not to be kept."""
+        for family in dict.fromkeys(block.family for block in self._blocks.values()):
+            kinds = self.kinds(family)
+            free = [kind for kind in kinds if (family, kind) not in kept]
+            if len(kinds) > most and free:
+                return family, free[-1]
+        return None
+
+    def instead(self, family: Sequence[str], kind: Kind, other: Kind) -> _Blocks:
+        """Return the blocks with another kind in place of one."""
+        made = _Blocks.__new__(_Blocks)
+        made._graph, made._others = self._graph, self._others
+        made._blocks = {
+            path: _Block(block.operations, block.family, other)
+            if block.family == family and block.kind == kind
+            else block
+            for path, block in self._blocks.items()
+        }
+        return made
+
+    def schedule(self) -> Schedule:
+        """Return the schedule that does what is asked."""
+        before = dict(self._others)
+        for block in self._blocks.values():
+            for index, again in block.kind:
+                before[block.operations[index]] = tuple(block.operations[each] for each in again)
+        return Schedule.with_recomputations(self._graph, before)
