@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -22,7 +23,7 @@ from planner.capture.parallel import has_several_ranks, units_of
 from planner.capture.provenance import kinds_of
 from planner.capture.sharding import resident
 from planner.common import timings
-from planner.common.options import Training
+from planner.common.options import Budget, Training
 from planner.common.units import format_bytes
 from planner.errors import CaptureError, InfeasibleBudgetError, UsageError
 from planner.findings.finding import Finding
@@ -46,6 +47,9 @@ from planner.session.step import (
 
 DEPENDS_ON_DATA = "depends-on-data"
 """The rule that a plan breaks which holds for the batch that was recorded."""
+
+_SHARES = (1.0, 0.95, 0.9, 0.8, 0.65)
+"""Of a budget that each rank has on top of what is resident, how much it chooses modules for, one after the other."""
 
 _NO_TROUBLE = ("full-backward-hooks",)
 """Rules that an eager step may break."""
@@ -111,28 +115,41 @@ def _planned_by_each(study: Study, options: Options, group: Any, **known: Any) -
     """Plan a step of sizes that data decide, which are other ones on each rank, with modules that all run again.
 
     Each rank plans its own step. Of these choices of modules all take the one that keeps every rank's budget, and costs
-    the slowest rank least.
+    the slowest rank least. If there is none, each rank chooses as if it had less.
     """
-    made = made_by_all(lambda: plan_study(study, options, **known).to_json(), "planned its step", group)
-    proposed = [Plan.from_json(text) for text in dict.fromkeys(made)]
-    carried = [carried_over(study, options, plan, even_unneeded=True) for plan in proposed]
-    seconds = [plan and plan.recompute_seconds for plan in carried]
-    tried = made_by_all(lambda: (study.whole_bytes, seconds), "tried the plans of others", group)
-    costs = {}
-    for plan, of_ranks in zip(carried, zip(*(theirs for _, theirs in tried), strict=True), strict=True):
-        kept = [cost for cost in of_ranks if cost is not None]
-        if plan is not None and len(kept) == len(tried):
-            costs[max(kept)] = plan
-    if not costs:
-        enough_bytes = max(whole_bytes for whole_bytes, _ in tried)
-        raise InfeasibleBudgetError(
-            f"none of the {len(proposed)} choices of modules that ranks made keeps the budget on every rank. Data "
-            "decide sizes, and ranks that share layers must run the same modules again: raise the budget. "
-            f"{format_bytes(enough_bytes)} is known to be enough for each, without recompute",
-            minimum_feasible_peak_bytes=enough_bytes,
-            operation="all modules",
-        )
-    return costs[min(costs)]
+
+    def choice(share: float) -> str | None:
+        if share == 1.0:
+            return plan_study(study, options, **known).to_json()
+        static_bytes = study.graph.total_static_bytes
+        budget_bytes = options.budget.in_bytes(study.whole_bytes, static_bytes)
+        less_bytes = static_bytes + int(share * (budget_bytes - static_bytes))
+        try:
+            return plan_study(study, replace(options, budget=Budget(budget=less_bytes))).to_json()
+        except InfeasibleBudgetError:
+            return None
+
+    for share in _SHARES:
+        made = made_by_all(partial(choice, share), "planned its step", group)
+        proposed = [Plan.from_json(text) for text in dict.fromkeys(made) if text is not None]
+        carried = [carried_over(study, options, plan, even_unneeded=True) for plan in proposed]
+        seconds = [None if plan is None else plan.recompute_seconds for plan in carried]
+        tried = made_by_all(lambda: (study.whole_bytes, seconds), "tried the plans of others", group)  # noqa: B023
+        costs: dict[float, Plan] = {}
+        for number, plan in enumerate(carried):
+            of_ranks = [cost for _, theirs in tried if (cost := theirs[number]) is not None]
+            if plan is not None and len(of_ranks) == len(tried):
+                costs[max(of_ranks)] = plan
+        if costs:
+            return costs[min(costs)]
+    enough_bytes = max(whole_bytes for whole_bytes, _ in tried)
+    raise InfeasibleBudgetError(
+        "none of the choices of modules that ranks made keeps the budget on every rank. Data decide sizes, and ranks "
+        "that share layers must run the same modules again: raise the budget. "
+        f"{format_bytes(enough_bytes)} is known to be enough for each, without recompute",
+        minimum_feasible_peak_bytes=enough_bytes,
+        operation="all modules",
+    )
 
 
 def study_eager(model: nn.Module, inputs: Inputs, options: Options, *, may_run: bool = True) -> Study:
