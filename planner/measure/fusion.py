@@ -76,18 +76,18 @@ def fused_costs(
 ) -> tuple[OperationCost, ...]:
     """Return the costs with those of operations that Inductor writes itself as they are inside a kernel.
 
-    ``scale`` is how much longer than its roofline the yardstick takes.
+    ``scale`` is how much longer than its roofline the yardstick takes, which memory alone bounds: so much slower is
+    memory here, and arithmetic is not.
     """
     if not written:
         return tuple(costs)
     graph = lowered.graph
     indices, moved_bytes = sorted(written), _Traffic(lowered, written)
     inside = [replace(graph.operations[index], moved_bytes=moved_bytes(index)) for index in indices]
-    priced = dict(zip(indices, RooflineCosts(spec).costs(inside), strict=True))
+    here = replace(spec, bandwidth_bytes_per_second=spec.bandwidth_bytes_per_second / scale)
+    priced = dict(zip(indices, RooflineCosts(here).costs(inside), strict=True))
     return tuple(
-        replace(cost, seconds=scale * max(0.0, priced[index].seconds - spec.launch_seconds))
-        if index in priced
-        else cost
+        replace(cost, seconds=max(0.0, priced[index].seconds - spec.launch_seconds)) if index in priced else cost
         for index, cost in enumerate(costs)
     )
 
