@@ -8,7 +8,7 @@ meanwhile, and its result is not there: that is allowed where it holds no more.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -63,8 +63,23 @@ def placement(graph: fx.Graph) -> Placement:
 
 def must_stay_apart(product: fx.Node, total: fx.Node) -> bool:
     """Whether a product that is computed in one call with the sum that reads it would hold more until then."""
-    order = _Order(product.graph)
-    return order.is_far(product, total) and _size_bytes(product) < order.waiting_bytes(product, total)
+    between = product.next
+    while between is not total and not _calls_a_library(between):
+        between = between.next
+    if between is total:
+        return False
+    read = dict.fromkeys(map(_owner, product.all_input_nodes))  # a product reads what is in memory
+    waiting = [node for node in read if not _is_resident(node) and all(reader < total for reader in _readers(node))]
+    return _size_bytes(product) < sum(map(_size_bytes, waiting))
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Return what reads a node's memory, also through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 class _Order:
@@ -86,16 +101,12 @@ class _Order:
             if not _is_view(node):
                 self._place(node)
 
-    def is_far(self, earlier: fx.Node, later: fx.Node) -> bool:
+    def _is_far(self, earlier: fx.Node, later: fx.Node) -> bool:
         """Whether library calls lie between two nodes."""
         return self._calls[self._at[later]] > self._calls[self._at[earlier] + 1]
 
-    def waiting_bytes(self, node: fx.Node, reader: fx.Node) -> int:
-        """Count what would wait in memory if a node were computed where one reads it, and nobody else does."""
-        sources = frozenset[fx.Node]().union(*(self._sources[_owner(source)] for source in node.all_input_nodes))
-        return self._waiting_bytes(sources, reader)
-
     def _waiting_bytes(self, sources: Collection[fx.Node], reader: fx.Node) -> int:
+        """Count what would wait in memory for a reader, and for nobody later."""
         return sum(_size_bytes(source) for source in sources if self._is_free_before(reader, source))
 
     def _is_free_before(self, node: fx.Node, source: fx.Node) -> bool:
@@ -116,7 +127,7 @@ class _Order:
         sources = frozenset[fx.Node]().union(*(self._sources[_owner(source)] for source in node.all_input_nodes))
         size_bytes = _size_bytes(node)
         last = max(readers, key=self._at.__getitem__, default=node)
-        if self.is_far(node, last) and size_bytes < self._waiting_bytes(sources, last):
+        if self._is_far(node, last) and size_bytes < self._waiting_bytes(sources, last):
             self.stored.add(node)
             return
         if _LITTLE * sum(map(_size_bytes, sources)) <= size_bytes:
