@@ -7,8 +7,8 @@ costs hardly anything to do without: a block that recomputes a little more holds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from planner.errors import ScheduleError
 from planner.ir.graph import TrainingGraph
@@ -30,7 +30,7 @@ def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS)
     pairs of kinds. A schedule in an order of its own is returned as it is.
     """
     try:
-        blocks = _Blocks(problem.graph, schedule)
+        blocks = _Blocks.of(problem.graph, schedule)
     except ScheduleError:
         return schedule
     kept: set[tuple[Sequence[str], Kind]] = set()
@@ -49,7 +49,7 @@ def with_few_kinds(problem: Problem, schedule: Schedule, most: int = MOST_KINDS)
     return blocks.schedule()
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Block:
     """A block's operations, and what it asks of them."""
 
@@ -59,37 +59,48 @@ class _Block:
     kind: Kind
 
 
+@dataclass(frozen=True)
 class _Blocks:
     """The blocks of a step, and what is recomputed outside of them."""
 
-    def __init__(self, graph: TrainingGraph, schedule: Schedule) -> None:
-        self._graph = graph
-        self._others: dict[int, tuple[int, ...]] = {}
-        self._blocks: dict[str, _Block] = {}
+    graph: TrainingGraph
+    blocks: Sequence[_Block]
+    others: Mapping[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, graph: TrainingGraph, schedule: Schedule) -> _Blocks:
+        """Read what a schedule asks of each block."""
         inside: dict[str, list[int]] = {}
         for index, operation in enumerate(graph.operations):
             if operation.region:
                 inside.setdefault(operation.region, []).append(index)
         number = {index: at for operations in inside.values() for at, index in enumerate(operations)}
         asked: dict[str, set[tuple[int, tuple[int, ...]]]] = {path: set() for path in inside}
+        others: dict[int, tuple[int, ...]] = {}
         for index, again in schedule.recomputations().items():
             region = graph.operations[index].region
             if region and all(graph.operations[each].region == region for each in again):
                 asked[region].add((number[index], tuple(number[each] for each in again)))
             else:
-                self._others[index] = again
-        for path, operations in inside.items():
-            family = tuple(graph.operations[index].key.removeprefix(path) for index in operations)
-            self._blocks[path] = _Block(operations, family, frozenset(asked[path]))
+                others[index] = again
+        blocks = [
+            _Block(
+                operations,
+                tuple(graph.operations[i].key.removeprefix(path) for i in operations),
+                frozenset(asked[path]),
+            )
+            for path, operations in inside.items()
+        ]
+        return cls(graph, blocks, others)
 
     def kinds(self, family: Sequence[str]) -> list[Kind]:
         """Return the kinds of equal blocks, those first that most of them have."""
-        counted = Counter(block.kind for block in self._blocks.values() if block.family == family)
+        counted = Counter(block.kind for block in self.blocks if block.family == family)
         return [kind for kind, _ in counted.most_common()]
 
     def superfluous(self, most: int, kept: set[tuple[Sequence[str], Kind]]) -> tuple[Sequence[str], Kind] | None:
         """Return the rarest kind of blocks that have more than the ``most``, of those that are not to be kept."""
-        for family in dict.fromkeys(block.family for block in self._blocks.values()):
+        for family in dict.fromkeys(block.family for block in self.blocks):
             kinds = self.kinds(family)
             free = [kind for kind in kinds if (family, kind) not in kept]
             if len(kinds) > most and free:
@@ -98,20 +109,16 @@ class _Blocks:
 
     def instead(self, family: Sequence[str], kind: Kind, other: Kind) -> _Blocks:
         """Return the blocks with another kind in place of one."""
-        made = _Blocks.__new__(_Blocks)
-        made._graph, made._others = self._graph, self._others
-        made._blocks = {
-            path: _Block(block.operations, block.family, other)
-            if block.family == family and block.kind == kind
-            else block
-            for path, block in self._blocks.items()
-        }
-        return made
+        changed = [
+            replace(block, kind=other) if (block.family, block.kind) == (family, kind) else block
+            for block in self.blocks
+        ]
+        return replace(self, blocks=changed)
 
     def schedule(self) -> Schedule:
         """Return the schedule that does what is asked."""
-        before = dict(self._others)
-        for block in self._blocks.values():
+        before = dict(self.others)
+        for block in self.blocks:
             for index, again in block.kind:
                 before[block.operations[index]] = tuple(block.operations[each] for each in again)
-        return Schedule.with_recomputations(self._graph, before)
+        return Schedule.with_recomputations(self.graph, before)
