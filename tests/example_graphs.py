@@ -32,6 +32,7 @@ class Builder:
         retained: bool = False,
         recomputable: bool = True,
         state_bytes: int = 0,
+        region: str = "",
     ) -> list[int]:
         """Add one operation and give the values that it makes."""
         stem = f"{module}|{target}|{phase}"
@@ -54,6 +55,7 @@ class Builder:
                 source=f"model.py:{10 + len(self.operations) % 40}" if phase is Phase.FORWARD else "",
                 recomputable=recomputable,
                 state_bytes=state_bytes,
+                region=region,
                 flops=int(seconds * 1e12),
                 moved_bytes=sum(sizes),
             )

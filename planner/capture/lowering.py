@@ -67,13 +67,13 @@ class LoweredGraph:
     parts: Mapping[fx.Graph, LoweredGraph] = field(default_factory=dict)
     """Where a step is put together of blocks, what each of their graphs is in itself."""
 
-    def part_of(self, node: fx.Node) -> LoweredGraph:
+    def graph_of(self, node: fx.Node) -> LoweredGraph:
         """Return the graph that a node is of: that of a block, or this one."""
         return self.parts.get(node.graph, self)
 
     def called(self, node: fx.Node) -> Any:
         """Return what a step calls for a node: its operator, or where code is written for it what does the same."""
-        return node.target if self.is_eager or self.part_of(node).joint.functional else kernel_of(node)
+        return node.target if self.is_eager or self.graph_of(node).joint.functional else kernel_of(node)
 
     @property
     def is_compiled(self) -> bool:
@@ -82,7 +82,7 @@ class LoweredGraph:
 
     def is_written_by_inductor(self, node: fx.Node) -> bool:
         """Whether a node is computed inside a kernel that Inductor writes, and not by an operator's own."""
-        return self.part_of(node).joint.functional and is_in_a_kernel_of_inductors(node)
+        return self.graph_of(node).joint.functional and is_in_a_kernel_of_inductors(node)
 
 
 def lower(joint: JointGraph, context: StepContext, given: Sequence[fx.Node] = ()) -> LoweredGraph:

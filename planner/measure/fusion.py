@@ -120,6 +120,6 @@ class _Traffic:
         """Count what an operation reads of parameters, buffers and inputs, which are no values of the graph."""
         node = self.lowered.operation_nodes[index]
         assert node is not None
-        known = self.lowered.part_of(node).storage_of
+        known = self.lowered.graph_of(node).storage_of
         resident = [source for source in node.all_input_nodes if not known.get(source)]
         return sum(tensor.nbytes for tensor in tensors_in(values_of(resident)))

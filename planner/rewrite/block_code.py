@@ -85,7 +85,7 @@ class _Stretches(Allocations):
 
 
 @dataclass
-class _Phase:
+class _Half:
     """What the code of a forward or a backward was seen to do."""
 
     phase: Phase
@@ -112,7 +112,7 @@ class _Followed:
         """Calls whose workspace can be tried, by signature."""
         self._block, self._given, self._costs = block, given, costs
         self._values = list(block.graph.values)
-        self._phases: list[_Phase] = []
+        self._phases: list[_Half] = []
         self._run(*drafts)
 
     def in_their_place(self, known: Mapping[str, int]) -> LoweredGraph:
@@ -163,7 +163,7 @@ class _Followed:
                 value_of[storage_id(tensor)] = kept[-1]
         # The caller holds what it hands over.
         needed = {self._value(node): 0 for node in self._given}
-        self._phases.append(_Phase(Phase.FORWARD, recorder, needed, [*outputs, *kept], beyond_bytes))
+        self._phases.append(_Half(Phase.FORWARD, recorder, needed, [*outputs, *kept], beyond_bytes))
 
         saved = made[count:]
         with mode:
@@ -186,7 +186,7 @@ class _Followed:
                 beyond_bytes += gradient.nbytes  # autograd copies one whose layout is not that of its parameter
         stretches = len(recorder.peaks_with({}))
         needed = {value: recorder.last.get(storage, stretches) for storage, value in storages.items()}
-        self._phases.append(_Phase(Phase.BACKWARD, recorder, needed, list(leaving), beyond_bytes))
+        self._phases.append(_Half(Phase.BACKWARD, recorder, needed, list(leaving), beyond_bytes))
 
     def _recorder(self, mode: Any, resident: Any) -> _Stretches:
         recorder = _Stretches(self._block, self._costs, tensors_in(resident), CallNodes(mode))
@@ -208,7 +208,7 @@ class _Followed:
         return max(0, sum(sizes.values()) - sum(self._block.graph.values[value].size_bytes for value in leaving))
 
 
-def _operations(seen: _Phase, known: Mapping[str, int], values: list[Value]) -> list[Operation]:
+def _operations(seen: _Half, known: Mapping[str, int], values: list[Value]) -> list[Operation]:
     """Return operations for the code of a phase, one for what it holds in each stretch, and one for what it leaves."""
 
     def new(name: str, size_bytes: int, *, retained: bool = False) -> int:

@@ -15,6 +15,7 @@ from planner.common.options import Budget, Search
 from planner.common.units import format_bytes
 from planner.errors import InfeasibleBudgetError, PlanMismatchError
 from planner.findings.finding import Finding, Severity
+from planner.ir.schedule import Schedule
 from planner.plans.plan import NoPlanFitsError, Plan
 from planner.plans.planning import with_comparison
 from planner.session.step import Options, PlannedStep
@@ -58,8 +59,8 @@ class DraftedBeforeError(Exception):
 class CodeSearch(Generic[CodeT]):
     """Looks for the limit of a graph's peak at which the peak of its code comes close to the budget.
 
-    Whoever plans asks for ``limit`` before each attempt, and tells what came of it: :meth:`refuse` or
-    :meth:`is_enough`. With ``must_match`` the plan was given, so there is one attempt.
+    Each attempt is planned by :meth:`plan`; whoever drafts its code tells :meth:`is_enough` what that holds. With
+    ``must_match`` the plan was given, so there is one attempt.
     """
 
     def __init__(self, tell: Callable[[str], None] = lambda line: None, *, must_match: bool = False) -> None:
@@ -72,18 +73,37 @@ class CodeSearch(Generic[CodeT]):
         """Of graphs whose code fits, by their peaks: that, and what their code holds."""
         self._breaking: list[tuple[int, int]] = []
         """Of graphs whose code does not."""
+        self._tried: list[Schedule] = []
+        """What was drafted."""
         self._refused: NoPlanFitsError | None = None
         self._budget_bytes = self._attempts = self._better = 0
 
-    def begin(self) -> None:
-        """Say that code is drafted."""
-        self._tell(f"drafting Inductor's code{f', attempt {self._attempts + 1}' if self._attempts else ''}")
+    def plan(self, plan: Callable[..., PlannedStep], options: Options, reuse: Plan | None) -> PlannedStep:
+        """Plan the next attempt: ``plan`` takes options, and a plan to start from or to carry out.
 
-    def refuse(self, error: NoPlanFitsError) -> None:
-        """Take note that a graph has no plan for a limit; of its lowest the code may hold less, and is drafted once.
-
-        Raises DraftedBeforeError where a plan is known, and the error, or one that says what code holds, where none is.
+        Where a graph has no plan for a limit, the code of its lowest may hold less, and is drafted once. Raises
+        DraftedBeforeError if that was drafted, or another plan is known, and InfeasibleBudgetError if there is none.
         """
+        self._tell(f"drafting Inductor's code{f', attempt {self._attempts + 1}' if self._attempts else ''}")
+        try:
+            step = self._planned(plan, options, reuse)
+        except NoPlanFitsError as error:
+            self._refuse(error)
+            step = self._planned(plan, options, reuse)
+        if step.schedule in self._tried:
+            raise DraftedBeforeError
+        self._tried.append(step.schedule)
+        return step
+
+    def _planned(self, plan: Callable[..., PlannedStep], options: Options, reuse: Plan | None) -> PlannedStep:
+        if self._must_match:
+            return _given(plan, options, reuse)
+        if self.limit is None:
+            return plan(alone(options), reuse=reuse)
+        step = plan(replace(alone(options), budget=Budget(budget=self.limit.graph_bytes)))
+        return replace(step, plan=replace(step.plan, budget_bytes=self.limit.budget_bytes))
+
+    def _refuse(self, error: NoPlanFitsError) -> None:
         if self.best is not None:
             raise DraftedBeforeError from error
         if self.limit is None:
@@ -162,13 +182,7 @@ def alone(options: Options) -> Options:
     return replace(options, search=replace(options.search, compare=False))
 
 
-def within(limit: Limit, plan: Callable[[Options], PlannedStep], options: Options) -> PlannedStep:
-    """Plan a graph for a limit; the plan's budget is the one that its code is to keep."""
-    step = plan(replace(alone(options), budget=Budget(budget=limit.graph_bytes)))
-    return replace(step, plan=replace(step.plan, budget_bytes=limit.budget_bytes))
-
-
-def given_plan(plan: Callable[..., PlannedStep], options: Options, given: Plan | None) -> PlannedStep:
+def _given(plan: Callable[..., PlannedStep], options: Options, given: Plan | None) -> PlannedStep:
     """Take over a plan that was given; its budget is held against the code, of which the graph may hold more."""
     unlimited = replace(options, budget=Budget(budget=2**60))
     step = plan(unlimited, reuse=given, must_match=True)

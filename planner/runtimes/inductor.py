@@ -23,15 +23,14 @@ from planner.capture.joint import JointGraph
 from planner.capture.joint_capture import Stopped, loss_outputs, until_stopped
 from planner.capture.torch_internals import PartitionFunction
 from planner.errors import RuntimeUnsupportedError
-from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
 from planner.measure.workspace import effort_for
-from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.plan import Plan
 from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import Running
 from planner.runtimes._calls import StartsCalls
-from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled, given_plan, within
+from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
 from planner.runtimes.graph import GraphRuntime
 from planner.session.step import Options, PlannedStep, elsewhere_for, lower_step
 from planner.session.step_planning import plan_step
@@ -46,8 +45,6 @@ class InductorRuntime(GraphRuntime):
         """What was planned last."""
         self._fits = False
         self._search = CodeSearch[list[Draft]]()
-        self._tried: list[Schedule] = []
-        """What was drafted for the graph at hand."""
 
     def plan_only(self, inputs: Inputs) -> Plan:
         """Plan one step by its draft: nothing is compiled, and nothing is run."""
@@ -69,17 +66,8 @@ class InductorRuntime(GraphRuntime):
 
     def planned(self, joint: JointGraph) -> PlannedStep:
         """Plan one captured graph, for less than the budget where its code needs more than the graph."""
-        if self.must_match:
-            self.step = given_plan(partial(plan_step, self.model, joint), self.options, self.plan)
-        elif self._search.limit is None:
-            reuse = self._plans.nearest(self._elements(joint))
-            self.step = plan_step(self.model, joint, alone(self.options), reuse=reuse)
-        else:
-            known = partial(plan_step, self.model, joint, known=self.step)
-            self.step = within(self._search.limit, known, self.options)
-            if self.step.schedule in self._tried:
-                raise DraftedBeforeError
-        self._tried.append(self.step.schedule)
+        reuse = self.plan if self.must_match else self._plans.nearest(self._elements(joint))
+        self.step = self._search.plan(partial(plan_step, self.model, joint, known=self.step), self.options, reuse)
         return self.step
 
     def partition(self, joint: JointGraph) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -100,23 +88,15 @@ class InductorRuntime(GraphRuntime):
     ) -> list[Draft]:
         """Plan and draft until the code keeps the budget, and uses it."""
         must_match = self.must_match  # planning confirms it
-        self.step, self._fits, self._tried = None, False, []
+        self.step, self._fits = None, False
         search = self._search = CodeSearch(self.options.search.tell, must_match=must_match)
-
-        def planned(*joint: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            search.begin()
-            try:
-                return partition(*joint, **options)
-            except NoPlanFitsError as error:
-                search.refuse(error)
-                return partition(*joint, **options)
 
         def is_enough(drafts: list[Draft]) -> bool:
             assert self.step is not None
             return search.is_enough(Attempt(self.step, drafts, self._peak_bytes(self.step, drafts)))
 
         with suppress(DraftedBeforeError):
-            drafts = draft_with_inductor(planned, graph_module, example_inputs, is_enough)
+            drafts = draft_with_inductor(partition, graph_module, example_inputs, is_enough)
             if self.step is None:
                 return drafts  # nothing requires gradients: there is no backward to plan
         found = search.found()
@@ -135,12 +115,23 @@ class InductorRuntime(GraphRuntime):
         return step.lowered.graph.total_static_bytes + peak_bytes
 
 
-class _Inductor(StartsCalls):
+class Compiles(StartsCalls):
+    """A runtime whose code Inductor writes: bits may be others, and the peak is an upper bound."""
+
+    tolerance = 1e-4
+    exact_peak = False
+
+    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
+        """Start the calls; see :meth:`planner.runtimes.Runtime.start`."""
+        if of_model(model).type != "meta":  # where it will be is known at its first call
+            check_can_compile(model, options)
+        return super().start(model, options, **settings)
+
+
+class _Inductor(Compiles):
     calls = InductorRuntime
     name = "inductor"
     summary = "the same graphs compiled by Inductor: the peak is counted in the code that it writes"
-    tolerance = 1e-4
-    exact_peak = False
 
     def plan(
         self, model: nn.Module, inputs: Inputs, options: Options, *, reuse: Plan | None = None, must_match: bool = False
@@ -151,11 +142,6 @@ class _Inductor(StartsCalls):
         check_plannable(model, inputs)
         plan = InductorRuntime(model, options, plan=reuse, replan=not must_match).plan_only(inputs)
         return replace(plan, capture_seconds=time.perf_counter() - begun - plan.solve_seconds)
-
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        if of_model(model).type != "meta":  # where it will be is known at its first call
-            check_can_compile(model, options)
-        return super().start(model, options, **settings)
 
 
 def check_can_compile(model: nn.Module, options: Options) -> None:

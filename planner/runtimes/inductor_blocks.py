@@ -17,7 +17,6 @@ from torch import fx, nn
 
 from planner.capture.blocks.regions import Block, placeholders_given
 from planner.capture.blocks.whole_step import prefixed
-from planner.capture.device import of_model
 from planner.capture.inductor_internals import Draft, compile_with_inductor, draft_with_inductor
 from planner.capture.inputs import Inputs
 from planner.capture.joint import JointGraph
@@ -32,13 +31,12 @@ from planner.ir.simulator import simulate
 from planner.measure.fusion import in_kernels
 from planner.measure.workspace import effort_for
 from planner.plans.block_kinds import with_few_kinds
-from planner.plans.plan import NoPlanFitsError, Plan
+from planner.plans.plan import Plan
 from planner.plans.planning import plan_from_solution
 from planner.rewrite.block_code import with_code
 from planner.rewrite.graphs import extract_fwd_bwd
-from planner.runtimes import Running
-from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled, given_plan, within
-from planner.runtimes.inductor import check_can_compile
+from planner.runtimes._code import Attempt, CodeSearch, DraftedBeforeError, alone, as_compiled
+from planner.runtimes.inductor import Compiles, check_can_compile
 from planner.runtimes.regional import (
     BLOCK_BYTES,
     Around,
@@ -159,12 +157,10 @@ class _Code:
         return with_code(*parted[-1], drafts, costs, effort_for(self._model))
 
 
-class _InductorBlocks(Regional):
+class _InductorBlocks(Compiles, Regional):
     calls = CompiledBlocksRuntime
     name = "inductor_blocks"
     summary = "every repeated block compiled by Inductor, the rest eager: for DDP and FSDP2"
-    tolerance = 1e-4
-    exact_peak = False
 
     @staticmethod
     def compiler(partition: PartitionFunction) -> Any:
@@ -176,11 +172,6 @@ class _InductorBlocks(Regional):
     ) -> Plan:
         check_can_compile(model, options)
         return super().plan(model, inputs, options, reuse=reuse, must_match=must_match)
-
-    def start(self, model: nn.Module, options: Options, **settings: Any) -> Running:
-        if of_model(model).type != "meta":  # where it will be is known at its first call
-            check_can_compile(model, options)
-        return super().start(model, options, **settings)
 
     def plan_around(
         self, model: nn.Module, around: Around, options: Options, *, reuse: Plan | None, must_match: bool
@@ -194,29 +185,10 @@ class _InductorBlocks(Regional):
             return step if given.get("must_match") else _with_few_kinds(step, asked.budget)
 
         search = CodeSearch[int](options.search.tell, must_match=must_match)
-        tried: list[Schedule] = []
-
-        def attempt() -> PlannedStep:
-            search.begin()
-            if must_match:
-                step = given_plan(plan, options, reuse)
-            elif search.limit is None:
-                step = plan(alone(options), reuse=reuse)
-            else:
-                step = within(search.limit, plan, options)
-            if step.schedule in tried:
-                raise DraftedBeforeError
-            tried.append(step.schedule)
-            return step
-
         with suppress(DraftedBeforeError):
             is_enough = False
             while not is_enough:
-                try:
-                    step = attempt()
-                except NoPlanFitsError as error:
-                    search.refuse(error)
-                    step = attempt()
+                step = search.plan(plan, options, reuse)
                 needed_bytes, alone_bytes = code.held_by(step)
                 is_enough = search.is_enough(Attempt(step, alone_bytes, needed_bytes))
         found = search.found()

@@ -5,51 +5,39 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.plans.block_kinds import MOST_KINDS, with_few_kinds
+from tests.example_graphs import ROUND_BYTES, Builder
 
 INNER = 3
 """Results inside of a block that its backward reads."""
 
 
 def blocks(depth: int) -> TrainingGraph:
-    """Return a step of equal blocks: each makes results of 1, 2 and 4 bytes, and its backward reads them."""
-    operations: list[Operation] = []
-    values: list[Value] = []
+    """Return a step of equal blocks: each makes results of 1, 2 and 4 units, and its backward reads them."""
+    b = Builder()
 
-    def add(phase: Phase, region: str, inputs: tuple[int, ...], size_bytes: int, *, crosses: bool = True) -> int:
-        values.append(Value(name=f"v{len(values)}", size_bytes=size_bytes))
-        name = f"{region}|o|{phase[0]}{len(operations) if not region else sum(o.region == region for o in operations)}"
-        operations.append(
-            Operation(
-                name=f"o{len(operations)}",
-                key=name,
-                target="o",
-                inputs=inputs,
-                outputs=(len(values) - 1,),
-                phase=phase,
-                region=region,
-                recomputable=not crosses,
-            )
-        )
-        return len(values) - 1
+    def add(phase: Phase, path: str, inputs: list[int], units: int = 1, *, crosses: bool = True) -> int:
+        size = [units * ROUND_BYTES]
+        (made,) = b.add("o", inputs, size, module=path, phase=phase, region=path, recomputable=not crosses)
+        return made
 
-    x = add(Phase.FORWARD, "", (), 1)
+    x = add(Phase.FORWARD, "", [])
     inside = []
     for number in range(depth):
-        given_, made = x, []
+        before, made = x, []
         for size in range(INNER):
-            made.append(add(Phase.FORWARD, f"b{number}", (given_,), 2**size, crosses=False))
-        x = add(Phase.FORWARD, f"b{number}", (given_, *made), 1)
-        inside.append((given_, made))
-    gradient = add(Phase.LOSS, "", (x,), 1)
+            made.append(add(Phase.FORWARD, f"b{number}", [before], 2**size, crosses=False))
+        x = add(Phase.FORWARD, f"b{number}", [before, *made])
+        inside.append((before, made))
+    gradient = add(Phase.LOSS, "", [x])
     for number in reversed(range(depth)):
-        given_, made = inside[number]
+        before, made = inside[number]
         for one in made:
-            gradient = add(Phase.BACKWARD, f"b{number}", (gradient, one, given_), 1)
-    return TrainingGraph(operations=tuple(operations), values=tuple(values))
+            gradient = add(Phase.BACKWARD, f"b{number}", [gradient, one, before])
+    return b.graph("blocks", {})
 
 
 def schedule_of(graph: TrainingGraph, asked: list[set[int]]) -> Schedule:
@@ -57,11 +45,7 @@ def schedule_of(graph: TrainingGraph, asked: list[set[int]]) -> Schedule:
     before = {}
     for index, operation in enumerate(graph.operations):
         if operation.phase is Phase.BACKWARD:
-            (again,) = (
-                producer
-                for producer in (graph.producer[v] for v in operation.inputs[1:2])
-                if graph.operations[producer].region == operation.region
-            )
+            again = graph.producer[operation.inputs[1]]
             inner = [i for i, o in enumerate(graph.operations) if o.region == operation.region].index(again)
             if inner in asked[int(operation.region[1:])]:
                 before[index] = (again,)
@@ -80,7 +64,7 @@ def kinds_in(graph: TrainingGraph, schedule: Schedule) -> int:
 DECISIONS = st.lists(st.sets(st.integers(0, INNER - 1)), min_size=1, max_size=8)
 
 
-@given(DECISIONS, st.integers(0, 12))
+@given(DECISIONS, st.integers(0, 12 * ROUND_BYTES))
 def test_the_budget_is_kept_and_there_are_no_more_kinds_than_before(asked: list[set[int]], spare_bytes: int) -> None:
     graph = blocks(len(asked))
     schedule = schedule_of(graph, asked)

@@ -102,13 +102,17 @@ def test_a_compiled_part_of_a_wrapped_model_belongs_to_its_plan() -> None:
     assert planner.plan_of(model).recomputations
 
 
-def test_parts_are_not_compiled_where_there_is_no_memory() -> None:
-    """A forward on fake tensors shows what a loss outside takes. Torch refuses to compile there, or crashes."""
+@pytest.mark.parametrize("runtime", ["graph", "regional"])
+def test_parts_are_not_compiled_where_there_is_no_memory(runtime: str) -> None:
+    """Forwards on fake tensors show what a loss outside takes, and blocks. Torch refuses to compile there, or crashes.
+
+    Blocks are followed once as they are, and once something stands for them.
+    """
     model = Stack(2, has_loss=False)
     for block in model.blocks:
         block.compile(backend="eager", fullgraph=True)
     with pytest.warns(UserWarning, match="compiled by their own"):
-        planner.auto_wrap(model, rows(), budget="90%", loss_fn=mean_square, time_limit_seconds=1.0)
+        planner.auto_wrap(model, rows(), budget="90%", loss_fn=mean_square, runtime=runtime, time_limit_seconds=1.0)
     mean_square(model(rows())).backward()
     assert all(installed_call(block) is not None for block in model.blocks)
 

@@ -109,6 +109,7 @@ def test_a_percentage_is_of_the_largest_step_so_far(name: str, has_loss: bool) -
     assert budgets[:2] == [share_of(plan, budget) for plan in plans[:2]]
     assert budgets[1:] == budgets[1:2] * (len(SIZES) - 1)
     assert plans[1].overhead > plans[2].overhead
+    assert plans[2].overhead == 0 or not runtimes.get(name).exact_peak
     roomy = wrap(Stack(2, has_loss=has_loss), rows(SIZES[2]), runtime=name, loss_fn=loss_fn, budget=budgets[2])
     assert plans[2].recomputations == planner.plan_of(roomy).recomputations  # of Inductor's, what its backward does
     assert plans[3] == plans[1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,24 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import planner
-from planner.capture.blocks.regions import placeholders_given
-from planner.capture.inductor_internals import Draft, draft_with_inductor
-from planner.capture.inputs import Inputs
-from planner.capture.joint import JointGraph
-from planner.capture.joint_capture import Stopped
 from planner.capture.lowering import LoweredGraph
-from planner.common.options import Budget
 from planner.errors import PlanMismatchError
-from planner.ir.graph import OperationCost
 from planner.ir.schedule import Schedule
 from planner.ir.static_memory import LossMemory
-from planner.measure.workspace import effort_for
 from planner.rewrite.block_code import with_code
-from planner.rewrite.graphs import extract_fwd_bwd
 from planner.rewrite.inductor_peak import peak_of_drafts
 from planner.runtimes import inductor_blocks
-from planner.runtimes.regional import blocks_of, bytes_alone, decisions_on, lower_regional, lowering
-from planner.session.step import Options
+from planner.runtimes.regional import blocks_of, bytes_alone, decisions_on
 from tests.models import Convolutions, Stack, perceptron, rows
 from tests.runtimes.steps import assert_same, hold_peak, train
 from tests.tiers import tiered
@@ -85,40 +74,27 @@ class Routed(nn.Module):
         return x * self.fall(F.silu(left) * right).sigmoid()
 
 
-def drafted(model: nn.Module, x: torch.Tensor) -> tuple[LoweredGraph, list[Any], list[Draft]]:
-    """Draft the code of a model's first block as it is."""
-    options = Options(budget=Budget(budget="1GiB"))
-    around = lower_regional(model, Inputs.of(x), options, inductor_blocks.RUNTIME.compiler)
-    step, block = around.followed, around.blocks["blocks.0"]
-    own, parted = step.state_of(block.path).values(), []
-
-    def partition(joint: JointGraph) -> Any:
-        given = placeholders_given(joint, own)
-        parted.append((lowering(model, options)(joint, given), given))
-        return extract_fwd_bwd(parted[-1][0], Schedule.keep_all(parted[-1][0].graph))
-
-    def stop(partition: Any, graph_module: Any, inputs: Any) -> Any:
-        raise Stopped(draft_with_inductor(partition, graph_module, inputs))
-
-    drafts = step.compiled(block, partition, lambda p: partial(stop, p))
-    return *parted[-1], drafts
-
-
 @pytest.mark.parametrize("block", tiered([Attends, perceptron, Routed], slow=[perceptron]))
-def test_operations_that_stand_for_code_hold_what_the_code_holds(block: Callable[[], nn.Module]) -> None:
-    """With all that is given to the block resident, both ways to follow the code see the same peak."""
-    model = Transformer(2, block)
-    lowered, given, drafts = drafted(model, batch())
-    costs = [OperationCost(seconds=0.0)] * len(lowered.graph.operations)
-    code = with_code(lowered, given, drafts, costs, effort_for(model))
-    found_bytes = bytes_alone(code.graph, Schedule.keep_all(code.graph))
-    tangents_bytes = sum(
-        code.graph.values[v].size_bytes for node in lowered.joint.tangents for v in lowered.storage_of[node]
-    )
-    # In the other the gradient that comes in is resident, like the block's input.
-    expected_bytes = peak_of_drafts(*drafts, lowered, costs, LossMemory(), effort_for(model))
-    assert expected_bytes <= found_bytes <= expected_bytes + tangents_bytes
-    assert all(not operation.recomputable for operation in code.graph.operations)
+def test_operations_that_stand_for_code_hold_what_the_code_holds(
+    block: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is given to a block resident, both ways to follow its code see the same peak."""
+    drafted: list[Any] = []
+
+    def noting(*given: Any) -> LoweredGraph:
+        drafted.append((*given, with_code(*given)))
+        return drafted[-1][-1]
+
+    monkeypatch.setattr(inductor_blocks, "with_code", noting)
+    planner.plan(Transformer(2, block), batch(), activation_budget="75%", **ASK)
+    for lowered, _, drafts, costs, effort, code in drafted:
+        found_bytes = bytes_alone(code.graph, Schedule.keep_all(code.graph))
+        tangents = (value for node in lowered.joint.tangents for value in lowered.storage_of[node])
+        tangents_bytes = sum(code.graph.values[value].size_bytes for value in tangents)
+        # In the other the gradient that comes in is resident, like the block's input.
+        expected_bytes = peak_of_drafts(*drafts, lowered, costs, LossMemory(), effort)
+        assert expected_bytes <= found_bytes <= expected_bytes + tangents_bytes
+    assert drafted
 
 
 @pytest.mark.parametrize("budget", tiered(["100%", "75%", "60%"], quick=["60%"]))  # a C++ compiler is called

@@ -6,46 +6,34 @@ import random
 
 import pytest
 
-from planner.ir.graph import Operation, OperationCost, Phase, TrainingGraph, Value
+from planner.ir.graph import OperationCost, Phase, TrainingGraph
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solvers import solve
 from planner.solving.confine import confine
+from tests.example_graphs import ROUND_BYTES, Builder
 
 
 def chain(regions: list[str]) -> TrainingGraph:
     """Return a forward with one region after the other, of two operations each, and its backward."""
-    operations: list[Operation] = []
-    values: list[Value] = []
+    b = Builder()
 
-    def add(phase: Phase, region: str, inputs: tuple[int, ...], *, crosses: bool) -> int:
-        values.append(Value(name=f"v{len(values)}", size_bytes=4))
-        operations.append(
-            Operation(
-                name=f"o{len(operations)}",
-                key=f"o{len(operations)}",
-                target="",
-                inputs=inputs,
-                outputs=(len(values) - 1,),
-                phase=phase,
-                region=region,
-                recomputable=not crosses,
-            )
-        )
-        return len(values) - 1
+    def add(phase: Phase, region: str, inputs: list[int], *, crosses: bool) -> int:
+        (made,) = b.add("", inputs, [ROUND_BYTES], phase=phase, region=region, recomputable=not crosses)
+        return made
 
-    given = add(Phase.FORWARD, "", (), crosses=True)
+    given = add(Phase.FORWARD, "", [], crosses=True)
     inner = {}
     for region in regions:
-        first = add(Phase.FORWARD, region, (given,), crosses=False)
+        first = add(Phase.FORWARD, region, [given], crosses=False)
         inner[region] = [given, first]
-        given = add(Phase.FORWARD, region, (first,), crosses=True)
-    gradient = add(Phase.LOSS, "", (given,), crosses=True)
+        given = add(Phase.FORWARD, region, [first], crosses=True)
+    gradient = add(Phase.LOSS, "", [given], crosses=True)
     for region in reversed(regions):
         before, first = inner[region]
-        half = add(Phase.BACKWARD, region, (gradient, first), crosses=False)
-        gradient = add(Phase.BACKWARD, region, (half, before), crosses=True)
-    return TrainingGraph(operations=tuple(operations), values=tuple(values))
+        half = add(Phase.BACKWARD, region, [gradient, first], crosses=False)
+        gradient = add(Phase.BACKWARD, region, [half, before], crosses=True)
+    return b.graph("chain", {})
 
 
 def strays(graph: TrainingGraph, schedule: Schedule) -> list[int]:
@@ -70,7 +58,7 @@ def test_solutions_stay_in_their_regions_and_in_the_budget(seed: int) -> None:
     graph = chain([f"block {number}" for number in range(rng.randint(2, 5))])
     costs = tuple(OperationCost(seconds=rng.uniform(1, 9)) for _ in graph.operations)
     free = Problem(graph=graph, costs=costs, budget_bytes=0).baseline.peak_bytes
-    problem = Problem(graph=graph, costs=costs, budget_bytes=free - 4)
+    problem = Problem(graph=graph, costs=costs, budget_bytes=free - ROUND_BYTES)
     solution = solve(problem, time_limit_seconds=0.5, deterministic=True)
     assert strays(graph, solution.schedule) == []
     assert solution.peak_bytes <= problem.budget_bytes
