@@ -23,6 +23,9 @@ try:
 except ImportError:  # the solver says so; uncompiled, all this is still right, and slow
     numba = None
 
+_unsigned: Any = int if numba is None else numba.uintp
+"""For loops over many runs: where an index might be negative, numba looks at each, and nothing is done side by side."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Array = Any  # of numpy, which comes with numba
 
@@ -37,8 +40,9 @@ MADE_AGAIN_AT_MOST = 60
 _DESCENT_MOVES = 50
 """Between two looks at whether the budget is kept."""
 
-RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM = range(6)
-"""Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state."""
+RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM, LOWEST = range(7)
+"""Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state, first
+position that this move has changed."""
 COST, WEIGHT, BEST = range(3)
 """Places in ``State.real``: cost of all reruns, price of the budget over and over, cost of the best set."""
 
@@ -70,13 +74,18 @@ class State(NamedTuple):
 
     ``keys``, ``live_bytes`` and ``dying_bytes`` belong to the runs in order; ``slots[o, :count[o]]``
     are the slots at which ``o`` runs, its own first; ``reruns`` holds the keys of all reruns in any
-    order; ``changes`` is the journal of the current move.
+    order, and ``places[o, n]`` says where in it ``slots[o, n]`` is; ``changes`` is the journal of the current move.
+    What belongs to runs stands in ``kept_...`` as it was before that: a move that is not taken is undone by a copy.
     """
 
     keys: Array
     live_bytes: Array
     dying_bytes: Array
+    kept_keys: Array
+    kept_live_bytes: Array
+    kept_dying_bytes: Array
     slots: Array
+    places: Array
     count: Array
     reruns: Array
     best: Array
@@ -161,7 +170,10 @@ def _death(tables: Tables, state: State, value: int, slot: int, until: int) -> i
 def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
     """Add bytes to the runs from ``first`` to ``last``; give the change of the excess."""
     live, budget, change = state.live_bytes, state.whole[BUDGET], 0
-    for position in range(first, last + 1):
+    if last < first:
+        return 0
+    state.whole[LOWEST] = min(state.whole[LOWEST], first)
+    for position in range(_unsigned(first), _unsigned(last + 1)):
         before = live[position]
         live[position] = before + size_bytes
         change += max(before + size_bytes - budget, 0) - max(before - budget, 0)
@@ -170,10 +182,17 @@ def _hold(state: State, first: int, last: int, size_bytes: int) -> int:
 
 
 @_compiled
+def _die(state: State, position: int, size_bytes: int) -> None:
+    """Let so much more go after the run at a position."""
+    state.whole[LOWEST] = min(state.whole[LOWEST], position)
+    state.dying_bytes[position] += size_bytes
+
+
+@_compiled
 def _move_end(state: State, before: int, after: int, size_bytes: int) -> int:
     """Let a lifetime end at position ``after`` instead of ``before``; give the change of the excess."""
-    state.dying_bytes[before] -= size_bytes
-    state.dying_bytes[after] += size_bytes
+    _die(state, before, -size_bytes)
+    _die(state, after, size_bytes)
     if after > before:
         return _hold(state, before + 1, after, size_bytes)
     return _hold(state, after + 1, before, -size_bytes)
@@ -202,23 +221,77 @@ def _lifetimes(tables: Tables, state: State, slot: int, operation: int, position
         value = tables.outputs[row]
         if tables.is_retained[value] or _death(tables, state, value, made, until) < key:
             _hold(state, position, position, sign * size[value])
-            state.dying_bytes[position] += sign * size[value]
+            _die(state, position, sign * size[value])
         else:  # the copy before ends at its last read before this run, the new one where that did
             end = _find(state, _death(tables, state, value, made, slot))
-            state.dying_bytes[end] += sign * size[value]
+            _die(state, end, sign * size[value])
             _hold(state, end + 1, position - 1, -sign * size[value])
     kept = tables.state_bytes[operation]
     if kept:
         last = state.slots[operation, state.count[operation] - 1]
         if state.count[operation] == 1:
             _hold(state, _find(state, operation * count + operation), position, sign * kept)
-            state.dying_bytes[position] += sign * kept
+            _die(state, position, sign * kept)
         elif last < slot:
             end = _find(state, last * count + operation)
             if sign > 0:
                 _move_end(state, end, position, kept)
             else:
                 _move_end(state, position, end, kept)
+
+
+@_compiled
+def _copy(source: Array, target: Array, first: int, end: int) -> None:
+    """Copy a stretch of an array to the same place in another."""
+    for position in range(_unsigned(first), _unsigned(end)):
+        target[position] = source[position]
+
+
+@_compiled
+def _make_room(values: Array, position: int, count: int) -> None:
+    """Move what stands from a position on one further, the last of so many first."""
+    last, one = _unsigned(count), _unsigned(1)
+    for step in range(_unsigned(count - position)):
+        values[last - step] = values[last - step - one]
+
+
+@_compiled
+def _close_up(values: Array, position: int, count: int) -> None:
+    """Move what stands after a position one nearer, to so many."""
+    one = _unsigned(1)
+    for later in range(_unsigned(position), _unsigned(count)):
+        values[later] = values[later + one]
+
+
+@_compiled
+def _enlist(state: State, slot: int, operation: int) -> None:
+    """Put a rerun among its operation's slots and among all reruns."""
+    slots, places, place = state.slots, state.places, state.count[operation]
+    while slots[operation, place - 1] > slot:
+        slots[operation, place] = slots[operation, place - 1]
+        places[operation, place] = places[operation, place - 1]
+        place -= 1
+    slots[operation, place], places[operation, place] = slot, state.whole[RERUNS]
+    state.reruns[state.whole[RERUNS]] = slot * len(state.count) + operation
+    state.count[operation] += 1
+    state.whole[RERUNS] += 1
+
+
+@_compiled
+def _strike(state: State, slot: int, operation: int) -> None:
+    """Take a rerun from its operation's slots and from all reruns."""
+    slots, places, count = state.slots, state.places, len(state.count)
+    first = _latest(state, operation, slot)
+    number = places[operation, first]
+    for place in range(first, state.count[operation] - 1):
+        slots[operation, place] = slots[operation, place + 1]
+        places[operation, place] = places[operation, place + 1]
+    state.count[operation] -= 1
+    state.whole[RERUNS] -= 1
+    if number < state.whole[RERUNS]:  # the last of all takes its place
+        key = state.reruns[state.whole[RERUNS]]
+        state.reruns[number] = key
+        places[key % count, _latest(state, key % count, key // count)] = number
 
 
 @_compiled
@@ -229,46 +302,32 @@ def add(tables: Tables, state: State, slot: int, operation: int) -> None:
     position = _find(state, key)
     before = keys[position - 1] % len(state.count)
     held = live[position - 1] - tables.workspace_bytes[before] - dying[position - 1]
-    for later in range(whole[RUNS], position, -1):
-        keys[later] = keys[later - 1]
-        live[later] = live[later - 1]
-        dying[later] = dying[later - 1]
+    _make_room(keys, position, whole[RUNS])
+    _make_room(live, position, whole[RUNS])
+    _make_room(dying, position, whole[RUNS])
     keys[position], live[position], dying[position] = key, held + tables.workspace_bytes[operation], 0
-    state.reruns[whole[RERUNS]] = key
     whole[RUNS] += 1
-    whole[RERUNS] += 1
+    whole[LOWEST] = min(whole[LOWEST], position)
     whole[EXCESS] += max(live[position] - whole[BUDGET], 0)
     state.real[COST] += tables.costs[operation]
     _lifetimes(tables, state, slot, operation, position, 1)
-    place = state.count[operation]
-    while state.slots[operation, place - 1] > slot:
-        state.slots[operation, place] = state.slots[operation, place - 1]
-        place -= 1
-    state.slots[operation, place] = slot
-    state.count[operation] += 1
+    _enlist(state, slot, operation)
 
 
 @_compiled
 def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
     """Remove a rerun that is there. O(runs + inputs x readers)."""
-    keys, live, dying, whole = state.keys, state.live_bytes, state.dying_bytes, state.whole
-    key, position = slot * len(state.count) + operation, _find(state, slot * len(state.count) + operation)
-    for place in range(_latest(state, operation, slot), state.count[operation] - 1):
-        state.slots[operation, place] = state.slots[operation, place + 1]
-    state.count[operation] -= 1
+    live, whole = state.live_bytes, state.whole
+    position = _find(state, slot * len(state.count) + operation)
+    _strike(state, slot, operation)
     _lifetimes(tables, state, slot, operation, position, -1)
     state.real[COST] -= tables.costs[operation]
+    whole[LOWEST] = min(whole[LOWEST], position)
     whole[EXCESS] -= max(live[position] - whole[BUDGET], 0)
     whole[RUNS] -= 1
-    whole[RERUNS] -= 1
-    for later in range(position, whole[RUNS]):
-        keys[later] = keys[later + 1]
-        live[later] = live[later + 1]
-        dying[later] = dying[later + 1]
-    for number in range(whole[RERUNS]):
-        if state.reruns[number] == key:
-            state.reruns[number] = state.reruns[whole[RERUNS]]
-            break
+    _close_up(state.keys, position, whole[RUNS])
+    _close_up(live, position, whole[RUNS])
+    _close_up(state.dying_bytes, position, whole[RUNS])
 
 
 @_compiled
@@ -429,32 +488,53 @@ def _move(tables: Tables, state: State) -> bool:
 
 
 @_compiled
+def _keep(state: State, first: int) -> None:
+    """Take what belongs to runs, from a position on, as what a move that is not taken goes back to."""
+    _copy(state.keys, state.kept_keys, first, state.whole[RUNS])
+    _copy(state.live_bytes, state.kept_live_bytes, first, state.whole[RUNS])
+    _copy(state.dying_bytes, state.kept_dying_bytes, first, state.whole[RUNS])
+
+
+@_compiled
+def _go_back(state: State, runs: int) -> None:
+    """Undo the changes of this move, before which there were so many runs."""
+    whole, count = state.whole, len(state.count)
+    while whole[CHANGES]:
+        whole[CHANGES] -= 1
+        key = state.changes[whole[CHANGES]]
+        slot, operation = key // count, key % count
+        if state.slots[operation, _latest(state, operation, slot)] == slot:
+            _strike(state, slot, operation)
+        else:
+            _enlist(state, slot, operation)
+    whole[RUNS] = runs
+    _copy(state.kept_keys, state.keys, whole[LOWEST], runs)
+    _copy(state.kept_live_bytes, state.live_bytes, whole[LOWEST], runs)
+    _copy(state.kept_dying_bytes, state.dying_bytes, whole[LOWEST], runs)
+
+
+@_compiled
 def anneal(tables: Tables, state: State, moves: int, temperature: float, pace: float) -> int:
     """Try moves at one temperature, keeping the cheapest set within the budget; give how many were taken."""
-    whole, real, count, taken = state.whole, state.real, len(state.count), 0
+    whole, real, taken = state.whole, state.real, 0
+    _keep(state, 0)
     for _ in range(moves):
-        cost, excess = real[COST], whole[EXCESS]
-        whole[CHANGES] = 0
+        cost, excess, runs = real[COST], whole[EXCESS], whole[RUNS]
+        whole[CHANGES], whole[LOWEST] = 0, runs
         _move(tables, state)
         if whole[CHANGES]:
             worse = real[COST] - cost + real[WEIGHT] * (whole[EXCESS] - excess) / whole[BUDGET]
             if worse <= 0.0 or _random(state) < math.exp(-worse / temperature):
                 taken += 1
+                _keep(state, whole[LOWEST])
                 if whole[EXCESS] == 0 and real[COST] < real[BEST] - 1e-9:
                     real[BEST] = real[COST]
                     state.best[0] = whole[RERUNS]
                     for number in range(whole[RERUNS]):
                         state.best[1 + number] = state.reruns[number]
             else:
-                while whole[CHANGES]:
-                    whole[CHANGES] -= 1
-                    key = state.changes[whole[CHANGES]]
-                    slot, operation = key // count, key % count
-                    if state.slots[operation, _latest(state, operation, slot)] == slot:
-                        remove(tables, state, slot, operation)
-                    else:
-                        add(tables, state, slot, operation)
-                real[COST] = cost
+                _go_back(state, runs)
+                real[COST], whole[EXCESS] = cost, excess
         real[WEIGHT] *= 1.0 - pace if whole[EXCESS] == 0 else 1.0 + pace
         real[WEIGHT] = min(max(real[WEIGHT], 1e-9), 1e12)
     return taken

@@ -11,7 +11,7 @@ from typing import Any
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 
-_MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 5e-6, 2e-8
+_MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 
 
 class RerunSet:
@@ -40,7 +40,11 @@ class RerunSet:
             keys=zeros(count + capacity),
             live_bytes=zeros(count + capacity),
             dying_bytes=zeros(count + capacity),
+            kept_keys=zeros(count + capacity),
+            kept_live_bytes=zeros(count + capacity),
+            kept_dying_bytes=zeros(count + capacity),
             slots=zeros((count, kernels.COPIES_AT_MOST)),
+            places=zeros((count, kernels.COPIES_AT_MOST)),
             count=zeros(count),
             reruns=zeros(capacity),
             best=zeros(1 + capacity),
@@ -48,7 +52,7 @@ class RerunSet:
             queue=zeros(1024),
             pending=zeros(kernels.MADE_AGAIN_AT_MOST),
             extended=zeros(1 + max((len(operation.inputs) for operation in graph.operations), default=0)),
-            whole=zeros(6),
+            whole=zeros(7),
             real=np.zeros(3),
         )
         self.state.whole[kernels.BUDGET] = problem.budget_bytes
