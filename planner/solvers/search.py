@@ -1,21 +1,26 @@
 """Annealing on the set of reruns, for budgets at which the integer programme stalls.
 
-It proves nothing. From scratch it goes from hot to cold; given a plan it starts from that one,
-barely warm. The moves and the exact bytes after each are in ``solving.annealing``, compiled by numba,
+It proves nothing. Some plans are found from nothing, going from hot to cold. What runs again
+before one moment of the step, and how, hardly depends on what does long after it: so two plans are
+put together, the one until some moment, the other from there on, and what comes of it is annealed,
+barely warm; the better ones stay. The moves and the exact bytes after each are in ``solving.annealing``, compiled by numba,
 which is loaded when a search starts and not before.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from planner.common.limits import Clock, SolveLimits
 from planner.errors import ClaimMismatchError, SolverUnavailableError
@@ -27,8 +32,9 @@ from planner.solving.incumbent import Incumbent
 from planner.solving.peak_bounds import lowest_schedule, proven_floor
 from planner.solving.rerun_set import RerunSet
 
-_HOT, _WARM, _COLD = 5.0, 0.1, 0.003
-"""Temperatures at the start from scratch, at the start from a plan, and at the end, in mean costs of an operation."""
+_HOT, _WARM, _WARMER, _COLD = 5.0, 0.1, 1.0, 0.003
+"""Temperatures: at the start from nothing, at the start from plans, at least and at most, and at the end; in mean costs
+of an operation."""
 
 _FAR = 0.02
 """A plan further from the bound, as a share of the step, is none to start from at first: others lie elsewhere."""
@@ -36,13 +42,23 @@ _FAR = 0.02
 _PACE = 1e-3
 """How fast the price of a byte over the budget follows whether the budget is kept: so much a move."""
 
-_ROUND_MOVES, _ROUND_SHARE = 100, 0.25
-"""Length of a round of cooling: moves for each operation, but at most this share of the time."""
+_ROUND_SHARE, _FEWEST_MOVES, _MOST_MOVES = 1 / 64, 20, 60
+"""A round takes about this share of the time; it has no fewer and no more moves for each operation than these."""
 
-_CHUNK = 2_000
-"""Moves between two looks at the clock."""
+_CROSSED = 0.6
+"""So much shorter is a round that starts from a plan."""
 
-_MOVES_PER_OPERATION = 6_000
+_MANY, _YOUNG_SHARE, _STALE = 12, 0.35, 40
+"""Members of a population; the share of the time at most until they are crossed; rounds in a row that let none in,
+after which all but the best leave."""
+
+_ONE_PLACE = 0.7
+"""How often two plans change from one to the other only once."""
+
+_CHUNK, _CHUNK_LEAST, _CHUNKS = 2_000, 100, 20
+"""Moves between two looks at the clock, at most and at least, and how many times a round looks at least."""
+
+_MOVES_PER_OPERATION = 12_000
 """After so many, a search is over however much time is left."""
 
 _DESCENT_SHARE = 0.5
@@ -98,7 +114,9 @@ class SearchSolver:
         """Go on from the plan of an incumbent that others may work on, if any; if none is found soon, look for one.
 
         Now and then it asks whether it is over. A move costs O(runs + reads changed): 3 to 5 us for 1,000 operations.
-        The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983.
+        The method is that of Kirkpatrick, Gelatt, Vecchi, "Optimization by Simulated Annealing", Science 220, 1983;
+        annealing what comes of crossing is that of Mahfoud, Goldberg, "Parallel recombinative simulated annealing",
+        Parallel Computing 21, 1995.
         """
         problem = incumbent.problem
         if proven_floor(problem.graph, problem.costs)[0] > problem.budget_bytes:
@@ -111,8 +129,8 @@ class SearchSolver:
             first = replace(effort, time_limit_seconds=share_seconds, told=clock.work)
             self.descend(incumbent, effort=first, is_over=is_over)
 
-        annealing = _Annealing(problem, effort.seed)
-        annealing.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
+        population = _Population(problem, effort.seed)
+        population.search(incumbent, clock, lambda: is_over() or incumbent.is_closed(0.0), look_lower)
 
     def descend(self, incumbent: Incumbent, *, effort: SolveLimits, is_over: Callable[[], bool] = _never) -> None:
         """Look for a plan within the budget, or for the lowest there is, from the lowest that an incumbent has seen."""
@@ -182,43 +200,101 @@ def smallest() -> Problem:
     return Problem(graph=graph, costs=(OperationCost(seconds=1.0),) * len(reads), budget_bytes=9)
 
 
-class _Annealing:
-    """Rounds of cooling, each from the best plan or from none."""
+class _Member(NamedTuple):
+    """A set of reruns that keeps the budget: what it costs in the kernels' unit, and its keys in order."""
+
+    cost: float
+    keys: tuple[int, ...]
+
+
+class _Population:
+    """Sets of reruns that annealing found from nothing, and crosses of two of them, annealed in turn."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self.problem = problem
         self.reruns = RerunSet(problem, seed)
-        self.kernels, self.state = self.reruns.kernels, self.reruns.state
-        self.adopted: list[tuple[int, int]] | None = None
+        self.kernels, self.state, self.random = self.reruns.kernels, self.reruns.state, self.reruns.random
+        self.members: list[_Member] = []
         self.far_seconds = _FAR * problem.baseline.seconds
+        self.number = self.stale = 0
+        self.begun_seconds = 0.0
+        """Time that was left when the population began."""
 
     def search(
         self, incumbent: Incumbent, clock: Clock, is_over: Callable[[], bool], look_lower: Callable[[], None]
     ) -> None:
         """Anneal until time is up, offering each plan better than the best known; look lower if a round finds none."""
-        kernels, state = self.kernels, self.state
-        longest_seconds = _ROUND_SHARE * clock.left()
-        move_seconds = self.reruns.move_seconds
-        number = moved = 0
-        most = _MOVES_PER_OPERATION * len(state.count)
-        while moved < most and clock.left() > 0 and not is_over():
-            top = self.next_round(number, incumbent)
-            number += 1
-            begun, moves, gone = clock.left(), 0, 0.0
-            while gone < 1.0 and moved < most and clock.left() > 0 and not is_over():
-                kernels.anneal(self.reruns.tables, state, _CHUNK, top * (_COLD / top) ** gone, _PACE)
-                clock.work(_CHUNK * move_seconds)
-                moves += _CHUNK
-                moved += _CHUNK
-                gone = max((begun - clock.left()) / longest_seconds, moves / (_ROUND_MOVES * len(state.count)))
-            self.hand_in(incumbent)
-            if number == 1 and incumbent.schedule is None and not is_over():
+        count = len(self.state.count)
+        self.begun_seconds = clock.left()
+        share = clock.left() / self.reruns.move_seconds / count * _ROUND_SHARE
+        moves_each = int(min(max(share, _FEWEST_MOVES), _MOST_MOVES))
+        moves = 0
+        while moves < _MOVES_PER_OPERATION * count and clock.left() > 0 and not is_over():
+            self.adopt(incumbent)
+            start, top = self.next_start(incumbent, clock)
+            length = max(int(moves_each * (1.0 if top == _HOT else _CROSSED)) * count, _CHUNK_LEAST)
+            moves += self.cool(start, top, length, clock, is_over)
+            self.take_in(incumbent)
+            self.number += 1
+            if self.number == 1 and incumbent.schedule is None and not is_over():
                 look_lower()
 
-    def hand_in(self, incumbent: Incumbent) -> None:
-        """Offer the best plan of the kernels, and hold what they say of it against the simulator."""
+    def next_start(self, incumbent: Incumbent, clock: Clock) -> tuple[Sequence[int], float]:
+        """Give the keys that a round starts from, and its first temperature.
+
+        Until there are many, or for a share of the time, it starts from nothing, or mostly from the best where that is
+        near the bound: plans of another kind are then none to look for. After that two are crossed.
+        """
+        members, warm = self.members, float(_WARM * (_WARMER / _WARM) ** self.random.random())
+        early = clock.left() > (1 - _YOUNG_SHARE) * self.begun_seconds
+        if len(members) < 2 or (early and len(members) < _MANY):
+            if members and (incumbent.is_closed(self.far_seconds) or not early) and self.number % 4 != 3:
+                return min(members).keys, _WARM if self.number == 0 else warm
+            return (), _HOT
+        return self.crossed(*self.random.sample(members, 2)), warm
+
+    def crossed(self, one: _Member, other: _Member) -> list[int]:
+        """Take what one makes again before some slot, and what the other does from there on; or within two slots."""
+        places = sorted({*one.keys, *other.keys})
+        first, last = sorted(self.random.choices(places, k=2))
+        if self.random.random() < _ONE_PLACE:
+            last = places[-1] + 1
+        start, end = bisect_left(one.keys, first), bisect_left(one.keys, last)
+        inner = other.keys[bisect_left(other.keys, first) : bisect_left(other.keys, last)]
+        return [*one.keys[:start], *inner, *one.keys[end:]]
+
+    def cool(self, start: Sequence[int], top: float, moves: int, clock: Clock, is_over: Callable[[], bool]) -> int:
+        """Anneal from a set of reruns; give how many moves that took."""
+        kernels, state = self.kernels, self.state
+        self.reruns.reset(start)
+        state.real[kernels.BEST], state.best[0] = math.inf, 0
+        chunk = min(max(moves // _CHUNKS, _CHUNK_LEAST), _CHUNK)
+        done = 0
+        while done < moves and clock.left() > 0 and not is_over():
+            kernels.anneal(self.reruns.tables, state, chunk, top * (_COLD / top) ** (done / moves), _PACE)
+            clock.work(chunk * self.reruns.move_seconds)
+            done += chunk
+        return done
+
+    def adopt(self, incumbent: Incumbent) -> None:
+        """Take in a plan of others that is better than all members."""
+        best = min(self.members).cost * self.reruns.unit_seconds if self.members else math.inf
+        if incumbent.schedule is not None and incumbent.added_seconds < best * (1 - 1e-9):
+            keys = tuple(self.reruns.keys_of(incumbent.schedule))
+            self.enter(_Member(incumbent.added_seconds / self.reruns.unit_seconds, keys))
+
+    def take_in(self, incumbent: Incumbent) -> None:
+        """Take in the best set of a round, if it found one, and offer it; begin anew where nothing new comes any more.
+
+        What the kernels say of it is held against the simulator.
+        """
         seconds = float(self.state.real[self.kernels.BEST]) * self.reruns.unit_seconds
-        if not self.state.best[0] or seconds >= incumbent.added_seconds * (1 - 1e-9):
+        self.stale += 1
+        if math.isfinite(seconds):
+            self.enter(_Member(float(self.state.real[self.kernels.BEST]), tuple(sorted(map(int, self.reruns.best())))))
+        if self.stale > _STALE:
+            self.members, self.stale = [min(self.members)] if self.members else [], 0
+        if seconds >= incumbent.added_seconds * (1 - 1e-9):
             return
         schedule = self.reruns.schedule(self.reruns.best())
         evaluation = self.problem.evaluate(schedule)
@@ -231,23 +307,18 @@ class _Annealing:
             )
         incumbent.update(schedule, SearchSolver.name)
 
-    def next_round(self, number: int, incumbent: Incumbent) -> float:
-        """Set the plan that a round starts from, and give its first temperature.
-
-        Every fourth time it is none, and the first time if what is known is poor.
-        """
-        state, kernels, schedule = self.state, self.kernels, incumbent.schedule
-        if schedule is not None and incumbent.added_seconds < state.real[kernels.BEST] * self.reruns.unit_seconds:
-            state.real[kernels.BEST] = incumbent.added_seconds / self.reruns.unit_seconds
-            state.best[0] = 0
-            self.adopted = [(slot, index) for slot, runs in schedule.recomputations().items() for index in runs]
-        elif state.best[0]:
-            self.adopted = [divmod(int(key), len(state.count)) for key in self.reruns.best()]
-        if self.adopted is None or number % 4 == 3 or (number == 0 and not incumbent.is_closed(self.far_seconds)):
-            self.reruns.reset(())
-            return _HOT
-        self.reruns.reset(self.adopted)
-        return _WARM if number == 0 else float(_WARM * (_HOT / _WARM) ** self.reruns.random.random())
+    def enter(self, found: _Member) -> None:
+        """Let a set in, in place of the dearest where there are many, unless one costs just as much."""
+        if any(math.isclose(found.cost, member.cost) for member in self.members):
+            return
+        if len(self.members) < _MANY:
+            self.members.append(found)
+        elif found < max(self.members):
+            self.members.remove(max(self.members))
+            self.members.append(found)
+        else:
+            return
+        self.stale = 0
 
 
 SOLVER = SearchSolver()

@@ -1,10 +1,11 @@
 """Annealing on the set of reruns, with exact bytes after every change: the compiled half of ``search``.
 
-A plan is a set of pairs *(slot, operation)*: before the first run of operation ``slot``, run the
-operation again. Reruns of one slot go in base order, so every set is a valid schedule, and the one
-pair order ``slot * operations + operation`` (a *key*; a first run has both equal) is the order of
-all runs. A run reads the newest copy made before it; a copy dies at its last read before the next
-is made. Adding or removing one rerun therefore moves the ends of a few lifetimes, and only the
+A plan is a set of pairs *(slot, operation)*. The first run of operation ``o`` is in slot ``P * o + P - 1``;
+what runs again right before it is in that slot, or in one of the ``P - 1`` before. Runs of one slot go in base order,
+so every set is a valid schedule, and with more slots for each operation there is another order than that for what runs
+again, too: what is large and needed only for something else may come first. The one pair order ``slot * operations +
+operation`` (a *key*) is the order of all runs. A run reads the newest copy made before it; a copy dies at its last
+read before the next is made. Adding or removing one rerun therefore moves the ends of a few lifetimes, and only the
 runs between the old and the new end change their bytes.
 
 Without numba all this runs uncompiled. It stands in one file because numba, when it looks whether
@@ -37,12 +38,15 @@ CHANGES_AT_MOST = 400
 MADE_AGAIN_AT_MOST = 60
 """How many operations one move may run again at a time."""
 
+_WITHIN = 0.15
+"""How often a rerun that moves stays right before the same operation, roughly."""
+
 _DESCENT_MOVES = 50
 """Between two looks at whether the budget is kept."""
 
-RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM, LOWEST = range(7)
+RUNS, RERUNS, EXCESS, CHANGES, BUDGET, RANDOM, LOWEST, SLOTS = range(8)
 """Places in ``State.whole``: runs, reruns, byte-runs over the budget, changes of this move, budget, random state, first
-position that this move has changed."""
+position that this move has changed, slots of each operation."""
 COST, WEIGHT, BEST = range(3)
 """Places in ``State.real``: cost of all reruns, price of the budget over and over, cost of the best set."""
 
@@ -126,7 +130,7 @@ def _random(state: State) -> float:
 @_compiled
 def _find(state: State, key: int) -> int:
     """Return the position of the first run whose key is not smaller."""
-    low = int(key // len(state.count))
+    low = int(key // (len(state.count) * state.whole[SLOTS]))
     high = min(low + state.whole[RERUNS] + 1, state.whole[RUNS])
     while low < high:
         middle = (low + high) >> 1
@@ -151,7 +155,7 @@ def _until(state: State, operation: int, place: int) -> int:
     """Return the slot at which a copy is replaced by the next."""
     if place + 1 < state.count[operation]:
         return int(state.slots[operation, place + 1])
-    return len(state.count)
+    return int(len(state.count) * state.whole[SLOTS])
 
 
 @_compiled
@@ -230,7 +234,7 @@ def _lifetimes(tables: Tables, state: State, slot: int, operation: int, position
     if kept:
         last = state.slots[operation, state.count[operation] - 1]
         if state.count[operation] == 1:
-            _hold(state, _find(state, operation * count + operation), position, sign * kept)
+            _hold(state, _find(state, state.slots[operation, 0] * count + operation), position, sign * kept)
             _die(state, position, sign * kept)
         elif last < slot:
             end = _find(state, last * count + operation)
@@ -315,6 +319,16 @@ def add(tables: Tables, state: State, slot: int, operation: int) -> None:
 
 
 @_compiled
+def add_all(tables: Tables, state: State, keys: Array) -> None:
+    """Add reruns of which none is there, as far as there is room for them."""
+    count = len(state.count)
+    for key in keys:
+        operation = int(key % count)
+        if state.count[operation] < COPIES_AT_MOST and state.whole[RERUNS] < len(state.reruns):
+            add(tables, state, int(key // count), operation)
+
+
+@_compiled
 def remove(tables: Tables, state: State, slot: int, operation: int) -> None:
     """Remove a rerun that is there. O(runs + inputs x readers)."""
     live, whole = state.live_bytes, state.whole
@@ -335,7 +349,7 @@ def _change(tables: Tables, state: State, slot: int, operation: int) -> bool:
     """Add a rerun, or remove it if it is there, and note it; say whether that could be done."""
     noted = state.whole[CHANGES]
     there = state.slots[operation, _latest(state, operation, slot)] == slot
-    if noted == CHANGES_AT_MOST or slot <= operation:
+    if noted == CHANGES_AT_MOST or slot <= state.slots[operation, 0]:
         return False
     if there:
         remove(tables, state, slot, operation)
@@ -459,6 +473,16 @@ def _tight_position(state: State) -> int:
 
 
 @_compiled
+def _shift(state: State) -> int:
+    """Return by how many slots to move a rerun: among those before one operation, or by a few operations, or by more."""
+    kind, slots = _random(state), state.whole[SLOTS]
+    if kind < _WITHIN and slots > 1:
+        return int((2 * _random(state) - 1) * slots)
+    reach = 2 if kind < 0.5 else 12
+    return int(slots * int((2 * _random(state) - 1) * (reach + 1)))
+
+
+@_compiled
 def _move(tables: Tables, state: State) -> bool:
     """Change something at random."""
     count, kind = len(state.count), _random(state)
@@ -475,9 +499,11 @@ def _move(tables: Tables, state: State) -> bool:
     if kind > 0.9 and rows:  # make an input again too
         maker = tables.producer[tables.inputs[first + int(_random(state) * rows)]]
         return bool(tables.is_recomputable[maker] and _rerun(tables, state, slot, maker))
-    reach = 2 if _random(state) < 0.5 else 12  # shift
-    other = slot + int((2 * _random(state) - 1) * (reach + 1))
-    if other <= operation or other >= count or state.slots[operation, _latest(state, operation, other)] == other:
+    other = slot + _shift(state)
+    last = count * state.whole[SLOTS]
+    if other <= state.slots[operation, 0] or other >= last or other == slot:
+        return False
+    if state.slots[operation, _latest(state, operation, other)] == other:
         return False
     if not _change(tables, state, slot, operation):
         return False

@@ -40,7 +40,7 @@ def descended(
     if peak_bytes <= least_bytes:
         return schedule
     reruns = RerunSet(problem, limits.seed)
-    reruns.reset((slot, index) for slot, runs in schedule.recomputations().items() for index in runs)
+    reruns.reset(reruns.keys_of(schedule))
     state, kernels = reruns.state, reruns.kernels
     state.real[kernels.WEIGHT] = _WEIGHT
     kernels.allow(state, max(least_bytes, peak_bytes - 1))

@@ -14,6 +14,10 @@ from planner.ir.schedule import Schedule
 _MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 
 
+_SLOTS = 4
+"""Slots of each operation: how often what runs again before it may go back in base order, and one."""
+
+
 class RerunSet:
     """A set of reruns, changed at random by :mod:`planner.solving.annealing`, and the cheapest within the budget."""
 
@@ -52,44 +56,60 @@ class RerunSet:
             queue=zeros(1024),
             pending=zeros(kernels.MADE_AGAIN_AT_MOST),
             extended=zeros(1 + max((len(operation.inputs) for operation in graph.operations), default=0)),
-            whole=zeros(7),
+            whole=zeros(8),
             real=np.zeros(3),
         )
         self.state.whole[kernels.BUDGET] = problem.budget_bytes
+        self.state.whole[kernels.SLOTS] = _SLOTS
         self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
         self.state.real[kernels.WEIGHT] = 1.0
         self.state.real[kernels.BEST] = math.inf
         self.reset(())
 
-    def reset(self, reruns: Iterable[tuple[int, int]]) -> None:
-        """Make the set of reruns exactly these pairs of a slot and an operation."""
+    def reset(self, keys: Iterable[int]) -> None:
+        """Make the set of reruns exactly these."""
         state, kernels, problem = self.state, self.kernels, self.problem
-        graph = problem.graph
+        graph, slots = problem.graph, int(self.state.whole[self.kernels.SLOTS])
         count = len(graph.operations)
         timeline = problem.baseline.timeline_bytes
-        state.keys[:count] = [index * (count + 1) for index in range(count)]
+        own = [slots * index + slots - 1 for index in range(count)]
+        state.keys[:count] = [slot * count + index for index, slot in enumerate(own)]
         state.live_bytes[:count] = timeline
         state.dying_bytes[:count] = 0
         for u, value in enumerate(graph.values):
             if not value.retained:
                 last = graph.readers[u][-1] if graph.readers[u] else graph.producer[u]
                 state.dying_bytes[last] += value.size_bytes
-        state.slots[:, 0] = range(count)
+        state.slots[:, 0] = own
         state.count[:] = 1
         state.whole[kernels.RUNS] = count
         state.whole[kernels.RERUNS] = 0
         state.whole[kernels.EXCESS] = sum(max(live - problem.budget_bytes, 0) for live in timeline)
         state.real[kernels.COST] = 0.0
-        for slot, operation in sorted(set(reruns)):
-            if state.count[operation] < kernels.COPIES_AT_MOST and state.whole[kernels.RERUNS] < len(state.reruns):
-                kernels.add(self.tables, state, slot, operation)
+        kernels.add_all(self.tables, state, import_module("numpy").array(sorted(set(keys)), dtype="int64"))
+
+    def keys_of(self, schedule: Schedule) -> list[int]:
+        """Return the set of reruns of a schedule; where its order of what runs again needs too many slots, in another.
+
+        What rises in base order shares a slot.
+        """
+        slots, count = int(self.state.whole[self.kernels.SLOTS]), len(self.problem.graph.operations)
+        keys: set[int] = set()
+        for operation, runs in schedule.recomputations().items():
+            slot, before = slots * operation + slots - 1, count
+            for index in reversed(runs):
+                if index >= before and slot % slots:
+                    slot -= 1
+                before = index
+                keys.add(slot * count + index)
+        return sorted(keys)
 
     def schedule(self, keys: Iterable[int]) -> Schedule:
         """Write a set of reruns as a schedule."""
-        count = len(self.problem.graph.operations)
+        count, slots = len(self.problem.graph.operations), int(self.state.whole[self.kernels.SLOTS])
         before: dict[int, list[int]] = {}
         for key in sorted(keys):
-            before.setdefault(int(key) // count, []).append(int(key) % count)
+            before.setdefault(int(key) // count // slots, []).append(int(key) % count)
         return Schedule.with_recomputations(self.problem.graph, before)
 
     def best(self) -> Any:
