@@ -174,17 +174,26 @@ def solved(problem: Problem, solver: str, *, effort: SolveLimits, progress: Prog
 
 
 def _with_known_minimum(problem: Problem, error: InfeasibleBudgetError) -> InfeasibleBudgetError:
-    """Let the error name the smallest peak that any quick solver can reach, not only the one that gave up."""
+    """Let the error name the smallest peak that any quick solver can reach, and say that no plan exists if none does.
+
+    The solver that gave up may know of neither.
+    """
     floor = minimum_peak(problem.graph, problem.costs)
     known_bytes = floor.found_peak_bytes + problem.graph.total_static_bytes
-    if known_bytes >= error.minimum_feasible_peak_bytes:
+    is_lower = known_bytes < error.minimum_feasible_peak_bytes
+    is_proven = error.is_proven or (problem.host is None and floor.proven_peak_bytes > problem.budget_bytes)
+    if not is_lower and is_proven == error.is_proven:
         return error
-    verdict = str(error).partition(";")[0]
+    verdict, _, known = str(error).partition("; ")
+    if is_proven:
+        verdict = verdict.replace("found no plan that keeps", "no plan keeps")
+    if is_lower:
+        known = f"a plan is known for {known_bytes} bytes, at {floor.found_operation}"
     return InfeasibleBudgetError(
-        f"{verdict}; a plan is known for {known_bytes} bytes, at {floor.found_operation}",
-        minimum_feasible_peak_bytes=known_bytes,
-        operation=floor.found_operation,
-        is_proven=error.is_proven,
+        f"{verdict}; {known}",
+        minimum_feasible_peak_bytes=known_bytes if is_lower else error.minimum_feasible_peak_bytes,
+        operation=floor.found_operation if is_lower else error.operation,
+        is_proven=is_proven,
         lower_bound_seconds=error.lower_bound_seconds,
-        lowest=floor.schedule,
+        lowest=floor.schedule if is_lower else error.lowest,
     )

@@ -3,25 +3,54 @@
 While an operation first runs, what it reads is there. One of these values was born last, in a run of its maker: while
 that ran, the others were there already, beside what the maker reads and makes. The same holds of what was there then,
 and so on, back to nothing. A plan chooses which value is born last each time; the bound is the least that its highest
-moment can be, whatever it chooses.
+moment can be, whatever it chooses. In the words of pebble games (Sethi, "Complete register allocation problems", SIAM
+Journal on Computing 4, 1975) that is how many bytes of pebbles an operation's inputs need.
+
+There are as many choices as sets of values, so most must not be looked at. What is made of fewer values needs no more:
+whatever a plan does for all of them it may do for some. So a set can stand for a larger one, and the bound holds:
+
+- A value that can be made again from the others, within the peak so far, is left out: nothing is lost by that.
+- Two of the values alone may need more than the peak so far; then so do all.
+- What was found to need no more than the bound, for an earlier operation, is not followed again.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from enum import IntEnum
+from itertools import accumulate, combinations
 
 from planner.ir.graph import OperationCost, TrainingGraph
 
-_FOLLOWED, _STEPS = 12, 1500
-"""Operations whose inputs are followed back, and choices that are followed for each: always the same work."""
+_FOLLOWED, _PLAIN_LOOKS = 12, 1500
+"""Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first
+bound, which is quick."""
+
+_LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARE = 500, 250_000, 0.3
+"""Sets that are looked at then, for each operation and at most; and of what is left of them for one operation: always
+the same work. A look takes about fifteen microseconds."""
+
+_LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
+"""Between two sets of ever fewer bytes on the way to one value; and to know what two need."""
+
+_REMEMBERED = 16
+"""Ways to each value that are remembered, and as many that led nowhere."""
 
 _SMALL = 1e-3
 """Values of less than this share of what one operation needs are left out where births are followed."""
 
 Live = frozenset[int]
+
+_NOTHING: Live = frozenset()
+
+
+class _Care(IntEnum):
+    """What is left out of the sets that are looked at: nothing, values that can be made again, and by pairs, too."""
+
+    NONE, VALUES, PAIRS = range(3)
 
 
 def proven_by_births(
@@ -29,99 +58,258 @@ def proven_by_births(
 ) -> tuple[int, int]:
     """Return a lower bound on the peak of any plan and the operation that binds; O(operations + reads) and some work.
 
-    ``first_run_bytes`` is what must be there while each operation first runs, whatever a plan does.
+    ``first_run_bytes`` is what must be there while each operation first runs, whatever a plan does. If the work does
+    not do for some operations, the bound is a lower one.
     """
-    least_bytes = _SMALL * max(first_run_bytes, default=0)
     best = max(((size_bytes, -index) for index, size_bytes in enumerate(first_run_bytes)), default=(0, 0))
+    proof = Births(graph, costs, _SMALL * best[0])
     promising: list[tuple[int, int]] = []
-    proof = _Births(graph, costs, least_bytes)
     for index, size_bytes in enumerate(first_run_bytes):
         proof.before(index)
-        promising.append((proof.least_peak(size_bytes, steps=1), -index))
-    promising.sort(reverse=True)
-    best = max([best, *promising[:1]])
-    for _, negative in promising[:_FOLLOWED]:
+        promising.append((proof.plain_peak(size_bytes, looks=1), -index))
+    # What is lower than the best does not matter: all of that is as good as the highest of it.
+    for _, negative in heapq.nlargest(_FOLLOWED, promising):
         proof.before(-negative)
-        # What is lower than the best does not matter: all of that is as good as the highest of it.
-        followed_bytes = proof.least_peak(max(first_run_bytes[-negative], best[0] - 1), steps=_STEPS)
-        best = max(best, (followed_bytes, negative))
+        least_bytes = max(first_run_bytes[-negative], best[0] - 1)
+        best = max(best, (proof.plain_peak(least_bytes, looks=_PLAIN_LOOKS), negative))
+    looks = min(_LOOKS_PER_OPERATION * len(first_run_bytes), _MOST_LOOKS)
+    for index, (size_bytes, _) in enumerate(promising):
+        proof.before(index)
+        proof.looks = share = int(_SHARE * looks)
+        peak_bytes = proof.least_peak(max(size_bytes, best[0]))
+        looks -= share - max(proof.looks, 0)
+        if peak_bytes > best[0]:
+            best = peak_bytes, -index
     return best[0], -best[1]
 
 
-class _Births:
+class Births:
     """Follows births back from the first run of an operation; every moment is then before that."""
 
     def __init__(self, graph: TrainingGraph, costs: Sequence[OperationCost], least_bytes: float) -> None:
         self.graph, self.costs, self.least_bytes = graph, costs, least_bytes
+        self.producer = graph.producer
         self.sizes = [value.size_bytes for value in graph.values]
         self.last_reader = [readers[-1] if readers else -1 for readers in graph.readers]
-        self.followed = [self._followed(operation.inputs) for operation in graph.operations]
+        self.inputs = [self._large(operation.inputs) for operation in graph.operations]
+        self.outputs = [frozenset(operation.outputs) for operation in graph.operations]
+        self.touched = [frozenset((*operation.inputs, *operation.outputs)) for operation in graph.operations]
         made = [sum(self.sizes[u] for u in o.outputs if graph.values[u].retained) for o in graph.operations]
         self.retained_bytes = list(accumulate(made))
         """Up to and with each operation."""
+        self.needs = list[int]()
+        """For each operation, as bits, those that must run before it can."""
+        for operation in graph.operations:
+            makers = {self.producer[u] for u in operation.inputs}
+            bits = 0
+            for maker in makers:
+                bits |= self.needs[maker] | 1 << maker
+            self.needs.append(bits)
         self.irreplaceable = [
             u
-            for u, maker in enumerate(graph.producer)
+            for u, maker in enumerate(self.producer)
             if self.sizes[u] > least_bytes and not graph.values[u].retained and not graph.operations[maker].recomputable
         ]
         """By their makers."""
-        self.irreplaceable.sort(key=graph.producer.__getitem__)
-        self.touched = [frozenset((*operation.inputs, *operation.outputs)) for operation in graph.operations]
-        self.index = 0
-        self.standing: list[int] = []
+        self.irreplaceable.sort(key=self.producer.__getitem__)
         self.beside_bytes = [0 if value.retained else value.size_bytes for value in graph.values]
         """What each value takes beside those that are retained, and those that stand."""
-        self.makers: list[int] = []
-        self.standing_bytes = [0]
+        self.looks = 0
+        """How many more sets are looked at."""
+        self.index = 0
+        self._stand(())
 
     def before(self, index: int) -> None:
         """Begin with an operation: what no plan makes again, and a later one reads, stands from its first run on."""
         self.index = index
-        for u in self.standing:
-            self.beside_bytes[u] = self.sizes[u]
-        self.standing = [u for u in self.irreplaceable if self.last_reader[u] > index]
-        for u in self.standing:
+        standing = tuple(u for u in self.irreplaceable if self.last_reader[u] > index)
+        if standing != self.standing:
+            for u in self.standing:
+                self.beside_bytes[u] = self.sizes[u]
+            self._stand(standing)
+
+    def _stand(self, standing: tuple[int, ...]) -> None:
+        """Set what stands, and forget what is known of sets beside others."""
+        self.standing = standing
+        for u in standing:
             self.beside_bytes[u] = 0
-        self.makers = [self.graph.producer[u] for u in self.standing]
-        self.standing_bytes = [0, *accumulate(self.sizes[u] for u in self.standing)]
+        self.makers = [self.producer[u] for u in standing]
+        self.standing_bytes = [0, *accumulate(self.sizes[u] for u in standing)]
+        self.reached: set[Live] = set()
+        """What is there at some moment of a plan that no bound so far is above."""
+        self.ways: dict[int, deque[tuple[Live, int]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        """For a value, from which others it can be made, and in how many bytes beside them."""
+        self.vain: dict[int, deque[tuple[Live, Live, int]]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
+        """For a value, what was met in vain on the ways to it, which of that was held, and in how many bytes."""
+        self.pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        """What two values need at least, and the peak at which that was asked."""
 
-    def least_peak(self, first_run_bytes: int, steps: int) -> int:
-        """Return the least that is there at most, and no less than given; at most so many choices are followed.
+    def plain_peak(self, first_run_bytes: int, looks: int) -> int:
+        """Return the least that is there at most before an operation, and no less than given, if so many looks do."""
+        self.looks = looks
+        return self._least(self.inputs[self.index], first_run_bytes, looks, _Care.NONE)
 
-        The lowest so far come first; of those that are as low, the ones that are nearest to nothing.
+    def least_peak(self, first_run_bytes: int) -> int:
+        """Return the same, with what need not be looked at left out, if the looks that are left do."""
+        return self._least(self.inputs[self.index], first_run_bytes, self.looks, _Care.PAIRS)
+
+    def _least(self, start: Live, peak_bytes: int, looks: int, care: _Care) -> int:
+        """Return what a set needs at least; where so many looks do not do, what those that are left do.
+
+        The lowest so far come first; of those that are as low, the ones that are nearest to nothing. The method is
+        Dijkstra's, with the highest of a way in place of its length.
         """
-        start = self.followed[self.index]
-        queue: list[tuple[int, int, int, Live]] = [(first_run_bytes, len(start), 0, start)]
-        seen = {start: first_run_bytes}
+        queue: list[tuple[int, int, int, Live]] = [(peak_bytes, 0, 0, start)]
+        seen = {start: peak_bytes}
+        came_from: dict[Live, Live] = {}
         number = 0
+        last = self.looks - looks
         while True:
             peak, _, _, live = heapq.heappop(queue)
             if peak > seen[live]:
                 continue
-            if not live or not steps:
+            if care and (fewer := self._without_what_can_be_made(live, peak)) != live:
+                if seen.get(fewer, peak + 1) <= peak:
+                    continue
+                seen[fewer], came_from[fewer] = peak, live
+                live = fewer
+            if not live or live in self.reached:
+                if care is _Care.PAIRS or (care and peak == peak_bytes):  # then the bound is no lower
+                    self._reach(live, came_from)
                 return peak
-            steps -= 1
-            for size_bytes, earlier in self._births(live):
+            if self.looks <= last:
+                return peak
+            self.looks -= 1
+            if care is _Care.PAIRS and (needed := self._by_pairs(live, peak)) > peak:
+                seen[live] = needed
+                number += 1
+                heapq.heappush(queue, (needed, len(live), number, live))
+                continue
+            for size_bytes, earlier in self.births(live):
                 highest = max(peak, size_bytes)
                 if highest < seen.get(earlier, highest + 1):
-                    seen[earlier] = highest
+                    seen[earlier], came_from[earlier] = highest, live
                     number += 1
-                    heapq.heappush(queue, (highest, len(earlier), number, earlier))
+                    near = sum(map(self.beside_bytes.__getitem__, earlier)) if care else len(earlier)
+                    heapq.heappush(queue, (highest, near, number, earlier))
 
-    def _births(self, live: Live) -> Iterator[tuple[int, Live]]:
+    def _reach(self, live: Live, came_from: dict[Live, Live]) -> None:
+        """Remember the sets on a way that was found."""
+        while live in came_from:
+            self.reached.add(live)
+            live = came_from[live]
+        self.reached.add(live)
+
+    def births(self, live: Live) -> Iterator[tuple[int, Live]]:
         """Return, for each run that may have been the last to make some of this, what was there in it and before it.
 
         By then all of this had been made once, and so had all that came before the last of its makers.
         """
-        makers = {self.graph.producer[u] for u in live}
-        ran = max(makers)
-        standing_bytes = self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
+        makers = {self.producer[u] for u in live}
         size_of = self.beside_bytes.__getitem__
-        live_bytes = standing_bytes + sum(map(size_of, live))
+        live_bytes = self._standing_bytes(max(makers)) + sum(map(size_of, live))
         for maker in makers:
             more_bytes = sum(map(size_of, self.touched[maker] - live)) + self.costs[maker].workspace_bytes
-            earlier = live.difference(self.graph.operations[maker].outputs) | self.followed[maker]
-            yield live_bytes + more_bytes, earlier
+            yield live_bytes + more_bytes, live.difference(self.outputs[maker]) | self.inputs[maker]
 
-    def _followed(self, values: Sequence[int]) -> Live:
+    def _standing_bytes(self, ran: int) -> int:
+        """Return what stands once an operation has run."""
+        return self.retained_bytes[ran] + self.standing_bytes[bisect_right(self.makers, ran)]
+
+    def _by_pairs(self, live: Live, peak_bytes: int) -> int:
+        """Return what two of these values need, if that is above a peak; else the peak."""
+        if len(live) == 2:
+            return peak_bytes
+        for pair in combinations(sorted(live), 2):
+            needed, asked = self.pairs.get(pair, (0, -1))
+            if needed <= peak_bytes and asked < peak_bytes:
+                needed = self._least(frozenset(pair), peak_bytes, min(_LOOKS_FOR_TWO, self.looks), _Care.VALUES)
+                self.pairs[pair] = needed, peak_bytes
+            if needed > peak_bytes:
+                return needed
+        return peak_bytes
+
+    def _without_what_can_be_made(self, live: Live, peak_bytes: int) -> Live:
+        """Leave out, one by one, values that can be made again from the others, or from nothing, within a peak."""
+        size_of = self.beside_bytes.__getitem__
+        while live:
+            by_makers = sorted(live, key=self.producer.__getitem__)
+            ran = self.producer[by_makers[-1]]
+            free_bytes = peak_bytes - self._standing_bytes(ran) - sum(map(size_of, live))
+            ways = (*((u, _NOTHING) for u in by_makers), *((u, live - {u}) for u in reversed(by_makers)))
+            made = next((u for u, held in ways if self._can_be_made(u, held, free_bytes + size_of(u))), None)
+            if made is None:
+                break
+            live = live - {made}
+        return live
+
+    def _can_be_made(self, value: int, held: Live, room_bytes: int) -> bool:
+        """Say whether a way was found to make a value from others, which stay, in so many bytes beside them.
+
+        Follow its births back, the latest first. Sets of fewer bytes than any so far are gone on from, and no other;
+        and where the latest of a set is needed by none of it and its maker reads no more than it makes, from there.
+        """
+        if any(enough <= room_bytes and used <= held for used, enough in self.ways[value]):
+            return True
+        if any(room_bytes <= too_few and held & met <= used for met, used, too_few in self.vain[value]):
+            return False
+        size_of = self.beside_bytes.__getitem__
+        start = frozenset((value,))
+        queue: list[tuple[int, int, int, int, Live]] = [(0, size_of(value), 0, 0, start)]
+        seen, met = {start}, set[int]()
+        lowest, looks = size_of(value), _LOOKS_FOR_A_VALUE
+        while queue and looks and self.looks > 0:
+            _, own_bytes, _, peak_bytes, live = heapq.heappop(queue)
+            if live is not start and (rest := self._from_nothing(live, held, room_bytes)) <= room_bytes:
+                self.ways[value].appendleft((held & met, max(peak_bytes, rest)))
+                return True
+            if own_bytes <= lowest and live is not start:
+                lowest, looks = own_bytes, _LOOKS_FOR_A_VALUE
+                queue.clear()
+            looks -= 1
+            self.looks -= 1
+            for size_bytes, left_bytes, earlier in self._births_within(live, held, met, own_bytes, room_bytes):
+                if earlier not in seen:
+                    seen.add(earlier)
+                    latest = max(map(self.producer.__getitem__, earlier), default=-1)
+                    entry = (latest, left_bytes, len(seen), max(peak_bytes, size_bytes), earlier)
+                    heapq.heappush(queue, entry)
+        self.vain[value].appendleft((frozenset(met), held & met, room_bytes))
+        return False
+
+    def _from_nothing(self, live: Live, held: Live, room_bytes: int) -> int:
+        """Return in how many bytes a set can be made from nothing; more than the room if that is not known."""
+        if len(live) != 1:
+            return room_bytes + 1 if live else 0
+        (value,) = live
+        if held:
+            self._can_be_made(value, _NOTHING, room_bytes)
+        return min((enough for used, enough in self.ways[value] if not used), default=room_bytes + 1)
+
+    def _births_within(
+        self, live: Live, held: Live, met: set[int], live_bytes: int, room_bytes: int
+    ) -> Iterator[tuple[int, int, Live]]:
+        """Return, as births, what takes no more than so many bytes beside others; and the bytes before each."""
+        size_of = self.beside_bytes.__getitem__
+        makers = {self.producer[u] for u in live}
+        needed = 0
+        for maker in makers:
+            needed |= self.needs[maker]
+        found: list[tuple[int, int, Live]] = []
+        for maker in sorted(makers, reverse=True):
+            if not self.graph.operations[maker].recomputable:
+                continue
+            more = self.touched[maker] - live
+            met |= more
+            size_bytes = live_bytes + sum(map(size_of, more - held)) + self.costs[maker].workspace_bytes
+            if size_bytes > room_bytes:
+                continue
+            earlier = ((live - self.outputs[maker]) | self.inputs[maker]) - held
+            left_bytes = sum(map(size_of, earlier))
+            if left_bytes <= live_bytes and not needed >> maker & 1:
+                return iter([(size_bytes, left_bytes, earlier)])
+            found.append((size_bytes, left_bytes, earlier))
+        return iter(found)
+
+    def _large(self, values: Sequence[int]) -> Live:
         return frozenset(u for u in values if self.sizes[u] > self.least_bytes)
