@@ -29,9 +29,9 @@ _FOLLOWED, _PLAIN_LOOKS = 12, 1500
 """Operations that need most at first sight, and sets that are looked at for each, with nothing left out: a first
 bound, which is quick."""
 
-_LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARE = 500, 250_000, 0.3
-"""Sets that are looked at then, for each operation and at most; and of what is left of them for one operation: always
-the same work. A look takes about fifteen microseconds."""
+_LOOKS_PER_OPERATION, _MOST_LOOKS, _SHARES = 300, 150_000, (0.01, 0.3)
+"""Sets that are looked at then, for each operation and at most; and of what is left of them for one operation, at
+first and where that did not do: always the same work. A look takes about twenty microseconds."""
 
 _LOOKS_FOR_A_VALUE, _LOOKS_FOR_TWO = 30, 150
 """Between two sets of ever fewer bytes on the way to one value; and to know what two need."""
@@ -73,13 +73,20 @@ def proven_by_births(
         least_bytes = max(first_run_bytes[-negative], best[0] - 1)
         best = max(best, (proof.plain_peak(least_bytes, looks=_PLAIN_LOOKS), negative))
     looks = min(_LOOKS_PER_OPERATION * len(first_run_bytes), _MOST_LOOKS)
-    for index, (size_bytes, _) in enumerate(promising):
-        proof.before(index)
-        proof.looks = share = int(_SHARE * looks)
-        peak_bytes = proof.least_peak(max(size_bytes, best[0]))
-        looks -= share - max(proof.looks, 0)
-        if peak_bytes > best[0]:
-            best = peak_bytes, -index
+    left = list(range(len(first_run_bytes)))
+    for share in _SHARES:
+        again: list[int] = []
+        for index in left:
+            proof.before(index)
+            proof.looks = given = int(share * looks)
+            peak_bytes = proof.least_peak(max(first_run_bytes[index], best[0]))
+            if peak_bytes > best[0]:
+                best = peak_bytes, -index
+            looks -= given - max(proof.looks, 0)
+            if proof.looks <= 0:
+                again.append(index)
+        # What had to wait while the operation ran that binds so far is read soon after it.
+        left = sorted(again, key=lambda index: (index < -best[1], index))
     return best[0], -best[1]
 
 
