@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from planner.common.limits import SolveLimits
+from planner.common.limits import Clock, SolveLimits
 from planner.ir.problem import Problem
 from planner.ir.schedule import Schedule
 from planner.solving.peak_bounds import proven_peak
-from planner.solving.rerun_set import RerunSet
+from planner.solving.rerun_set import SLOTS, RerunSet
 
 _STEP = 2e-3
 """By so much of itself a budget that was kept is lowered."""
@@ -22,6 +22,9 @@ _TEMPERATURE, _WEIGHT, _PACE = 0.03, 10.0, 1e-3
 
 _CHUNK = 2_000
 """Moves between two looks at the clock."""
+
+_SLOTS = (1, SLOTS)
+"""Slots of each operation: at first what runs again goes in base order, where less is to be tried."""
 
 _PATIENCE_MOVES, _PATIENCE_SHARE = 150, 0.5
 """It is over after so many moves for each operation, and this share of all that were made, to no avail."""
@@ -36,14 +39,19 @@ def descended(
     """
     clock = limits.clock()
     least_bytes = max(problem.budget_bytes, proven_peak(problem.graph, problem.costs)[0])
-    peak_bytes = problem.evaluate(schedule).peak_bytes
-    if peak_bytes <= least_bytes:
-        return schedule
-    reruns = RerunSet(problem, limits.seed)
+    for slots in _SLOTS:
+        if problem.evaluate(schedule).peak_bytes > least_bytes:
+            schedule = _descended(RerunSet(problem, limits.seed, slots=slots), schedule, clock, least_bytes, is_over)
+    return schedule
+
+
+def _descended(
+    reruns: RerunSet, schedule: Schedule, clock: Clock, least_bytes: int, is_over: Callable[[], bool]
+) -> Schedule:
+    problem, state, kernels = reruns.problem, reruns.state, reruns.kernels
     reruns.reset(reruns.keys_of(schedule))
-    state, kernels = reruns.state, reruns.kernels
     state.real[kernels.WEIGHT] = _WEIGHT
-    kernels.allow(state, max(least_bytes, peak_bytes - 1))
+    kernels.allow(state, max(least_bytes, problem.evaluate(schedule).peak_bytes - 1))
     moves = moves_found = 0
     patience_moves = _PATIENCE_MOVES * len(problem.graph.operations)
     while clock.left() > 0 and moves - moves_found < patience_moves + _PATIENCE_SHARE * moves and not is_over():

@@ -14,14 +14,14 @@ from planner.ir.schedule import Schedule
 _MOVE_SECONDS, _MOVE_SECONDS_PER_OPERATION = 2e-6, 3e-9
 
 
-_SLOTS = 4
+SLOTS = 4
 """Slots of each operation: how often what runs again before it may go back in base order, and one."""
 
 
 class RerunSet:
     """A set of reruns, changed at random by :mod:`planner.solving.annealing`, and the cheapest within the budget."""
 
-    def __init__(self, problem: Problem, seed: int) -> None:
+    def __init__(self, problem: Problem, seed: int, *, slots: int = SLOTS) -> None:
         from planner.solving import annealing as kernels
 
         np: Any = import_module("numpy")
@@ -60,7 +60,7 @@ class RerunSet:
             real=np.zeros(3),
         )
         self.state.whole[kernels.BUDGET] = problem.budget_bytes
-        self.state.whole[kernels.SLOTS] = _SLOTS
+        self.state.whole[kernels.SLOTS] = slots
         self.state.whole[kernels.RANDOM] = self.random.getrandbits(62) | 1
         self.state.real[kernels.WEIGHT] = 1.0
         self.state.real[kernels.BEST] = math.inf
